@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test proof check bench docs clean
+.PHONY: help venv demo test proof check messages bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(VENV)/site
+
+messages: $(VENV)/.test ## update and compile the catalogs of translations
+	$(BIN)/python -m tests.support.messages
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -18,14 +18,14 @@ from outbox.kernel.text import NAME_LENGTH
 class State(models.TextChoices):
     """The state of a message in one handler. Every transition is one guarded statement in `inbox.store`."""
 
-    RECEIVED = "received"
-    RETRYING = "retrying"
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    DEAD = "dead"
-    SKIPPED = "skipped"
-    SHED = "shed"
+    RECEIVED = "received", _("Received")
+    RETRYING = "retrying", _("Retrying")
+    WAITING = "waiting", _("Waiting")
+    RUNNING = "running", _("Running")
+    DONE = "done", _("Done")
+    DEAD = "dead", _("Dead")
+    SKIPPED = "skipped", _("Skipped")
+    SHED = "shed", _("Shed")
 
 
 DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
@@ -41,9 +41,9 @@ class InboxMessage(models.Model):
     id = models.BigAutoField(primary_key=True)
     handler = models.CharField(max_length=NAME_LENGTH)
     topic = models.CharField(max_length=NAME_LENGTH)
-    biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
-    message_id = models.CharField("message id", max_length=NAME_LENGTH)
-    key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
+    biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
+    message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
+    key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="")
     # Its position in the order of its key is its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
     # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
@@ -53,10 +53,10 @@ class InboxMessage(models.Model):
     )
     place = models.BigIntegerField(null=True)
     state = models.CharField(max_length=12, choices=State)
-    attempts = models.PositiveIntegerField(default=0, db_default=0)
+    attempts = models.PositiveIntegerField(_("attempts"), default=0, db_default=0)
     # The fencing token: every lease of this message increments it, so the owner of an expired lease settles nothing.
     fence = models.PositiveBigIntegerField(default=0, db_default=0)
-    content_type = models.CharField(max_length=NAME_LENGTH)
+    content_type = models.CharField(_("content type"), max_length=NAME_LENGTH)
     body = models.BinaryField()
     digest = models.CharField(max_length=64)
     headers = models.JSONField(default=dict)
@@ -72,7 +72,7 @@ class InboxMessage(models.Model):
     replays = models.PositiveIntegerField(default=0, db_default=0)
     conflicts = models.PositiveIntegerField(default=0, db_default=0)
     # The latest duplicate with different content, for comparison.
-    conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
+    conflicting_id = models.CharField(_("conflicting message id"), max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
     # Refused by the maximum message age: only an operator's explicit override runs it.
@@ -89,7 +89,8 @@ class InboxMessage(models.Model):
     settled_at = models.DateTimeField(null=True)
 
     class Meta:
-        verbose_name = "inbox message"
+        verbose_name = _("inbox message")
+        verbose_name_plural = _("inbox messages")
         default_permissions = ("view",)
         permissions = (
             ("retry_inboxmessage", "Can retry a dead or retrying message"),
@@ -158,17 +159,17 @@ class TrailEntry(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    message_id = models.CharField("message id", max_length=NAME_LENGTH)
+    message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
     handler = models.CharField(max_length=NAME_LENGTH)
-    was = models.CharField("from", max_length=12)
-    became = models.CharField("to", max_length=12)
+    was = models.CharField(_("from"), max_length=12)
+    became = models.CharField(_("to"), max_length=12)
     at = models.DateTimeField()
     process = models.CharField(max_length=NAME_LENGTH)
     reason = models.TextField(default="")
 
     class Meta:
-        verbose_name = "trail entry"
-        verbose_name_plural = "trail"
+        verbose_name = _("trail entry")
+        verbose_name_plural = _("trail")
         default_permissions = ("view",)
         indexes = (
             models.Index(fields=["message_id", "id"], name="inbox_trail_message"),
@@ -215,11 +216,12 @@ class ConsumerHeartbeat(ProcessHeartbeat):
 
     # The names of the handlers on this database that it receives for, or whose stored messages it runs.
     handlers = models.JSONField(default=list)
-    received = models.PositiveBigIntegerField("deliveries since its start", default=0)
-    ran = models.PositiveBigIntegerField("stored messages run since its start", default=0)
+    received = models.PositiveBigIntegerField(_("deliveries since its start"), default=0)
+    ran = models.PositiveBigIntegerField(_("stored messages run since its start"), default=0)
 
     class Meta:
         verbose_name = _("consumer")
+        verbose_name_plural = _("consumers")
         default_permissions = ("view",)
         permissions = (
             ("pause_consumerheartbeat", "Can pause a consumer process"),

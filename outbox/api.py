@@ -23,6 +23,7 @@ from django.utils import timezone
 from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
+from outbox.kernel import tracing
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
@@ -251,19 +252,22 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
     name, cause = str(message_id), current_cause()
     at = due(draft.delay, draft.delay_level, draft.deliver_at)
     headers = "{}"
-    traceparent: object = cause.traceparent
+    traceparent: object = None
     if draft.headers:
         headers = _headers(draft.headers)
-        traceparent = draft.headers.get(TRACEPARENT, traceparent)
+        traceparent = draft.headers.get(TRACEPARENT)
+    topic, correlation_id = _name("topic", draft.topic), cause.correlation_id or name
+    if traceparent is None:
+        traceparent = tracing.created(topic, name, correlation_id)
     return writing.NewRow(
         message_id=message_id,
-        topic=_name("topic", draft.topic),
+        topic=topic,
         biz_id=name if draft.biz_id is None else _name("biz_id", draft.biz_id),
         key=_key(draft),
         priority=_priority(draft),
         body=_body(draft),
         headers=headers,
-        correlation_id=cause.correlation_id or name,
+        correlation_id=correlation_id,
         causation_id=cause.message_id,
         traceparent=_name(TRACEPARENT, traceparent, may_be_empty=True),
         is_unique=_flag("unique", draft.unique),

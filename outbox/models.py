@@ -26,32 +26,33 @@ class OutboxMessage(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    message_id = models.UUIDField("message id", unique=True, default=new_message_id, editable=False)
+    message_id = models.UUIDField(_("message id"), unique=True, default=new_message_id, editable=False)
     topic = models.CharField(max_length=NAME_LENGTH)
-    biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
-    is_unique = models.BooleanField("unique by topic and biz-id", default=False, editable=False)
-    key = models.CharField("ordering key", max_length=NAME_LENGTH, default="", blank=True)
-    shard = models.PositiveSmallIntegerField(editable=False)
-    priority = models.PositiveSmallIntegerField(default=0)
+    biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
+    is_unique = models.BooleanField(_("unique by topic and biz-id"), default=False, editable=False)
+    key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
+    shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
+    priority = models.PositiveSmallIntegerField(_("priority"), default=0)
     state = models.CharField(max_length=12, choices=State, default=State.READY)
     body = models.BinaryField()
     headers = ReadableJSONField(default=dict)
-    wire = models.TextField("wire format", null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format
+    wire = models.TextField(_("wire format"), null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    attempts = models.PositiveIntegerField(default=0)
+    attempts = models.PositiveIntegerField(_("attempts"), default=0)
     last_error = models.TextField(default="")
     created_at = InstantField()
     deliver_at = InstantField(null=True)
-    available_at = InstantField("due at")
+    available_at = InstantField(_("due at"))
     expires_at = InstantField(null=True)
     settled_at = InstantField(null=True)
     # The day on which it was settled, in days since 1970-01-01 UTC; LIVE until then.
     day = models.PositiveIntegerField(default=LIVE, db_default=LIVE, editable=False)
 
     class Meta:
-        verbose_name = "outbox message"
+        verbose_name = _("outbox message")
+        verbose_name_plural = _("outbox messages")
         default_permissions = ("view",)
         permissions = (
             ("cancel_outboxmessage", "Can cancel a message that is not published"),
@@ -117,7 +118,8 @@ class ScheduledMessage(OutboxMessage):
 
     class Meta:
         proxy = True
-        verbose_name = "scheduled message"
+        verbose_name = _("scheduled message")
+        verbose_name_plural = _("scheduled messages")
         default_permissions = ()
 
 
@@ -126,7 +128,8 @@ class PreparedMessage(OutboxMessage):
 
     class Meta:
         proxy = True
-        verbose_name = "prepared message"
+        verbose_name = _("prepared message")
+        verbose_name_plural = _("prepared messages")
         default_permissions = ()
 
 
@@ -137,19 +140,20 @@ class PausedTopic(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    topic = models.CharField(max_length=NAME_LENGTH, unique=True)
+    topic = models.CharField(_("topic"), max_length=NAME_LENGTH, unique=True)
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
     """The operator who paused it; empty for the circuit breaker."""
-    reason = models.TextField("why", default="", blank=True)
-    paused_at = models.DateTimeField("since")
-    probe_at = models.DateTimeField("next probe", null=True)
+    reason = models.TextField(_("why"), default="", blank=True)
+    paused_at = models.DateTimeField(_("since"))
+    probe_at = models.DateTimeField(_("next probe"), null=True)
     """When the next probes, or the next batch of a resumed topic, are due; NULL while an operator has paused the topic."""
-    pause_seconds = models.FloatField("pause in seconds", default=0.0)
-    in_trial = models.JSONField("positions made ready last", default=list)
+    pause_seconds = models.FloatField(_("pause in seconds"), default=0.0)
+    in_trial = models.JSONField(_("positions made ready last"), default=list)
     is_resuming = models.BooleanField(default=False)
 
     class Meta:
-        verbose_name = "paused topic"
+        verbose_name = _("paused topic")
+        verbose_name_plural = _("paused topics")
         default_permissions = ("view",)
         permissions = (
             ("pause_pausedtopic", "Can pause a topic"),
@@ -167,16 +171,16 @@ class TrailEntry(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    message_id = models.UUIDField("message id")
-    was = models.CharField("from", max_length=12)
-    became = models.CharField("to", max_length=12)
+    message_id = models.UUIDField(_("message id"))
+    was = models.CharField(_("from"), max_length=12)
+    became = models.CharField(_("to"), max_length=12)
     at = InstantField()
     process = models.CharField(max_length=NAME_LENGTH)
     reason = models.TextField(default="")
 
     class Meta:
-        verbose_name = "trail entry"
-        verbose_name_plural = "trail"
+        verbose_name = _("trail entry")
+        verbose_name_plural = _("trail")
         default_permissions = ("view",)
         indexes = (
             models.Index(fields=["message_id", "id"], name="outbox_trail_message"),
@@ -195,15 +199,16 @@ class PendingCallback(models.Model):
     # key needs a unique index on the whole partitioned table. Messages with a pending callback are not deleted.
     message = models.ForeignKey(OutboxMessage, to_field="message_id", on_delete=models.DO_NOTHING, db_constraint=False)
     event = models.CharField(max_length=12)
-    settled_at = InstantField("settled")
-    reason = models.TextField("why it is dead", default="")
+    settled_at = InstantField(_("settled"))
+    reason = models.TextField(_("why it is dead"), default="")
     callback = models.CharField(max_length=NAME_LENGTH)
-    attempts = models.PositiveIntegerField(default=0)
-    available_at = InstantField("due")
+    attempts = models.PositiveIntegerField(_("attempts"), default=0)
+    available_at = InstantField(_("due"))
     last_error = models.TextField(default="")
 
     class Meta:
-        verbose_name = "pending callback"
+        verbose_name = _("pending callback")
+        verbose_name_plural = _("pending callbacks")
         default_permissions = ("view",)
         permissions = (
             ("run_pendingcallback", "Can make a pending callback due now"),
@@ -237,12 +242,13 @@ class RelayLease(models.Model):
 class RelayHeartbeat(ProcessHeartbeat):
     """The last heartbeat of one relay, for operators only: no guarantee depends on it."""
 
-    last_pass_at = models.DateTimeField("last successful pass", null=True)
-    published = models.PositiveBigIntegerField("published since start", default=0)
-    shards = models.PositiveSmallIntegerField("shards tried in one pass", default=0, db_default=0)
+    last_pass_at = models.DateTimeField(_("last successful pass"), null=True)
+    published = models.PositiveBigIntegerField(_("published since start"), default=0)
+    shards = models.PositiveSmallIntegerField(_("shards tried in one pass"), default=0, db_default=0)
 
     class Meta:
         verbose_name = _("relay")
+        verbose_name_plural = _("relays")
         default_permissions = ("view",)
         permissions = (
             ("pause_relayheartbeat", "Can pause a relay process"),

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Case, F, TextChoices, Value, When
+from django.utils.translation import gettext_lazy as _
 
 from outbox.expressions import (
     IS_AHEAD,
@@ -29,18 +30,18 @@ from outbox.expressions import (
 class State(TextChoices):
     """The state of a message."""
 
-    PREPARED = "prepared"
-    STUCK = "stuck"
-    SCHEDULED = "scheduled"
-    READY = "ready"
-    RETRYING = "retrying"
-    WAITING = "waiting"
-    PAUSED = "paused"
-    PUBLISHED = "published"
-    DEAD = "dead"
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
-    ROLLED_BACK = "rolled_back"
+    PREPARED = "prepared", _("Prepared")
+    STUCK = "stuck", _("Stuck")
+    SCHEDULED = "scheduled", _("Scheduled")
+    READY = "ready", _("Ready")
+    RETRYING = "retrying", _("Retrying")
+    WAITING = "waiting", _("Waiting")
+    PAUSED = "paused", _("Paused")
+    PUBLISHED = "published", _("Published")
+    DEAD = "dead", _("Dead")
+    EXPIRED = "expired", _("Expired")
+    CANCELLED = "cancelled", _("Cancelled")
+    ROLLED_BACK = "rolled_back", _("Rolled Back")
 
 
 IN_TROUBLE = (State.RETRYING, State.DEAD)

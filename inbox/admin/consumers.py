@@ -30,13 +30,18 @@ class ConsumerAdmin(ProcessAdmin):
 
     def none_runs(self) -> str:
         names = unattended(self.using)
-        return f"No consumer is running for: {', '.join(names)}. {what_to_start()}" if names else ""
+        if not names:
+            return ""
+        return gettext("No consumer is running for: %(names)s. %(remedy)s") % {
+            "names": ", ".join(names),
+            "remedy": what_to_start(),
+        }
 
     @admin.display(description=_("handlers"))
     def some_handlers(self, row: Any) -> SafeString:
         names, more = row.handlers[:_HANDLERS_IN_THE_LIST], len(row.handlers) - _HANDLERS_IN_THE_LIST
         lines = [identifier(name) for name in names] or [format_html("{}", NOTHING)]
-        return stacked(*lines, *([format_html("and {} more", more)] if more > 0 else []))
+        return stacked(*lines, *([format_html(gettext("and {} more"), more)] if more > 0 else []))
 
     @admin.display(description=_("handlers"))
     def all_handlers(self, row: Any) -> SafeString:

@@ -8,6 +8,7 @@ from typing import Any
 
 from django import forms
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
 from inbox.editing import correct, editable
 from inbox.errors import NotEditable
@@ -22,21 +23,21 @@ class SkipForm(forms.Form):
     reason = forms.CharField(
         max_length=500,
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="Why the effect must not happen. The reason is stored with the message and in the admin log.",
+        help_text=_("Why the effect must not happen. The reason is stored with the message and in the admin log."),
     )
 
 
 class OverrideForm(forms.Form):
-    danger = (
+    danger = _(
         "These messages are in quarantine, because the inbox no longer knows whether they were handled before. If one was, its "
         "effect would happen a second time. First check the data that it would write, the logs of the day it was published, "
         "and the publisher's records. Skip the messages that were handled."
     )
     reason = forms.CharField(
         max_length=500,
-        label="Evidence",
+        label=_("Evidence"),
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="What shows that none of them was handled before. The reason is stored in the admin log.",
+        help_text=_("What shows that none of them was handled before. The reason is stored in the admin log."),
     )
 
 
@@ -52,7 +53,7 @@ class EditForm(forms.Form):
         widget=forms.Textarea(
             attrs={"class": "message-edit", "rows": 24, "spellcheck": "false", "autocapitalize": "off", "autofocus": True}
         ),
-        help_text="JSON. The content type and the headers stay unchanged.",
+        help_text=_("JSON. The content type and the headers stay unchanged."),
     )
     shown = forms.CharField(required=False, widget=forms.HiddenInput)
 

@@ -15,6 +15,8 @@ from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from inbox.admin.forms import EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
@@ -49,14 +51,17 @@ from outbox.kernel.envelope import COMPRESSION
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
-_NOT_STORED = 'It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
+_FURTHER = _("Further deliveries")
+_CORRECTION = _("Correction")
+_PROGRESS = _("Progress")
+_NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
 class InboxStuckFilter(StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [*super().lookups(request, model_admin), ("quarantined", "In quarantine")]
+        return [*super().lookups(request, model_admin), ("quarantined", gettext("In quarantine"))]
 
     def overdue(self) -> Q:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
@@ -73,11 +78,11 @@ class InboxStuckFilter(StuckFilter):
 class DuplicatesFilter(admin.SimpleListFilter):
     """Filter by duplicates."""
 
-    title = "duplicates"
+    title = _("duplicates")
     parameter_name = "duplicates"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", "Delivered more than once"), ("conflicting", "With different content")]
+        return [("any", gettext("Delivered more than once")), ("conflicting", gettext("With different content"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
@@ -92,7 +97,7 @@ class DuplicatesFilter(admin.SimpleListFilter):
 class HandlerFilter(admin.SimpleListFilter):
     """Filter by a handler of this process. To find a removed handler's messages, search for its name."""
 
-    title = "handler"
+    title = _("handler")
     parameter_name = "handler"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
@@ -117,7 +122,7 @@ class InboxMessageAdmin(MessageAdmin):
     }
     large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
     counterpart = Counterpart(
-        changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
+        changelist="outbox_outboxmessage_changelist", title=_("outbox messages"), permission="outbox.view_outboxmessage"
     )
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
@@ -130,7 +135,7 @@ class InboxMessageAdmin(MessageAdmin):
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
-    search_help_text = (
+    search_help_text = _(
         "A message id, biz-id, topic or handler, exact; a trailing * matches every text with that prefix (slower)."
     )
     actions = ("retry", "edit", "skip", "override_maximum_age")
@@ -164,13 +169,13 @@ class InboxMessageAdmin(MessageAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        ("Attempts", {"fields": ("attempts", "error_text", "traceback_text")}),
-        ("Correction", {"fields": ("replaced_row", "replacing_row")}),
-        ("Further deliveries", {"fields": ("further_deliveries", "conflict")}),
-        ("Content", {"fields": ("content_type", "payload", "headers_text")}),
-        ("Progress", {"fields": ("steps_text", "result_text")}),
-        ("Times", {"fields": ("created", "received", "next_attempt", "settled")}),
-        ("Origin", {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
+        (_("Attempts"), {"fields": ("attempts", "error_text", "traceback_text")}),
+        (_CORRECTION, {"fields": ("replaced_row", "replacing_row")}),
+        (_FURTHER, {"fields": ("further_deliveries", "conflict")}),
+        (_("Content"), {"fields": ("content_type", "payload", "headers_text")}),
+        (_PROGRESS, {"fields": ("steps_text", "result_text")}),
+        (_("Times"), {"fields": ("created", "received", "next_attempt", "settled")}),
+        (_("Origin"), {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
 
     def stuck_after(self) -> timedelta:
@@ -201,9 +206,9 @@ class InboxMessageAdmin(MessageAdmin):
         action = request.POST.get("action")
         row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
         if row is not None and row.quarantined and action == "retry":
-            return "it is in quarantine; use “Retry past the maximum message age…”"
+            return gettext("it is in quarantine; use “Retry past the maximum message age…”")
         if row is not None and not row.quarantined and action == "override_maximum_age":
-            return "it is not in quarantine; use “Retry now”"
+            return gettext("it is not in quarantine; use “Retry now”")
         return super().why_not(request, alias, pk)
 
     # display
@@ -212,50 +217,50 @@ class InboxMessageAdmin(MessageAdmin):
         """Without the sections that are empty for this message."""
         left_out = set()
         if obj is not None and obj.replaces_id is None and not obj.replacements.exists():
-            left_out.add("Correction")
+            left_out.add(_CORRECTION)
         if obj is not None and not obj.duplicates:
-            left_out.add("Further deliveries")
+            left_out.add(_FURTHER)
         if obj is not None and obj.result is None and not obj.steps.exists():
-            left_out.add("Progress")
+            left_out.add(_PROGRESS)
         return [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state_badges(self, row: Any) -> SafeString:
         """For the list: the state, and whether the message is quarantined, corrected, or has duplicates."""
         lines = [self.badge_of(row)]
         if row.quarantined and row.state == State.DEAD:
-            lines.append(format_html("{}", "in quarantine"))
+            lines.append(format_html("{}", gettext("in quarantine")))
         if row.replaces_id is not None:
-            lines.append(format_html("{}", "corrected"))
+            lines.append(format_html("{}", gettext("corrected")))
         if row.conflicts:
-            lines.append(badge(f"{row.conflicts:,} conflicting", Tone.STOPPED))
+            lines.append(badge(gettext("%(count)s conflicting") % {"count": f"{row.conflicts:,}"}, Tone.STOPPED))
         elif row.duplicates:
-            lines.append(format_html("{} more", f"{row.duplicates:,}"))
+            lines.append(format_html(gettext("{} more"), f"{row.duplicates:,}"))
         return stacked(*lines)
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
         """For the message's page: the badge and an explanation."""
         return format_html("{}{}", self.badge_of(row), self._explanation(row))
 
     def _explanation(self, row: Any) -> SafeString:
         if row.state == State.DEAD and row.quarantined:
-            return warning("In quarantine: the inbox no longer knows whether it was handled before.")
+            return warning(gettext("In quarantine: the inbox no longer knows whether it was handled before."))
         if row.state == State.WAITING:
             return self._behind(row)
         if row.state == State.RUNNING:
             return self._lease(row)
         if row.ordered and row.state in _HEADS:
             waiting = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
-            return note(f"The later messages of its ordering key wait for it: {counted(waiting)}.")
+            return note(gettext("The later messages of its ordering key wait for it: %(count)s.") % {"count": counted(waiting)})
         return format_html("{}", "")
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
         if head is None:
-            return note("No earlier message of its ordering key is open: a consumer will run it shortly.")
+            return note(gettext("No earlier message of its ordering key is open: a consumer will run it shortly."))
         words = format_html(
-            'It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).',
+            gettext('It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).'),
             self.own_url(head.pk),
             identifier(f"{head.topic} {head.biz_id}"),
             head.get_state_display().lower(),
@@ -265,71 +270,80 @@ class InboxMessageAdmin(MessageAdmin):
     def _lease(self, row: Any) -> SafeString:
         if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
             return note(
-                f"Lease {row.fence} has expired without a heartbeat of its owner. Another process takes over the message."
+                gettext(
+                    "Lease %(number)s has expired without a heartbeat of its owner. Another process takes over the message."
+                )
+                % {"number": row.fence}
             )
         return note(
-            format_html("Lease {} ends {}, unless its owner extends it.", row.fence, age(row.next_attempt_at, row.database_now))
+            format_html(
+                gettext("Lease {} ends {}, unless its owner extends it."), row.fence, age(row.next_attempt_at, row.database_now)
+            )
         )
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
         return same.alias(at=Coalesce("place", "pk", output_field=BigIntegerField())).defer(*self.large_columns)
 
-    @admin.display(description="handler")
+    @admin.display(description=_("handler"))
     def handler_name(self, row: Any) -> SafeString:
         return identifier(row.handler)
 
-    @admin.display(description="source")
+    @admin.display(description=_("source"))
     def source_name(self, row: Any) -> SafeString:
         return identifier(row.source)
 
-    @admin.display(description="topic, handler, biz-id")
+    @admin.display(description=_("topic, handler, biz-id"))
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
 
-    @admin.display(description="age", ordering="id")
+    @admin.display(description=_("age"), ordering="id")
     def age(self, row: Any) -> SafeString:
         received = age(row.received_at, row.database_now)
         if row.next_attempt_at is None:
             return received
-        prefix = "due "
+        prefix = gettext("due ")
         if row.state == State.RUNNING:
-            prefix = "lease ends " if row.next_attempt_at > row.database_now else "lease ended "
+            prefix = gettext("lease ends ") if row.next_attempt_at > row.database_now else gettext("lease ended ")
         return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
 
-    @admin.display(description="duplicates")
+    @admin.display(description=_("duplicates"))
     def further_deliveries(self, row: Any) -> SafeString:
         """The number of duplicates by cause."""
         if not row.duplicates:
             return format_html("{}", NOTHING)
         business = row.duplicates - row.redeliveries - row.resends - row.replays
         causes = (
-            (row.redeliveries, "delivered again by the broker"),
-            (row.resends, "sent again by a relay"),
-            (row.replays, "sent again by an operator"),
-            (business, "published again with another message id"),
+            (row.redeliveries, gettext("delivered again by the broker")),
+            (row.resends, gettext("sent again by a relay")),
+            (row.replays, gettext("sent again by an operator")),
+            (business, gettext("published again with another message id")),
         )
         lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
-        return stacked(format_html("{} in total; none was run", f"{row.duplicates:,}"), *lines)
+        return stacked(format_html(gettext("{} in total; none was run"), f"{row.duplicates:,}"), *lines)
 
-    @admin.display(description="different content")
+    @admin.display(description=_("different content"))
     def conflict(self, row: Any) -> SafeString:
         """The latest delivery with this biz-id and different content."""
         if not row.conflicts:
             return format_html("{}", NOTHING)
-        words = f"Deliveries with this biz-id but different content: {row.conflicts:,}. None was run. It is a bug upstream."
+        words = gettext("Deliveries with this biz-id but different content: %(count)s. None was run. It is a bug upstream.") % {
+            "count": f"{row.conflicts:,}"
+        }
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
-            '<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>',
+            gettext('<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>'),
             warning(words),
-            note(f"{_NOT_STORED} Only its digest was stored, so the two cannot be compared here.") if _has_no_body(row) else "",
+            note(gettext("%(why)s Only its digest was stored, so the two cannot be compared here.") % {"why": _NOT_STORED})
+            if _has_no_body(row)
+            else "",
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
             as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
         )
 
-    @admin.display(description="steps taken")
+    @admin.display(description=_("steps taken"))
     def steps_text(self, row: Any) -> SafeString:
         """Named steps whose results a retry reuses."""
         steps = list(row.steps.order_by("taken_at", "pk")[:_STEPS])
@@ -346,54 +360,58 @@ class InboxMessageAdmin(MessageAdmin):
             '<div class="message-block">{}</div>', format_html_join("", '<p class="message-note">{}</p>{}', shown)
         )
 
-    @admin.display(description="result")
+    @admin.display(description=_("result"))
     def result_text(self, row: Any) -> SafeString:
         return as_json(row.result).as_html() if row.result is not None else format_html("{}", NOTHING)
 
-    @admin.display(description="payload")
+    @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:
         if _has_no_body(row):
             return note(_NOT_STORED)
         return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
 
-    @admin.display(description="headers")
+    @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
         return note(_NOT_STORED) if _has_no_body(row) else super().headers_text(row)
 
-    @admin.display(description="replaces")
+    @admin.display(description=_("replaces"))
     def replaced_row(self, row: Any) -> SafeString:
         """The dead message that this one replaces with a corrected payload."""
         return self._of_a_correction(InboxMessage.objects.using(self.using).filter(pk=row.replaces_id), row.replaces_id)
 
-    @admin.display(description="replaced by")
+    @admin.display(description=_("replaced by"))
     def replacing_row(self, row: Any) -> SafeString:
         return self._of_a_correction(InboxMessage.objects.using(self.using).filter(replaces=row.pk), None)
 
     def _of_a_correction(self, rows: QuerySet[Any], known: int | None) -> SafeString:
         other = rows.only("pk", "state", "biz_id").first()
         if other is None:
-            return note(f"Row {known} has been purged.") if known else format_html("{}", NOTHING)
+            return note(gettext("Row %(number)s has been purged.") % {"number": known}) if known else format_html("{}", NOTHING)
         return format_html(
-            '<a href="{}">row {}</a> {} {}', self.own_url(other.pk), other.pk, identifier(other.biz_id), self.badge_of(other)
+            gettext('<a href="{}">row {}</a> {} {}'),
+            self.own_url(other.pk),
+            other.pk,
+            identifier(other.biz_id),
+            self.badge_of(other),
         )
 
-    @admin.display(description="last error, or reason")
+    @admin.display(description=_("last error, or reason"))
     def error_headline(self, row: Any) -> SafeString:
         return super().error_headline(row)
 
-    @admin.display(description="last error, or reason")
+    @admin.display(description=_("last error, or reason"))
     def error_text(self, row: Any) -> SafeString:
         return super().error_text(row)
 
-    @admin.display(description="traceback")
+    @admin.display(description=_("traceback"))
     def traceback_text(self, row: Any) -> SafeString:
         return as_text(row.traceback).as_html()
 
-    @admin.display(description="received")
+    @admin.display(description=_("received"))
     def received(self, row: Any) -> SafeString:
         return moment(row.received_at, row.database_now)
 
-    @admin.display(description="next attempt, or end of its lease")
+    @admin.display(description=_("next attempt, or end of its lease"))
     def next_attempt(self, row: Any) -> SafeString:
         return moment(row.next_attempt_at, row.database_now)
 
@@ -409,66 +427,76 @@ class InboxMessageAdmin(MessageAdmin):
     def has_skip_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.skip_inboxmessage")
 
-    @admin.action(permissions=["retry"], description="Retry now")
+    @admin.action(permissions=["retry"], description=_("Retry now"))
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         retry = partial(operating.retry, reason=by(request))
-        return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(retry)))
+        return self.carry_out(request, queryset, done=gettext("due for a retry now"), transition=once_ended(resending(retry)))
 
-    @admin.action(permissions=["edit"], description="Edit and retry…")
+    @admin.action(permissions=["edit"], description=_("Edit and retry…"))
     def edit(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         """Edit the payload of one message, then show the changes for confirmation."""
         picked = self._picked(request, queryset) or {}
         if len(picked) != 1:
-            self.message_user(request, "Nothing was changed: select one message to edit.", messages.ERROR)
+            self.message_user(request, gettext("Nothing was changed: select one message to edit."), messages.ERROR)
             return None
         ((pk, row),) = picked.items()
         if row is None:
-            self.message_user(request, f"Message number {pk} no longer exists.", messages.ERROR)
+            self.message_user(request, gettext("Message number %(number)s no longer exists.") % {"number": pk}, messages.ERROR)
             return None
         stored = InboxMessage.objects.using(queryset.db).get(pk=pk)
         try:
             form = EditForm(stored, request.POST if self.is_confirmed(request) else None)
         except NotEditable as error:
-            self.message_user(request, f"Message {self.subject(row)}: not edited: {visible(str(error))}", messages.ERROR)
+            self.message_user(
+                request,
+                gettext("Message %(message)s: not edited: %(reason)s")
+                % {
+                    "message": self.subject(row),
+                    "reason": visible(str(error)),
+                },
+                messages.ERROR,
+            )
             return HttpResponseRedirect(self.own_url(pk)) if request.POST.get("own_page") else None
         if form.is_valid() and form.is_agreed:
 
             def replace(alias: str, pk: int) -> bool:
                 return replace_message(alias, pk, form.cleaned_data["payload"], by=by(request)) is not None
 
-            return self.carry_out(request, queryset, done="replaced by a corrected message", transition=replace)
+            return self.carry_out(request, queryset, done=gettext("replaced by a corrected message"), transition=replace)
         return self.ask(
             request,
             queryset,
             action="edit",
-            question="Replace this message with the corrected one?" if form.changes else "Edit the payload of this message",
-            button="Replace the message and run it" if form.changes else "Show the changes",
+            question=gettext("Replace this message with the corrected one?")
+            if form.changes
+            else gettext("Edit the payload of this message"),
+            button=gettext("Replace the message and run it") if form.changes else gettext("Show the changes"),
             form=form,
         )
 
-    @admin.action(permissions=["skip"], description="Skip…")
+    @admin.action(permissions=["skip"], description=_("Skip…"))
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             SkipForm,
             action="skip",
-            question="Skip these messages? Their effect will not happen.",
-            button="Skip the messages",
-            done="skipped",
+            question=gettext("Skip these messages? Their effect will not happen."),
+            button=gettext("Skip the messages"),
+            done=gettext("skipped"),
             transition=lambda given: once_ended(partial(operating.skip, reason=given["reason"], by=by(request))),
         )
 
-    @admin.action(permissions=["override"], description="Retry past the maximum message age…")
+    @admin.action(permissions=["override"], description=_("Retry past the maximum message age…"))
     def override_maximum_age(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             OverrideForm,
             action="override_maximum_age",
-            question="Run these messages although they may have been handled before?",
-            button="Run the messages",
-            done="due now, past the maximum message age",
+            question=gettext("Run these messages although they may have been handled before?"),
+            button=gettext("Run the messages"),
+            done=gettext("due now, past the maximum message age"),
             transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
 

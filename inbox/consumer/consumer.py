@@ -43,6 +43,7 @@ from outbox.kernel.broker import (
     REFUSAL_REMEDY,
     connection_attempts,
     connection_options,
+    describe_refusal,
     dispatch_what_is_read,
     is_refusal,
     read_in_chunks,
@@ -52,7 +53,6 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
-from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,6 @@ class Consumer:
         self._stop = stop
         self._watchdog = watchdog
         self._broker = Outage("the broker")
-        self._refusals = Reminder()
         self._waits_for = "the broker"
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
@@ -204,10 +203,8 @@ class Consumer:
         if not is_refusal(error):
             self._broker.wait(describe(error), self._stop)
             return
-        if self._refusals.is_due():
-            setting, shown = self._options.broker_setting, masked(self._options.broker_url)
-            logger.error("The broker refuses %s, %s: %s. %s", setting, shown, describe(error), REFUSAL_REMEDY)
-        self._stop.wait(self._broker.enter())
+        refusal = partial(describe_refusal, self._options.broker_setting, self._options.broker_url, describe(error))
+        self._broker.wait(describe(error), self._stop, remedy=REFUSAL_REMEDY, describe_error=refusal)
 
     def _connect(self) -> None:
         if self._connection is not None:

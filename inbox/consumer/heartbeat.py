@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections
+from django.utils.translation import gettext
 
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers.handler import Handler
@@ -75,8 +76,8 @@ def unattended(alias: str) -> list[str]:
 def what_to_start() -> str:
     """The remedy for `unattended` handlers."""
     if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
-        return "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`."
-    return "Their messages wait in the broker's queues. Start `inbox_consume`; if it runs, read its log."
+        return gettext("Their messages wait in the database. Start `outbox_relay` or `inbox_consume`.")
+    return gettext("Their messages wait in the broker's queues. Start `inbox_consume`; if it runs, read its log.")
 
 
 class Heartbeats:

@@ -40,7 +40,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     if not is_local and (reason := why_unusable(options.broker_url)):
         raise ImproperlyConfigured(f"{options.broker_setting} is {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
-    watchdog = Watchdog(limit=options.WATCHDOG)
+    watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")
     runner = Runner(options, stop)
     if not registry.all():
         logger.warning(

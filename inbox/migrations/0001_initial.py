@@ -29,6 +29,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name': 'consumer',
+                'verbose_name_plural': 'consumers',
                 'default_permissions': ('view',),
             },
         ),
@@ -66,9 +67,9 @@ class Migration(migrations.Migration):
                 ('ordered', models.BooleanField(db_default=False, default=False)),
                 ('place', models.BigIntegerField(null=True)),
                 ('state', models.CharField(choices=[('received', 'Received'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('running', 'Running'), ('done', 'Done'), ('dead', 'Dead'), ('skipped', 'Skipped'), ('shed', 'Shed')], max_length=12)),
-                ('attempts', models.PositiveIntegerField(db_default=0, default=0)),
+                ('attempts', models.PositiveIntegerField(db_default=0, default=0, verbose_name='attempts')),
                 ('fence', models.PositiveBigIntegerField(db_default=0, default=0)),
-                ('content_type', models.CharField(max_length=255)),
+                ('content_type', models.CharField(max_length=255, verbose_name='content type')),
                 ('body', models.BinaryField()),
                 ('digest', models.CharField(max_length=64)),
                 ('headers', models.JSONField(default=dict)),
@@ -96,6 +97,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name': 'inbox message',
+                'verbose_name_plural': 'inbox messages',
                 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('edit_inboxmessage', 'Can correct the payload of a dead message and run it'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back')),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'running'])), fields=['handler', 'next_attempt_at'], name='inbox_due'), models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'waiting', 'running', 'dead'])), fields=['state'], name='inbox_open'), models.Index(condition=models.Q(('state__in', ['done', 'skipped', 'shed'])), fields=['settled_at'], name='inbox_settled'), models.Index(condition=models.Q(('state__in', ['skipped', 'shed'])), fields=['state', 'id'], name='inbox_unhandled'), models.Index(condition=models.Q(('duplicates__gt', 0)), fields=['id'], name='inbox_duplicates'), models.Index(fields=['message_id'], name='inbox_message_id'), models.Index(models.F('handler'), models.F('key'), django.db.models.functions.comparison.Coalesce('place', 'id', output_field=models.BigIntegerField()), condition=models.Q(('ordered', True), models.Q(('state__in', ['done', 'skipped', 'shed']), _negated=True)), name='inbox_order'), models.Index(condition=models.Q(('conflicts__gt', 0)), fields=['handler', 'id'], name='inbox_conflicts')],

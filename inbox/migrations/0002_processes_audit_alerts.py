@@ -40,7 +40,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AlterModelOptions(
             name='consumerheartbeat',
-            options={'default_permissions': ('view',), 'permissions': (('pause_consumerheartbeat', 'Can pause a consumer process'), ('resume_consumerheartbeat', 'Can resume a consumer process'), ('drain_consumerheartbeat', 'Can drain a consumer process'), ('stop_consumerheartbeat', 'Can stop a consumer process')), 'verbose_name': 'consumer'},
+            options={'default_permissions': ('view',), 'permissions': (('pause_consumerheartbeat', 'Can pause a consumer process'), ('resume_consumerheartbeat', 'Can resume a consumer process'), ('drain_consumerheartbeat', 'Can drain a consumer process'), ('stop_consumerheartbeat', 'Can stop a consumer process')), 'verbose_name': 'consumer', 'verbose_name_plural': 'consumers'},
         ),
         migrations.AddField(
             model_name='consumerheartbeat',

@@ -13,7 +13,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
-from inbox import signals
+from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
@@ -159,6 +159,7 @@ def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "
     if taken.state == State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
     if taken.state == State.SHED:
+        metrics.SHED.add(1, handler.name)
         _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Received.SHED
     return Received.STORED if taken.state else _duplicate_of(handler, row, taken.earlier)
@@ -254,7 +255,9 @@ def _abandoned() -> Failure:
 
 def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:
     dead = failure.retry_after is None
+    (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
     if dead:
+        metrics.DEAD.add(1, handler)
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
     else:
         # A deferral is not a failure.
@@ -279,6 +282,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             "not run; check how its publisher chooses biz-ids.",
             names,
         )
+        metrics.CONFLICTS.add(1, handler.name)
         _send(signals.conflicting_duplicate, **names)
     the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
     if earlier.state == State.DEAD and not the_same:
@@ -287,11 +291,13 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             "the dead letter to decide about both.",
             names,
         )
+    metrics.DUPLICATES.add(1, handler.name, earlier.cause.value)
     _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
 def handled(handler: Handler, message: Message) -> Received:
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+    metrics.HANDLED.add(1, handler.name)
     _send(signals.message_handled, message=message, handler=handler.name)
     return Received.HANDLED
 

@@ -25,6 +25,7 @@ from inbox.receiving.reading import Arrival, messages_of
 from inbox.store import together
 from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, NewRow
 from inbox.transactions.handler_transaction import call, in_transaction
+from inbox.transactions.observed import observed
 from inbox.transactions.persistence import DatabaseUnavailable, run_with_reruns
 from outbox.kernel.text import describe
 
@@ -60,7 +61,8 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
 
     def run() -> None:
         if handler.batch:
-            handler.call(*messages.values())
+            with observed(handler, *(of[row].envelope for row in messages)):
+                handler.call(*messages.values())
             return
         for row, message in messages.items():
             call(handler, message, of[row].envelope)

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from django.db import connections
+from django.db.models import Count
 
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.store.dialect import TABLE
 
+_OPEN = tuple(state for state in State if state not in SETTLED)
 _RARE = (State.SKIPPED, State.SHED)
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays", "conflicts")
 
@@ -59,11 +61,10 @@ def balance(alias: str) -> Balance:
     It reads the whole index of the settled rows: about 50 ms for a million rows on PostgreSQL.
     """
     zeros = ", 0" * (len(_COUNTS) - 1)
-    open_states = [state for state in State if state not in SETTLED]
     sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in _COUNTS)
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(open_states)}) GROUP BY state "
+            f"SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_OPEN)}) GROUP BY state "
             f"UNION ALL SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
             f"UNION ALL SELECT 'settled', COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
             f"UNION ALL SELECT 'quarantined', COUNT(*){zeros} FROM {TABLE} WHERE state = 'dead' AND quarantined "
@@ -82,6 +83,13 @@ def balance(alias: str) -> Balance:
         edited=found["edited"][0],
         quarantined=found["quarantined"][0],
     )
+
+
+def open_states(alias: str) -> Mapping[str, int]:
+    """The number of rows in each state that is not final. It reads the index of open messages only."""
+    found = InboxMessage.objects.using(alias).filter(state__in=_OPEN).values_list("state").annotate(Count("id")).order_by()
+    counts = dict(found)
+    return {state.value: counts.get(state.value, 0) for state in _OPEN}
 
 
 def conflicts(alias: str, limit: int) -> Sequence[InboxMessage]:

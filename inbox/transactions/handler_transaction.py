@@ -18,6 +18,7 @@ from inbox.handlers.message import Message
 from inbox.store import sentinel
 from inbox.store.rows import ABANDONED, Guard
 from inbox.transactions.atomic_guard import none_left_open
+from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
 from inbox.transactions.statements import controls_transaction
@@ -123,7 +124,7 @@ def call(handler: Handler, message: Message, envelope: Envelope) -> object:
         correlation_id=message.correlation_id or message.id,
         traceparent=envelope.traceparent,
     )
-    with caused_by(cause):
+    with caused_by(cause), observed(handler, envelope):
         return handler.call(message)
 
 

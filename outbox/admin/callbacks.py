@@ -13,6 +13,8 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.callbacks import registry
 from outbox.console.acting_admin import ActingAdmin
@@ -28,11 +30,11 @@ _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 class TroubleFilter(admin.SimpleListFilter):
     """By the problem of a callback."""
 
-    title = "trouble"
+    title = _("trouble")
     parameter_name = "trouble"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("failing", "Has failed"), ("unknown", "Not known to this process")]
+        return [("failing", gettext("Has failed")), ("unknown", gettext("Not known to this process"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
@@ -48,14 +50,15 @@ class TroubleFilter(admin.SimpleListFilter):
 class PendingCallbackAdmin(ActingAdmin):
     """Pending callbacks in the order of their next call."""
 
-    noun = "callback"
-    nothing = "No pending callbacks: every callback has returned."
-    hint = "The next one to be called comes first. A relay calls it until it returns; then its row is deleted."
+    noun = _("callback")
+    nouns = _("callbacks")
+    nothing = _("No pending callbacks: every callback has returned.")
+    hint = _("The next one to be called comes first. A relay calls it until it returns; then its row is deleted.")
 
     ordering = ("available_at", "id")
     sortable_by = ()
     search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
-    search_help_text = "The name of a callback, or a message id, biz-id or topic, exactly."
+    search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
     list_display = ("callback_name", "summary", "due_in", "attempts", "error_headline")
     list_filter = (TroubleFilter,)
     actions = ("call_now", "discard")
@@ -87,7 +90,8 @@ class PendingCallbackAdmin(ActingAdmin):
         return queryset.filter(named), False
 
     def subject(self, row: Any) -> str:
-        return visible(f"{row.callback} of message {row.uuid} ({row.topic} {row.biz_id})")
+        name = f"{row.uuid} ({row.topic} {row.biz_id})"
+        return visible(gettext("%(callback)s of message %(message)s") % {"callback": row.callback, "message": name})
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(State(row.event).label, _TONES[State(row.event)])
@@ -97,24 +101,24 @@ class PendingCallbackAdmin(ActingAdmin):
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         if self.everything(request).using(alias).filter(pk=pk).exists():
-            return "it is being called right now"
-        return "it has been called or discarded"
+            return gettext("it is being called right now")
+        return gettext("it has been called or discarded")
 
-    @admin.display(description="callback")
+    @admin.display(description=_("callback"))
     def callback_name(self, row: Any) -> SafeString:
         if row.callback in registry.names:
             return identifier(row.callback)
-        return stacked(identifier(row.callback), badge("Not known here", Tone.FAILING))
+        return stacked(identifier(row.callback), badge(gettext("Not known here"), Tone.FAILING))
 
-    @admin.display(description="event")
+    @admin.display(description=_("event"))
     def event_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
 
-    @admin.display(description="event")
+    @admin.display(description=_("event"))
     def summary(self, row: Any) -> SafeString:
         return stacked(self.badge_of(row), identifier(row.topic), identifier(row.biz_id))
 
-    @admin.display(description="message")
+    @admin.display(description=_("message"))
     def message_link(self, row: Any) -> SafeString:
         name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
         try:
@@ -123,27 +127,27 @@ class PendingCallbackAdmin(ActingAdmin):
             return name
         return format_html('<a href="{}">{}</a>', url, name)
 
-    @admin.display(description="due")
+    @admin.display(description=_("due"))
     def due_in(self, row: Any) -> SafeString:
         return age(row.available_at, row.database_now)
 
-    @admin.display(description="due")
+    @admin.display(description=_("due"))
     def due(self, row: Any) -> SafeString:
         return moment(row.available_at, row.database_now)
 
-    @admin.display(description="settled")
+    @admin.display(description=_("settled"))
     def settled(self, row: Any) -> SafeString:
         return moment(row.settled_at, row.database_now)
 
-    @admin.display(description="why it is dead")
+    @admin.display(description=_("why it is dead"))
     def reason_text(self, row: Any) -> SafeString:
         return as_text(row.reason).as_html()
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error_headline(self, row: Any) -> SafeString:
         return headline(row.last_error)
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error_text(self, row: Any) -> SafeString:
         return as_text(row.last_error).as_html()
 
@@ -157,18 +161,20 @@ class PendingCallbackAdmin(ActingAdmin):
     def has_discard_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.discard_pendingcallback")
 
-    @admin.action(permissions=["run"], description="Call now")
+    @admin.action(permissions=["run"], description=_("Call now"))
     def call_now(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="to be called now", transition=pending_callbacks.call_now)
+        return self.carry_out(request, queryset, done=gettext("to be called now"), transition=pending_callbacks.call_now)
 
-    @admin.action(permissions=["discard"], description="Discard…")
+    @admin.action(permissions=["discard"], description=_("Discard…"))
     def discard(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
         if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done="discarded", transition=pending_callbacks.discard_call)
+            return self.carry_out(request, queryset, done=gettext("discarded"), transition=pending_callbacks.discard_call)
         return self.ask(
             request,
             queryset,
             action="discard",
-            question="Discard these callbacks? They are never called, so the project is not notified about their messages.",
-            button="Discard the callbacks",
+            question=gettext(
+                "Discard these callbacks? They are never called, so the project is not notified about their messages."
+            ),
+            button=gettext("Discard the callbacks"),
         )

@@ -11,6 +11,8 @@ from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox import doorbell
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
@@ -42,7 +44,7 @@ class DecidingAdmin(MessageAdmin):
         State.ROLLED_BACK: Tone.OVER,
     }
     counterpart = Counterpart(
-        changelist="inbox_inboxmessage_changelist", title="inbox messages", permission="inbox.view_inboxmessage"
+        changelist="inbox_inboxmessage_changelist", title=_("inbox messages"), permission="inbox.view_inboxmessage"
     )
     allowed_in: ClassVar[Any] = {
         "publish_now": PUBLISH_NOW.sources,
@@ -64,20 +66,20 @@ class DecidingAdmin(MessageAdmin):
             return words
         if action == "restore":
             if row.is_unique and unique.is_replaced(self.using, row.pk):
-                return "A later message has replaced it: it is not changed."
+                return gettext("A later message has replaced it: it is not changed.")
             if row.deliver_at is None or row.deliver_at <= row.database_now:
-                return "Overdue: it is sent at once."
-            return age(row.deliver_at, row.database_now, "Scheduled again, due ")
-        return age(row.available_at, row.database_now, "Due ") if row.state == State.SCHEDULED else ""
+                return gettext("Overdue: it is sent at once.")
+            return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
+        return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         if request.POST.get("action") == "restore":
             if unique.is_replaced(alias, pk):
-                return "it was published with unique=True, and so was a later message with its topic and biz-id"
+                return gettext("it was published with unique=True, and so was a later message with its topic and biz-id")
             row = self.everything(request).using(alias).filter(pk=pk, state__in=RESTORE.sources).first()
             overdue = row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now)
             if overdue and not request.POST.get("overdue"):
-                return "it is overdue, and overdue messages were not selected"
+                return gettext("it is overdue, and overdue messages were not selected")
         return super().why_not(request, alias, pk)
 
     def has_reschedule_permission(self, request: HttpRequest) -> bool:
@@ -92,20 +94,20 @@ class DecidingAdmin(MessageAdmin):
     def has_decide_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.decide_outboxmessage")
 
-    @admin.action(permissions=["reschedule"], description="Publish now…")
+    @admin.action(permissions=["reschedule"], description=_("Publish now…"))
     def publish_now(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             ReasonForm,
             action="publish_now",
-            question="Publish these messages now? A sent message cannot be taken back.",
-            button="Publish the messages now",
-            done="to be published now",
+            question=gettext("Publish these messages now? A sent message cannot be taken back."),
+            button=gettext("Publish the messages now"),
+            done=gettext("to be published now"),
             transition=lambda given: _ringing(operating.reschedule, due=timedelta(), reason=by(request, given["reason"])),
         )
 
-    @admin.action(permissions=["reschedule"], description="Reschedule…")
+    @admin.action(permissions=["reschedule"], description=_("Reschedule…"))
     def reschedule(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         form = RescheduleForm(request.POST if self.is_confirmed(request) else None)
         if form.is_valid():
@@ -113,7 +115,7 @@ class DecidingAdmin(MessageAdmin):
             return self.carry_out(
                 request,
                 queryset,
-                done=f"rescheduled, due {_in_words(form.due)}",
+                done=gettext("rescheduled, due %(when)s") % {"when": _in_words(form.due)},
                 transition=partial(operating.reschedule, due=form.due, reason=by(request, reason)),
                 reason=reason,
             )
@@ -121,71 +123,81 @@ class DecidingAdmin(MessageAdmin):
             request,
             queryset,
             action="reschedule",
-            question="Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays "
-            "the same.",
-            button="Reschedule the messages",
+            question=gettext(
+                "Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays "
+                "the same."
+            ),
+            button=gettext("Reschedule the messages"),
             form=form,
         )
 
-    @admin.action(permissions=["cancel"], description="Cancel…")
+    @admin.action(permissions=["cancel"], description=_("Cancel…"))
     def cancel(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             ReasonForm,
             action="cancel",
-            question="Cancel these messages? No relay will send them any more. The broker may already have a message whose "
-            "confirmation is outstanding.",
-            button="Cancel the messages",
-            done="cancelled",
+            question=gettext(
+                "Cancel these messages? No relay will send them any more. The broker may already have a message whose "
+                "confirmation is outstanding."
+            ),
+            button=gettext("Cancel the messages"),
+            done=gettext("cancelled"),
             transition=lambda given: _ringing(operating.cancel, reason=by(request, given["reason"])),
         )
 
-    @admin.action(permissions=["restore"], description="Restore…")
+    @admin.action(permissions=["restore"], description=_("Restore…"))
     def restore(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             RestoreForm,
             action="restore",
-            question="Restore these messages? They get a full set of attempts, and the same time until they expire again.",
-            button="Restore the messages",
-            done="restored",
+            question=gettext(
+                "Restore these messages? They get a full set of attempts, and the same time until they expire again."
+            ),
+            button=gettext("Restore the messages"),
+            done=gettext("restored"),
             transition=lambda given: _ringing(restoring.restore, overdue=given["overdue"], reason=by(request, given["reason"])),
         )
 
-    @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
+    @admin.action(permissions=["decide"], description=_("Commit, so that it is sent…"))
     def commit(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             ReasonForm,
             action="commit",
-            question="Commit these prepared messages? This states that their effect has happened. They are sent, and a sent "
-            "message cannot be taken back.",
-            button="Commit the messages",
-            done="committed",
+            question=gettext(
+                "Commit these prepared messages? This states that their effect has happened. They are sent, and a sent "
+                "message cannot be taken back."
+            ),
+            button=gettext("Commit the messages"),
+            done=gettext("committed"),
             transition=lambda given: _ringing(preparing.commit_prepared, reason=by(request, given["reason"])),
         )
 
-    @admin.action(permissions=["decide"], description="Roll back…")
+    @admin.action(permissions=["decide"], description=_("Roll back…"))
     def roll_back(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             ReasonForm,
             action="roll_back",
-            question="Roll back these prepared messages? This states that their effect has not happened and never will. They "
-            "are never sent.",
-            button="Roll back the messages",
-            done="rolled back",
+            question=gettext(
+                "Roll back these prepared messages? This states that their effect has not happened and never will. They "
+                "are never sent."
+            ),
+            button=gettext("Roll back the messages"),
+            done=gettext("rolled back"),
             transition=lambda given: partial(preparing.roll_back_prepared, reason=by(request, given["reason"])),
         )
 
-    @admin.action(permissions=["decide"], description="Ask the checker again")
+    @admin.action(permissions=["decide"], description=_("Ask the checker again"))
     def ask_again(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         ask = partial(_ask_again, reason=by(request))
-        return self.carry_out(request, queryset, done="to be asked about at once", transition=ask)
+        return self.carry_out(request, queryset, done=gettext("to be asked about at once"), transition=ask)
 
 
 def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
@@ -206,4 +218,6 @@ def _ask_again(alias: str, position: int, *, reason: str) -> bool:
 
 
 def _in_words(due: timedelta | datetime) -> str:
-    return f"at {exact(due)}" if isinstance(due, datetime) else f"in {due}"
+    if isinstance(due, datetime):
+        return gettext("at %(instant)s") % {"instant": exact(due)}
+    return gettext("in %(time)s") % {"time": due}

@@ -7,6 +7,8 @@ from typing import Any
 
 from django import forms
 from django.utils import timezone
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
@@ -19,7 +21,7 @@ class ReasonForm(forms.Form):
         required=False,
         max_length=500,
         widget=forms.TextInput(attrs={"class": "vTextField"}),
-        help_text="Optional. It is stored in the log and in the trail, with your name.",
+        help_text=_("Optional. It is stored in the log and in the trail, with your name."),
     )
 
 
@@ -27,8 +29,8 @@ class RestoreForm(ReasonForm):
     overdue = forms.BooleanField(
         required=False,
         initial=True,
-        label="Include overdue messages",
-        help_text="Messages whose time has passed are sent at once. Otherwise they are not changed.",
+        label=_("Include overdue messages"),
+        help_text=_("Messages whose time has passed are sent at once. Otherwise they are not changed."),
     )
     field_order = ("overdue", "reason")
 
@@ -37,11 +39,11 @@ class RescheduleForm(ReasonForm):
     """Either a duration from now, or an instant."""
 
     delay = forms.CharField(
-        required=False, label="In", widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
+        required=False, label=_("In"), widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
     )
     deliver_at = forms.DateTimeField(
         required=False,
-        label="Or at",
+        label=_("Or at"),
         widget=forms.DateTimeInput(attrs={"type": "datetime-local", "step": "1"}, format="%Y-%m-%dT%H:%M:%S"),
     )
     field_order = ("delay", "deliver_at", "reason")
@@ -49,10 +51,12 @@ class RescheduleForm(ReasonForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         levels = ", ".join(outbox_options().delays)
-        self.fields[
-            "delay"
-        ].help_text = f"From the moment you confirm: a number and s, m, h or d, as in 90s or 30m. Delay levels: {levels}."
-        self.fields["deliver_at"].help_text = f"In the time zone {timezone.get_current_timezone_name()}."
+        self.fields["delay"].help_text = gettext(
+            "From the moment you confirm: a number and s, m, h or d, as in 90s or 30m. Delay levels: %(levels)s."
+        ) % {"levels": levels}
+        self.fields["deliver_at"].help_text = gettext("In the time zone %(zone)s.") % {
+            "zone": timezone.get_current_timezone_name()
+        }
 
     @property
     def due(self) -> timedelta | datetime:
@@ -78,7 +82,7 @@ class RescheduleForm(ReasonForm):
         if timezone.is_naive(instant):
             instant = timezone.make_aware(instant)
         if instant <= utcnow():
-            raise forms.ValidationError("It is in the past. To send the messages at once, choose “Publish now…”.")
+            raise forms.ValidationError(gettext("It is in the past. To send the messages at once, choose “Publish now…”."))
         _must_be_near(instant)
         return instant
 
@@ -88,7 +92,7 @@ class RescheduleForm(ReasonForm):
             return given
         times = [given[name] for name in ("delay", "deliver_at") if given.get(name) is not None]
         if len(times) != 1:
-            raise forms.ValidationError("Fill in either “In” or “Or at”, not both.")
+            raise forms.ValidationError(gettext("Fill in either “In” or “Or at”, not both."))
         return {**given, "due": times[0]}
 
 
@@ -97,4 +101,4 @@ def _must_be_near(at: timedelta | datetime) -> None:
     try:
         due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
     except InvalidMessage as error:
-        raise forms.ValidationError("This is too far in the future: the maximum is ten years.") from error
+        raise forms.ValidationError(gettext("This is too far in the future: the maximum is ten years.")) from error

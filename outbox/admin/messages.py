@@ -13,6 +13,8 @@ from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.deciding import DecidingAdmin
 from outbox.checkers import checkers
@@ -32,6 +34,7 @@ from outbox.console.display import (
     warning,
 )
 from outbox.console.message_admin import StateFilter, StuckFilter
+from outbox.console.plurals import ngettext
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
@@ -44,10 +47,11 @@ _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 
 
 _CALLBACKS = 20
+_CALLBACKS_PART = _("Callbacks")
 
 
 class OutboxStuckFilter(StuckFilter):
-    words = "Dead, retrying, stuck or overdue"
+    words = _("Dead, retrying, stuck or overdue")
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
     def overdue(self) -> Q:
@@ -59,7 +63,7 @@ class OutboxStateFilter(StateFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         counts = history.count_states(model_admin.using)
-        about = {state: "about " if state in counts.estimated else "" for state in counts.states}
+        about = {state: gettext("about ") if state in counts.estimated else "" for state in counts.states}
         return [(state, f"{label} ({about[state]}{counts.states[state]:,})") for state, label in self.states(model_admin)]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -107,12 +111,12 @@ class OutboxMessageAdmin(DecidingAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        ("Failure", {"fields": ("attempts", "error_text")}),
-        ("Content", {"fields": ("payload", "headers_text", "form_text")}),
-        ("Callbacks", {"fields": ("callbacks",)}),
-        ("Times", {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
-        ("Routing", {"fields": ("priority", "shard", "is_unique")}),
-        ("Origin", {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
+        (_("Failure"), {"fields": ("attempts", "error_text")}),
+        (_("Content"), {"fields": ("payload", "headers_text", "form_text")}),
+        (_CALLBACKS_PART, {"fields": ("callbacks",)}),
+        (_("Times"), {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
+        (_("Routing"), {"fields": ("priority", "shard", "is_unique")}),
+        (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
 
     def stuck_after(self) -> timedelta:
@@ -123,8 +127,10 @@ class OutboxMessageAdmin(DecidingAdmin):
         if not stuck.exists():
             return ()
         words = format_html(
-            'Stuck prepared messages: {}. <a href="?state=stuck">An operator must decide</a>, because no checker knows '
-            "whether their effect has happened.",
+            gettext(
+                'Stuck prepared messages: {}. <a href="?state=stuck">An operator must decide</a>, because no checker knows '
+                "whether their effect has happened."
+            ),
             counted(stuck),
         )
         return (warning(words),)
@@ -137,7 +143,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         except ValueError:
             return named
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
         """The badge, with a note about the ordering key or the checker."""
         if row.state in UNDECIDED:
@@ -145,10 +151,14 @@ class OutboxMessageAdmin(DecidingAdmin):
         if row.state == State.WAITING:
             return format_html("{}{}", self.badge_of(row), self._behind(row))
         if row.state == State.PAUSED:
-            return format_html("{}{}", self.badge_of(row), note("Its topic is paused. It is sent when the topic is resumed."))
+            return format_html(
+                "{}{}", self.badge_of(row), note(gettext("Its topic is paused. It is sent when the topic is resumed."))
+            )
         if row.state in IN_TROUBLE and row.key:
             held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
-            words = f"It blocks the later messages of its ordering key. Waiting behind it: {counted(held)}."
+            words = gettext("It blocks the later messages of its ordering key. Waiting behind it: %(count)s.") % {
+                "count": counted(held)
+            }
             return format_html("{}{}", self.badge_of(row), note(words))
         return self.badge_of(row)
 
@@ -156,11 +166,13 @@ class OutboxMessageAdmin(DecidingAdmin):
         stopping = (*IN_TROUBLE, State.PAUSED)
         head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=stopping).order_by("pk").first()
         if head is None:
-            return note("Nothing blocks it any more: a relay makes it ready in its next pass.")
+            return note(gettext("Nothing blocks it any more: a relay makes it ready in its next pass."))
         words = format_html(
-            'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
-            "It is sent automatically after that one is published or cancelled.",
-            "is paused" if head.state == State.PAUSED else "failed",
+            gettext(
+                'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
+                "It is sent automatically after that one is published or cancelled."
+            ),
+            gettext("is paused") if head.state == State.PAUSED else gettext("failed"),
             self.own_url(head.pk),
             identifier(f"{head.topic} {head.biz_id}"),
             head.get_state_display().lower(),
@@ -170,20 +182,21 @@ class OutboxMessageAdmin(DecidingAdmin):
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         return OutboxMessage.objects.using(self.using).exclude(key="").filter(key=row.key).defer(*self.large_columns)
 
-    @admin.display(description="topic, biz-id")
+    @admin.display(description=_("topic, biz-id"))
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.biz_id))
 
-    @admin.display(description="age", ordering="message_id")
+    @admin.display(description=_("age"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
         created = age(row.created_at, row.database_now)
         if row.state not in {*_OPEN, State.RETRYING}:
             return created
         return stacked(
-            created, age(row.available_at, row.database_now, "check due " if row.state == State.PREPARED else "due ")
+            created,
+            age(row.available_at, row.database_now, gettext("check due ") if row.state == State.PREPARED else gettext("due ")),
         )
 
-    @admin.display(description="payload")
+    @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:
         form = _form_of(row)
         content_type = form.get("content_type") if isinstance(form, dict) else None
@@ -191,7 +204,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
         return as_payload(body, str(content_type or JSON)).as_html()
 
-    @admin.display(description="wire format")
+    @admin.display(description=_("wire format"))
     def form_text(self, row: Any) -> SafeString:
         """For a message in the format of another protocol: its exchange, routing key, properties and headers."""
         form = _form_of(row)
@@ -204,50 +217,58 @@ class OutboxMessageAdmin(DecidingAdmin):
         parts = super().get_fieldsets(request, obj)
         if obj is not None and obj.pendingcallback_set.using(self.using).exists():
             return parts
-        return [part for part in parts if part[0] != "Callbacks"]
+        return [part for part in parts if part[0] != _CALLBACKS_PART]
 
-    @admin.display(description="to be called")
+    @admin.display(description=_("to be called"))
     def callbacks(self, row: Any) -> SafeString:
         """The pending callbacks of the message."""
         pending = row.pendingcallback_set.using(self.using).order_by("available_at", "pk")[:_CALLBACKS]
         return stacked(
             *(
                 format_html(
-                    "{} ({}), {} so far, {}{}",
+                    gettext("{} ({}), {} so far, {}{}"),
                     identifier(one.callback),
                     one.event,
-                    f"{one.attempts:,} call{'' if one.attempts == 1 else 's'}",
-                    age(one.available_at, row.database_now, "due "),
+                    ngettext("%(count)s call", "%(count)s calls", one.attempts),
+                    age(one.available_at, row.database_now, gettext("due ")),
                     format_html(": {}", headline(one.last_error)) if one.last_error else "",
                 )
                 for one in pending
             )
         )
 
-    @admin.display(description="deliver at")
+    @admin.display(description=_("deliver at"))
     def deliver(self, row: Any) -> SafeString:
         return moment(row.deliver_at, row.database_now)
 
-    @admin.display(description="due")
+    @admin.display(description=_("due"))
     def due_exactly(self, row: Any) -> SafeString:
         return moment(row.available_at, row.database_now)
 
-    @admin.display(description="expires")
+    @admin.display(description=_("expires"))
     def expires(self, row: Any) -> SafeString:
         return moment(row.expires_at, row.database_now)
 
 
 def _undecided(row: Any) -> SafeString:
     """A note on a prepared message: its checks, and who must decide."""
-    unknown = f"It has answered “unknown” {row.attempts:,} of {outbox_options().CHECK_LIMIT:,} times."
+    unknown = gettext("It has answered “unknown” %(answers)s of %(limit)s times.") % {
+        "answers": f"{row.attempts:,}",
+        "limit": f"{outbox_options().CHECK_LIMIT:,}",
+    }
     if row.state == State.STUCK:
-        return warning(f"Its checker does not know whether its effect has happened. {unknown} Find out, then decide.")
+        return warning(
+            gettext("Its checker does not know whether its effect has happened. %(unknown)s Find out, then decide.")
+            % {"unknown": unknown}
+        )
     if checkers.of(row.topic) is None:
-        return warning("This process has no checker for its topic. Without a checker, an operator must decide about it.")
+        return warning(
+            gettext("This process has no checker for its topic. Without a checker, an operator must decide about it.")
+        )
     return note(
         format_html(
-            "It is not known yet whether its effect has happened. Its checker is asked {}. {}",
-            age(row.available_at, row.database_now, "next: "),
+            gettext("It is not known yet whether its effect has happened. Its checker is asked {}. {}"),
+            age(row.available_at, row.database_now, gettext("next: ")),
             unknown,
         )
     )

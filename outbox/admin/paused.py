@@ -12,6 +12,8 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.forms import ReasonForm
 from outbox.console.acting_admin import ActingAdmin, by, counted
@@ -27,12 +29,15 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
         model = PausedTopic
         fields = ("topic", "reason")
         widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
-        help_texts: ClassVar[Any] = {"topic": "Its exact name.", "reason": "Optional. It is shown with the topic, and logged."}
+        help_texts: ClassVar[Any] = {
+            "topic": _("Its exact name."),
+            "reason": _("Optional. It is shown with the topic, and logged."),
+        }
 
     def clean_topic(self) -> str:
         topic: str = self.cleaned_data["topic"]
         if reason := why_no_topic(topic):
-            raise forms.ValidationError(f"No message has this topic: {reason}.")
+            raise forms.ValidationError(gettext("No message has this topic: %(reason)s.") % {"reason": reason})
         return topic
 
     def validate_unique(self) -> None:
@@ -43,9 +48,10 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
 class PausedTopicAdmin(ActingAdmin):
     """By topic. To add one is to pause it."""
 
-    noun = "topic"
-    nothing = "No topic is paused."
-    hint = (
+    noun = _("topic")
+    nouns = _("topics")
+    nothing = _("No topic is paused.")
+    hint = _(
         "Relays send no messages of these topics. If the broker refuses a topic, a relay tries a few of its messages at least "
         "every half minute, and resumes the topic when the broker takes one. Only an operator resumes what an operator paused."
     )
@@ -86,66 +92,68 @@ class PausedTopicAdmin(ActingAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         if row.is_resuming:
-            return badge("Resuming", Tone.LATER)
-        return badge("Paused", Tone.STOPPED) if row.paused_by else badge("Refused", Tone.FAILING)
+            return badge(gettext("Resuming"), Tone.LATER)
+        return badge(gettext("Paused"), Tone.STOPPED) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
 
     def offers(self, action: str, row: Any) -> bool:
         return not row.is_resuming
 
     def remark(self, action: str, row: Any) -> SafeString | str:
         if row.is_resuming:
-            return "It is being resumed already."
-        return "" if row.paused_by else "If the broker still refuses its messages, it is paused again."
+            return gettext("It is being resumed already.")
+        return "" if row.paused_by else gettext("If the broker still refuses its messages, it is paused again.")
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        return "it is being resumed already, or not paused any more"
+        return gettext("it is being resumed already, or not paused any more")
 
-    @admin.action(permissions=["resume"], description="Resume…")
+    @admin.action(permissions=["resume"], description=_("Resume…"))
     def resume(self, request: HttpRequest, queryset: QuerySet[PausedTopic]) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             ReasonForm,
             action="resume",
-            question="Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back.",
-            button="Resume the topics",
-            done="being resumed",
+            question=gettext(
+                "Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."
+            ),
+            button=gettext("Resume the topics"),
+            done=gettext("being resumed"),
             transition=lambda given: partial(_resume, by=by(request, given["reason"])),
         )
 
-    @admin.display(description="topic")
+    @admin.display(description=_("topic"))
     def topic_name(self, row: Any) -> SafeString:
         return identifier(row.topic)
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
 
-    @admin.display(description="messages")
+    @admin.display(description=_("messages"))
     def messages(self, row: Any) -> str:
         return counted(OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED))
 
-    @admin.display(description="since")
+    @admin.display(description=_("since"))
     def since(self, row: Any) -> SafeString:
         return age(row.paused_at, row.database_now)
 
-    @admin.display(description="since")
+    @admin.display(description=_("since"))
     def since_exactly(self, row: Any) -> SafeString:
         return moment(row.paused_at, row.database_now)
 
-    @admin.display(description="by")
+    @admin.display(description=_("by"))
     def by_whom(self, row: Any) -> SafeString | str:
         return identifier(row.paused_by) if row.paused_by else "the circuit breaker"
 
-    @admin.display(description="why")
+    @admin.display(description=_("why"))
     def why(self, row: Any) -> SafeString:
         return headline(row.reason)
 
-    @admin.display(description="why")
+    @admin.display(description=_("why"))
     def reason_text(self, row: Any) -> SafeString:
         return as_text(row.reason).as_html()
 
-    @admin.display(description="next probe")
+    @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:
         if row.probe_at is None or row.is_resuming:
             return format_html("{}", NOTHING)

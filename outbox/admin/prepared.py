@@ -7,6 +7,8 @@ from typing import Any
 from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
@@ -33,26 +35,28 @@ class PreparedMessageAdmin(SelectionAdmin):
     list_display = ("state_badge", "summary", "prepared", "checks", "said")
     list_filter = (UndecidedFilter,)
     actions = ("commit", "roll_back", "ask_again")
-    nothing = "No prepared message waits for a decision."
-    hint = (
+    nothing = _("No prepared message waits for a decision.")
+    hint = _(
         "A relay asks the checkers. Stuck messages come first: their checkers are not asked any more, so an operator must "
         "find out what happened."
     )
 
-    @admin.display(description="prepared")
+    @admin.display(description=_("prepared"))
     def prepared(self, row: Any) -> SafeString:
         return age(row.created_at, row.database_now)
 
-    @admin.display(description="next check, answers so far")
+    @admin.display(description=_("next check, answers so far"))
     def checks(self, row: Any) -> SafeString:
-        next_one = age(row.available_at, row.database_now, "due ")
-        lines = [format_html("{}", "none: an operator decides") if row.state == State.STUCK else next_one]
+        next_one = age(row.available_at, row.database_now, gettext("due "))
+        lines = [format_html("{}", gettext("none: an operator decides")) if row.state == State.STUCK else next_one]
         if row.attempts:
-            lines.append(format_html("unknown {} of {} times", f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}"))
+            lines.append(
+                format_html(gettext("unknown {} of {} times"), f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}")
+            )
         if checkers.of(row.topic) is None:
-            lines.append(badge("No checker here", Tone.FAILING))
+            lines.append(badge(gettext("No checker here"), Tone.FAILING))
         return stacked(*lines)
 
-    @admin.display(description="last answer")
+    @admin.display(description=_("last answer"))
     def said(self, row: Any) -> SafeString:
         return self.error_headline(row)

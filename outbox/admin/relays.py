@@ -20,7 +20,7 @@ from outbox.states import State
 @admin.register(RelayHeartbeat)
 class RelayAdmin(ProcessAdmin):
     title = _("Relays")
-    noun = "relay"
+    noun = _("relay")
     list_display = ("process", "state", "times", "messages", "resources")
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now"),
@@ -32,7 +32,7 @@ class RelayAdmin(ProcessAdmin):
         if self.processes().filter(silent=False).exists():
             return ""
         ready = OutboxMessage.objects.using(self.using).filter(state=State.READY)
-        return f"No relay is running. Messages that are ready: {counted(ready)}."
+        return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": counted(ready)}
 
     def is_starting(self, row: Any) -> bool:
         return row.last_pass_at is None

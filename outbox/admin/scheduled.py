@@ -11,6 +11,8 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
@@ -24,17 +26,17 @@ from outbox.states import State
 class DueFilter(admin.SimpleListFilter):
     """By the time until they are due."""
 
-    title = "due"
+    title = _("due")
     parameter_name = "due"
-    durations: ClassVar[dict[str, tuple[str, timedelta]]] = {
-        "minute": ("Within a minute", timedelta(minutes=1)),
-        "hour": ("Within an hour", timedelta(hours=1)),
-        "day": ("Within a day", timedelta(days=1)),
-        "week": ("Within a week", timedelta(days=7)),
+    durations: ClassVar[dict[str, tuple[Any, timedelta]]] = {
+        "minute": (_("Within a minute"), timedelta(minutes=1)),
+        "hour": (_("Within an hour"), timedelta(hours=1)),
+        "day": (_("Within a day"), timedelta(days=1)),
+        "week": (_("Within a week"), timedelta(days=7)),
     }
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        overdue = ("overdue", f"Overdue by {duration(model_admin.stuck_after())}")
+        overdue = ("overdue", gettext("Overdue by %(time)s") % {"time": duration(model_admin.stuck_after())})
         return [overdue, *((name, label) for name, (label, _) in self.durations.items())]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -56,36 +58,39 @@ class ScheduledMessageAdmin(SelectionAdmin):
     list_display = ("due_in", "summary", "conditions", "delay")
     list_filter = (DueFilter,)
     actions = ("publish_now", "reschedule", "cancel")
-    nothing = "No scheduled messages."
-    hint = "The message that is due next comes first. Times are in the time zone of this site."
+    nothing = _("No scheduled messages.")
+    hint = _("The message that is due next comes first. Times are in the time zone of this site.")
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         overdue = self.get_queryset(request).filter(available_at__lt=DatabaseTime(-self.stuck_after()))
         if not overdue.exists():
             return ()
-        late = f"Overdue by more than {duration(self.stuck_after())}: {counted(overdue)}. Check whether a relay runs."
+        late = gettext("Overdue by more than %(time)s: %(count)s. Check whether a relay runs.") % {
+            "time": duration(self.stuck_after()),
+            "count": counted(overdue),
+        }
         return (warning(late),)
 
-    @admin.display(description="due")
+    @admin.display(description=_("due"))
     def due_in(self, row: Any) -> SafeString:
         due = age(row.available_at, row.database_now)
         if row.available_at < row.database_now - self.stuck_after():
-            due = format_html("{} {}", badge("Overdue", Tone.STOPPED), due)
+            due = format_html("{} {}", badge(gettext("Overdue"), Tone.STOPPED), due)
         return stacked(due, clock(row.available_at))
 
-    @admin.display(description="key, priority, expiry")
+    @admin.display(description=_("key, priority, expiry"))
     def conditions(self, row: Any) -> SafeString:
         lines = []
         if row.key:
-            lines.append(format_html("key {}", identifier(row.key)))
+            lines.append(format_html(gettext("key {}"), identifier(row.key)))
         if row.priority:
-            lines.append(format_html("priority {}", row.priority))
+            lines.append(format_html(gettext("priority {}"), row.priority))
         if row.expires_at is not None:
-            lines.append(age(row.expires_at, row.database_now, "expires "))
+            lines.append(age(row.expires_at, row.database_now, gettext("expires ")))
         return stacked(*lines) if lines else format_html("{}", NOTHING)
 
-    @admin.display(description="created, delay")
+    @admin.display(description=_("created, delay"))
     def delay(self, row: Any) -> SafeString:
         # An instant computed just before the call gives slightly less than a whole duration, which would be rounded down.
         delay = max(row.available_at - row.created_at, timedelta()) + timedelta(milliseconds=500)
-        return stacked(age(row.created_at, row.database_now), format_html("delayed by {}", duration(delay)))
+        return stacked(age(row.created_at, row.database_now), format_html(gettext("delayed by {}"), duration(delay)))

@@ -26,6 +26,9 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.audit import Subject, actor_of, posted, record
 from outbox.console.display import visible
@@ -34,6 +37,7 @@ from outbox.database.now import DatabaseTime
 
 if TYPE_CHECKING:
     from django.forms import Form
+    from django_stubs_ext import StrOrPromise
 
     _ModelAdmin = admin.ModelAdmin[Any]
     _Paginator = Paginator[Any]
@@ -133,7 +137,8 @@ class ReadOnlyAdmin(_ModelAdmin):
 class ActingAdmin(ReadOnlyAdmin):
     """Read-only rows with actions."""
 
-    noun: ClassVar[str] = "message"
+    noun: ClassVar[StrOrPromise] = _("message")
+    nouns: ClassVar[StrOrPromise] = _("messages")
     large_columns: ClassVar[Sequence[str]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
     """Exceptions with which a transition reports that it was refused; it is rolled back."""
@@ -167,7 +172,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def remark(self, action: str, row: Any) -> SafeString | str:
         """The effect of the action on the row, where it is not obvious."""
-        return "" if self.offers(action, row) else "In this state it is not changed."
+        return "" if self.offers(action, row) else gettext("In this state it is not changed.")
 
     def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
         """Why the requested action did not change this row."""
@@ -282,7 +287,7 @@ class ActingAdmin(ReadOnlyAdmin):
         picked = self._picked(request, queryset)
         if picked is None:
             return None
-        entry = f"{done.capitalize()}: {reason}" if reason else f"{done.capitalize()}."
+        entry = f"{capfirst(done)}: {reason}" if reason else f"{capfirst(done)}."
         outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
         self._report(request, done, outcomes)
         if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
@@ -297,10 +302,10 @@ class ActingAdmin(ReadOnlyAdmin):
             given = {self.opts.pk.to_python(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)}
             keys = sorted(given)[: self.ACTION_LIMIT + 1]
         if len(keys) > self.ACTION_LIMIT:
-            words = (
-                f"Nothing was changed: the limit is {self.ACTION_LIMIT} {self.noun}s at a time. Narrow the list, or use a "
-                "command (python manage.py help)."
-            )
+            words = gettext(
+                "Nothing was changed: the limit is %(limit)s %(nouns)s at a time. Narrow the list, or use a command "
+                "(python manage.py help)."
+            ) % {"limit": self.ACTION_LIMIT, "nouns": self.nouns}
             self.message_user(request, words, messages.ERROR)
             return None
         fresh = self.everything(request).using(queryset.db).defer(*self.large_columns)
@@ -317,7 +322,7 @@ class ActingAdmin(ReadOnlyAdmin):
         entry: str,
     ) -> ActionResult:
         if row is None:
-            return ActionResult(subject=f"number {pk}", failed="it no longer exists")
+            return ActionResult(subject=gettext("number %(number)s") % {"number": pk}, failed=gettext("it no longer exists"))
         subject = self.subject(row)
         try:
             with transaction.atomic(using=alias):
@@ -328,7 +333,9 @@ class ActingAdmin(ReadOnlyAdmin):
             return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
         except DatabaseError as error:
             # The rows before this one are committed, so the operator must get a report, not an error page.
-            return ActionResult(subject=subject, failed=visible(f"the database reported {error}".strip()), is_error=True)
+            return ActionResult(
+                subject=subject, failed=visible(gettext("the database reported %(error)s") % {"error": error}), is_error=True
+            )
         except self.refusals as error:
             return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
 
@@ -345,20 +352,35 @@ class ActingAdmin(ReadOnlyAdmin):
         failures = [outcome for outcome in outcomes if outcome.failed]
         if len(outcomes) > self.LINE_LIMIT:
             if succeeded := len(outcomes) - len(failures):
-                self.message_user(request, f"{succeeded:,} of {len(outcomes):,} {self.noun}s {done}.", messages.SUCCESS)
+                self.message_user(
+                    request,
+                    gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.")
+                    % {"succeeded": f"{succeeded:,}", "all": f"{len(outcomes):,}", "nouns": self.nouns, "done": done},
+                    messages.SUCCESS,
+                )
             if failures:
                 reasons = Counter(failure.failed for failure in failures).most_common()
                 words = "; ".join(f"{count:,}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
-                self.message_user(request, f"{len(failures):,} not {done}. {words}.", messages.WARNING)
+                self.message_user(
+                    request,
+                    gettext("%(count)s not %(done)s. %(reasons)s.")
+                    % {"count": f"{len(failures):,}", "done": done, "reasons": words},
+                    messages.WARNING,
+                )
             outcomes = failures[: self.LINE_LIMIT // 2]
         for outcome in outcomes:
             # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.
             if outcome.failed:
                 level = messages.ERROR if outcome.is_error else messages.WARNING
-                words = f"{self.noun.capitalize()} {outcome.subject}: not {done}: {outcome.failed}"
+                words = gettext("%(noun)s %(subject)s: not %(done)s: %(reason)s") % {
+                    "noun": capfirst(self.noun),
+                    "subject": outcome.subject,
+                    "done": done,
+                    "reason": outcome.failed,
+                }
                 self.message_user(request, words, level)
             else:
-                self.message_user(request, f"{self.noun.capitalize()} {outcome.subject}: {done}", messages.SUCCESS)
+                self.message_user(request, f"{capfirst(self.noun)} {outcome.subject}: {done}", messages.SUCCESS)
 
     def _changelist_url(self) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")

@@ -21,6 +21,7 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
+from django.utils.translation import gettext
 
 from outbox.kernel.body import Undecodable, decode_payload
 
@@ -75,7 +76,7 @@ def as_text(text: str) -> Shown:
     encoded = text.encode()
     if len(encoded) <= TEXT_LIMIT_BYTES:
         return Shown(text=text)
-    note = f"Only the first {TEXT_LIMIT_BYTES // 1024} kB are shown."
+    note = gettext("Only the first %(size)s kB are shown.") % {"size": TEXT_LIMIT_BYTES // 1024}
     return Shown(text=encoded[:TEXT_LIMIT_BYTES].decode(errors="ignore"), note=note)
 
 
@@ -84,7 +85,7 @@ def as_json(value: Any) -> Shown:
     try:
         return _laid_out(value)
     except RecursionError:
-        return Shown(text="", note="It is nested too deeply to be formatted.")
+        return Shown(text="", note=gettext("It is nested too deeply to be formatted."))
 
 
 def _laid_out(value: Any) -> Shown:
@@ -115,9 +116,12 @@ def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
     except Undecodable as error:
         shown, reason = _undecoded(body), str(error)
     except RecursionError:
-        shown, reason = _undecoded(body), "The body is nested too deeply to be formatted."
+        shown, reason = _undecoded(body), gettext("The body is nested too deeply to be formatted.")
     if shown.note:
-        shown = Shown(text=shown.text, note=f"{shown.note} The body has {len(body):,} bytes.")
+        shown = Shown(
+            text=shown.text,
+            note=gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": f"{len(body):,}"},
+        )
     return Shown(text=shown.text, note=visible(f"{reason} {shown.note}".strip()))
 
 
@@ -126,7 +130,8 @@ def _undecoded(body: bytes) -> Shown:
     try:
         return as_text(getincrementaldecoder("utf-8")().decode(body[:most], final=len(body) <= most))
     except UnicodeDecodeError:
-        note = f"Only the first {HEX_LIMIT_BYTES // 1024} kB are shown." if len(body) > HEX_LIMIT_BYTES else ""
+        note = gettext("Only the first %(size)s kB are shown.") % {"size": HEX_LIMIT_BYTES // 1024}
+        note = note if len(body) > HEX_LIMIT_BYTES else ""
         return Shown(text="\n".join(_hex_lines(body[:HEX_LIMIT_BYTES])), note=note)
 
 
@@ -150,7 +155,7 @@ class Tone(Enum):
     OVER = "○"
 
 
-def badge(label: str, tone: Tone) -> SafeString:
+def badge(label: object, tone: Tone) -> SafeString:
     return format_html(
         '<span class="message-state message-state-{}"><span aria-hidden="true">{}</span> {}</span>',
         tone.name.lower(),
@@ -171,8 +176,9 @@ def relative(instant: datetime, now: datetime) -> str:
     """`instant` as seen from `now`: "3 min ago", "in 20 s"."""
     distance = abs(now - instant)
     if distance < timedelta(seconds=1):
-        return "now"
-    return f"in {duration(distance)}" if instant > now else f"{duration(distance)} ago"
+        return gettext("now")
+    words = gettext("in %(time)s") if instant > now else gettext("%(time)s ago")
+    return words % {"time": duration(distance)}
 
 
 def duration(length: timedelta) -> str:
@@ -217,7 +223,7 @@ def identifier(text: str) -> SafeString:
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
 
 
-def note(words: str) -> SafeString:
+def note(words: object) -> SafeString:
     """A remark of the console."""
     return format_html('<p class="message-note">{}</p>', words)
 

@@ -17,6 +17,8 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ActingAdmin, counted
 from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, duration, headline, identifier, moment, visible
@@ -28,7 +30,7 @@ from outbox.kernel.text import fit, why_unfit
 class StateFilter(admin.SimpleListFilter):
     """By state; an unknown value is ignored."""
 
-    title = "state"
+    title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
@@ -47,13 +49,16 @@ class StateFilter(admin.SimpleListFilter):
 class StuckFilter(admin.SimpleListFilter):
     """Messages that failed or are overdue."""
 
-    title = "stuck"
+    title = _("stuck")
     parameter_name = "stuck"
-    words: ClassVar[str] = "Dead, retrying or overdue"
+    words: ClassVar[Any] = _("Dead, retrying or overdue")
     failing: ClassVar[Sequence[str]]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", self.words), ("overdue", f"Overdue by {duration(model_admin.stuck_after())}")]
+        return [
+            ("any", self.words),
+            ("overdue", gettext("Overdue by %(time)s") % {"time": duration(model_admin.stuck_after())}),
+        ]
 
     def overdue(self) -> Q:
         raise NotImplementedError
@@ -79,7 +84,7 @@ class Counterpart:
     """
 
     changelist: str
-    title: str
+    title: Any
     permission: str
 
 
@@ -89,14 +94,14 @@ class MessageAdmin(ActingAdmin):
     counterpart: ClassVar[Counterpart]
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
-    nothing = "No messages."
+    nothing = _("No messages.")
     allowed_in: ClassVar[Mapping[str, Sequence[str]]]
     """By action: the states from which it is allowed."""
 
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
-    search_help_text = "An exact message id, biz-id or topic. With a * at the end: a prefix of a topic or biz-id (slower)."
+    search_help_text = _("An exact message id, biz-id or topic. With a * at the end: a prefix of a topic or biz-id (slower).")
 
     def stuck_after(self) -> timedelta:
         raise NotImplementedError
@@ -126,55 +131,55 @@ class MessageAdmin(ActingAdmin):
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), self.tones.get(row.state, Tone.STOPPED))
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
 
-    @admin.display(description="topic")
+    @admin.display(description=_("topic"))
     def topic_name(self, row: Any) -> SafeString:
         return identifier(row.topic)
 
-    @admin.display(description="biz-id")
+    @admin.display(description=_("biz-id"))
     def biz_id_name(self, row: Any) -> SafeString:
         return identifier(row.biz_id)
 
-    @admin.display(description="message id")
+    @admin.display(description=_("message id"))
     def message_id_name(self, row: Any) -> SafeString:
         return identifier(str(row.message_id))
 
-    @admin.display(description="ordering key")
+    @admin.display(description=_("ordering key"))
     def key_name(self, row: Any) -> SafeString:
         return identifier(row.key)
 
-    @admin.display(description="correlation id")
+    @admin.display(description=_("correlation id"))
     def correlation_id_name(self, row: Any) -> SafeString:
         return identifier(row.correlation_id)
 
-    @admin.display(description="causation id")
+    @admin.display(description=_("causation id"))
     def causation_id_name(self, row: Any) -> SafeString:
         return identifier(row.causation_id)
 
-    @admin.display(description="traceparent")
+    @admin.display(description=_("traceparent"))
     def traceparent_name(self, row: Any) -> SafeString:
         return identifier(row.traceparent)
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error_headline(self, row: Any) -> SafeString:
         return headline(row.last_error)
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error_text(self, row: Any) -> SafeString:
         return as_text(row.last_error).as_html()
 
-    @admin.display(description="headers")
+    @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
         return as_json(row.headers).as_html() if row.headers != {} else format_html("{}", NOTHING)
 
-    @admin.display(description="created")
+    @admin.display(description=_("created"))
     def created(self, row: Any) -> SafeString:
         return moment(row.created_at, row.database_now)
 
-    @admin.display(description="settled")
+    @admin.display(description=_("settled"))
     def settled(self, row: Any) -> SafeString:
         return moment(row.settled_at, row.database_now)
 
@@ -195,7 +200,8 @@ class MessageAdmin(ActingAdmin):
         return timeline(
             life_of(message_id),
             lambda where: may_see_all or self.is_here(where),
-            f"Users with the permission to view {self.counterpart.title} see more of its history here.",
+            gettext("Users with the permission to view %(what)s see more of its history here.")
+            % {"what": self.counterpart.title},
         )
 
     def _counterpart_url(self, request: HttpRequest, message_id: str) -> str:
@@ -213,7 +219,9 @@ class MessageAdmin(ActingAdmin):
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         row = self.everything(request).using(alias).filter(pk=pk).only("state").first()
         if row is None:
-            return "it no longer exists"
+            return gettext("it no longer exists")
         allowed = row.state in self.allowed_in.get(request.POST.get("action", ""), ())
-        busy = ", and a process is working on it; try again" if allowed else ""
-        return f"it is {row.get_state_display().lower()} now{busy}"
+        state = row.get_state_display().lower()
+        if allowed:
+            return gettext("it is %(state)s now, and a process is working on it; try again") % {"state": state}
+        return gettext("it is %(state)s now") % {"state": state}

@@ -31,13 +31,13 @@ def run_until_signalled(work: Callable[[StopRequest], Result], *, grace: timedel
     After `grace`, and at once on a second signal, the process ends. No message is lost: work in progress is an open transaction
     or an unacknowledged delivery.
 
-    The calling thread does the work itself if no other thread could (see `_is_private`), or if it is not the main thread,
+    The calling thread does the work itself if no other thread could (see `is_private`), or if it is not the main thread,
     because Python delivers signals to the main thread only.
     """
     stop = StopRequest()
     is_main = threading.current_thread() is threading.main_thread()
     with running_until_signalled(stop):
-        if not is_main or any(map(_is_private, connections.all(initialized_only=True))):
+        if not is_main or any(map(is_private, connections.all(initialized_only=True))):
             return work(stop)
         return _run_on_a_thread(work, stop, grace.total_seconds())
 
@@ -65,6 +65,6 @@ def _run_on_a_thread(work: Callable[[StopRequest], Result], stop: StopRequest, g
     return outcome.result()
 
 
-def _is_private(connection: Any) -> bool:
+def is_private(connection: Any) -> bool:
     """Is its data visible to this thread only: in an open transaction, as in a test, or in an in-memory SQLite?"""
     return bool(connection.in_atomic_block) or (connection.vendor == "sqlite" and bool(connection.is_in_memory_db()))

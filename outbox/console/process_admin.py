@@ -28,11 +28,19 @@ _MODES: dict[str, Any] = {
 }
 
 
+_ASKED = {
+    Request.PAUSE: _("asked to pause"),
+    Request.RESUME: _("asked to resume"),
+    Request.DRAIN: _("asked to drain"),
+    Request.STOP: _("asked to stop"),
+}
+
+
 class ProcessAdmin(ActingAdmin):
     """One row per process, with the content of its last heartbeat. Each request to a process has its own permission."""
 
     title: ClassVar[Any] = ""
-    noun = "process"
+    noun = _("process")
     nothing = _("No process is known.")
     hint = format_lazy(
         _(
@@ -114,7 +122,9 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.action(permissions=["resume"], description=_("Resume"))
     def resume(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="asked to resume", transition=self._requesting(request, Request.RESUME))
+        return self.carry_out(
+            request, queryset, done=gettext("asked to resume"), transition=self._requesting(request, Request.RESUME)
+        )
 
     @admin.action(permissions=["drain"], description=_("Drain…"))
     def drain(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
@@ -132,7 +142,7 @@ class ProcessAdmin(ActingAdmin):
         self, request: HttpRequest, queryset: QuerySet[Any], asked: Request, question: Any, button: Any
     ) -> HttpResponse | None:
         if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done=f"asked to {asked}", transition=self._requesting(request, asked))
+            return self.carry_out(request, queryset, done=_ASKED[asked], transition=self._requesting(request, asked))
         return self.ask(request, queryset, action=asked, question=question, button=button)
 
     def _requesting(self, request: HttpRequest, asked: Request) -> Any:

@@ -10,8 +10,10 @@ from django.apps import apps
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
+from django.utils.translation import gettext as _
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, days
 from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.database.schema import require_schema
@@ -53,24 +55,40 @@ class PurgeCommand(BaseCommand):
         entries = older_entries(self.trail, alias, configured.TRAIL_RETENTION)
         audit = older_entries(apps.get_model(self.app, "AuditEntry"), alias, configured.AUDIT_RETENTION)
         if options["dry_run"]:
-            self.stdout.write(f"{messages} messages would be deleted.")
+            self.stdout.write(ngettext("%(count)s message would be deleted.", "%(count)s messages would be deleted.", messages))
             if count := entries.count():
-                self.stdout.write(f"{count} entries of the trail would be deleted.")
+                self.stdout.write(
+                    ngettext(
+                        "%(count)s entry of the trail would be deleted.",
+                        "%(count)s entries of the trail would be deleted.",
+                        count,
+                    )
+                )
             if count := audit.count():
-                self.stdout.write(f"{count} entries of the audit log would be deleted.")
+                self.stdout.write(
+                    ngettext(
+                        "%(count)s entry of the audit log would be deleted.",
+                        "%(count)s entries of the audit log would be deleted.",
+                        count,
+                    )
+                )
             return
         # First, because the deletion is many transactions.
         subject = Subject(kind="messages", name=f"{messages} messages")
         parameters = {"older_than": str(older_than)}
         record(self.app, alias, actor_of_command(type(self).__module__), "purge", [subject], parameters)
-        done = _finished(Progress("deleted", messages), self.store.purge_settled(alias, older_than))
-        self.stdout.write(f"{done} messages deleted.")
+        done = _finished(Progress(_("deleted"), messages), self.store.purge_settled(alias, older_than))
+        self.stdout.write(ngettext("%(count)s message deleted.", "%(count)s messages deleted.", done))
         if count := entries.count():
-            done = _finished(Progress("deleted of the trail", count), delete_in_chunks(entries, by="at"))
-            self.stdout.write(f"{done} entries of the trail deleted.")
+            done = _finished(Progress(_("deleted of the trail"), count), delete_in_chunks(entries, by="at"))
+            self.stdout.write(
+                ngettext("%(count)s entry of the trail deleted.", "%(count)s entries of the trail deleted.", done)
+            )
         if count := audit.count():
-            done = _finished(Progress("deleted of the audit log", count), delete_in_chunks(audit, by="at"))
-            self.stdout.write(f"{done} entries of the audit log deleted.")
+            done = _finished(Progress(_("deleted of the audit log"), count), delete_in_chunks(audit, by="at"))
+            self.stdout.write(
+                ngettext("%(count)s entry of the audit log deleted.", "%(count)s entries of the audit log deleted.", done)
+            )
 
 
 def _finished(progress: Progress, deleted: Iterator[int]) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
+from django.utils.translation import gettext as _
 
-from outbox.console.terminal import age, table, watch
+from outbox.console.live_view import LiveView, Rates
+from outbox.console.terminal import age, table
 from outbox.database.schema import require_schema
 from outbox.kernel.loop import StopRequest, running_until_signalled
 
@@ -22,6 +24,7 @@ class StatusCommand(BaseCommand):
     """See the module's docstring."""
 
     app: str
+    _rates: Rates | None = None
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -29,10 +32,24 @@ class StatusCommand(BaseCommand):
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
         raise NotImplementedError
 
+    def alarming(self) -> Sequence[str]:
+        """Patterns of lines that --watch shows in red."""
+        return ()
+
+    def remarkable(self) -> Sequence[str]:
+        """Patterns of lines that --watch shows in yellow."""
+        return ()
+
+    def with_rates(self, counts: Mapping[str, int], shown: Mapping[str, str]) -> list[tuple[str, ...]]:
+        """Lines of a table: each name, how its count is shown and, with --watch, how fast it changes."""
+        if self._rates is None:
+            return [(name, text) for name, text in shown.items()]
+        return [(name, text, self._rates.of(name, counts[name])) for name, text in shown.items()]
+
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
-        parser.add_argument("--watch", action="store_true", help="redraw every two seconds until Ctrl-C")
+        parser.add_argument("--watch", action="store_true", help="redraw every two seconds, with rates, until q or Ctrl-C")
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
@@ -41,8 +58,17 @@ class StatusCommand(BaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps(self.as_json(alias, options)))
         elif options["watch"]:
+            self._rates = Rates()
+            view = LiveView(
+                draw,
+                title=_("%(command)s of %(alias)s, every %(seconds)d s; q ends it")
+                % {"command": f"{self.app}_status", "alias": repr(alias), "seconds": _REDRAW_SECONDS},
+                every_seconds=_REDRAW_SECONDS,
+                alarming=self.alarming(),
+                remarkable=self.remarkable(),
+            )
             with running_until_signalled(StopRequest()) as stop:
-                watch(draw, self.stdout.write, _REDRAW_SECONDS, stop)
+                view.run(stop)
         else:
             self.stdout.write(draw())
 
@@ -67,10 +93,10 @@ def process_as_json(process: Any, **particular: Any) -> dict[str, Any]:
 
 
 def processes(
-    kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[str, Callable[[Any], str]]], state: Callable[[Any], str]
+    kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[object, Callable[[Any], str]]], state: Callable[[Any], str]
 ) -> str:
     """A line for each process: the common fields of a heartbeat, those of its kind, and its state."""
-    head = (kind, "version", "started", "heartbeat", *(title for title, _ in columns))
+    head = (kind, _("version"), _("started"), _("heartbeat"), *(title for title, _ in columns))
     lines = [
         (
             f"{process.host}:{process.pid}",
@@ -82,11 +108,11 @@ def processes(
         for process in heartbeats
     ]
     # The state may contain a sentence (`waits_for`), too long for a column.
-    states = ["state", *map(state, heartbeats)]
+    states = [_("state"), *map(state, heartbeats)]
     return "\n".join(f"{line}  {last}" for line, last in zip(table([head, *lines]).splitlines(), states, strict=True))
 
 
 def state_of(process: Any) -> str:
     if process.silent:
-        return "silent"
-    return f"waits for {process.waits_for}" if process.waits_for else "working"
+        return _("silent")
+    return _("waits for %(what)s") % {"what": process.waits_for} if process.waits_for else _("working")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
 from django.core.management.base import CommandError
+from django.utils.translation import gettext as _
 
-from outbox.kernel.clock import utcnow
-from outbox.kernel.loop import StopRequest
+from outbox.kernel.clock import monotonic, utcnow
 
 _PRECISE_SECONDS = 10
 _MOST_DAYS = 36_500
+_SHORTEST_MEASURED_SECONDS = 0.5
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
@@ -54,8 +55,10 @@ def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterab
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Aligned columns: the first to the left, the others to the right. A row may be shorter than others."""
     lines = [[str(cell) for cell in row] for row in rows]
+    most = max(map(len, lines))
+    lines = [line + [""] * (most - len(line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -87,20 +90,14 @@ def age(instant: datetime | None, now: datetime | None = None) -> str:
     return str(timedelta(seconds=int(seconds)))
 
 
-def watch(draw: Callable[[], str], out: Callable[[str], None], every_seconds: float, stop: StopRequest) -> None:
-    """Redraw the screen until asked to stop."""
-    while not stop:
-        out("\x1b[2J\x1b[H" + draw())
-        stop.wait(every_seconds)
-
-
 class Progress:
-    """A progress bar on one line, on a terminal only: "purged 1,200 of 5,000"."""
+    """A progress bar on one line, on a terminal only: "deleted 1,200 of 5,000, 400/s, 10 s left"."""
 
     def __init__(self, verb: str, total: int, stream: TextIO | None = None) -> None:
         self._verb = verb
         self._total = total
         self._stream = stream or sys.stderr
+        self._began_at = monotonic()
         self.done = 0
 
     def advance(self, count: int) -> None:
@@ -108,8 +105,22 @@ class Progress:
         if self._stream.isatty():
             share = self.done / self._total if self._total else 1.0
             bar = "█" * int(24 * min(share, 1)) + "·" * (24 - int(24 * min(share, 1)))
-            self._stream.write(f"\r{bar} {self._verb} {self.done:,} of {self._total:,}")
+            done = _("%(verb)s %(done)s of %(total)s") % {
+                "verb": self._verb,
+                "done": f"{self.done:,}",
+                "total": f"{self._total:,}",
+            }
+            # The line before may have been longer.
+            self._stream.write(f"\r{bar} {done}{self._speed()}\x1b[K")
             self._stream.flush()
+
+    def _speed(self) -> str:
+        seconds = monotonic() - self._began_at
+        if not self.done or seconds < _SHORTEST_MEASURED_SECONDS:
+            return ""
+        rate = self.done / seconds
+        left = timedelta(seconds=round(max(self._total - self.done, 0) / rate))
+        return _(", %(rate)s/s, %(time)s left") % {"rate": f"{rate:,.0f}", "time": left}
 
     def finish(self) -> None:
         if self._stream.isatty():

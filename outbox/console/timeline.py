@@ -8,12 +8,16 @@ from itertools import chain
 
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext, gettext_noop
 
 from outbox.console.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
+from outbox.console.plurals import ngettext
 from outbox.console.trail import Life, Moment, Standing
 from outbox.kernel.clock import utcnow
 
 _MOST_NAMESAKES = 10
+ROLLED_BACK = gettext_noop("Rolled back")
+"""The only state of several words; the others are words of the states themselves."""
 _TONES = {
     "prepared": Tone.LATER,
     "stuck": Tone.STOPPED,
@@ -44,7 +48,10 @@ def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeStr
         words.append(hidden)
     if life.namesakes:
         named = ", ".join(life.namesakes[:_MOST_NAMESAKES]) + (", …" if len(life.namesakes) > _MOST_NAMESAKES else "")
-        words.append(f"Other messages with this topic and biz-id, of which a handler runs one: {visible(named)}.")
+        words.append(
+            gettext("Other messages with this topic and biz-id, of which a handler runs one: %(ids)s.")
+            % {"ids": visible(named)}
+        )
     entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments)))
     now = [standing for standing in life.standings if may_see(standing.where)]
     return format_html(
@@ -81,7 +88,7 @@ def _since(before: datetime | None, at: datetime) -> SafeString:
         return format_html("{}", "")
     passed = at - before
     short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else duration(passed)
-    return format_html(' <span class="message-quiet">{} later</span>', short)
+    return format_html(' <span class="message-quiet">{}</span>', gettext("%(time)s later") % {"time": short})
 
 
 def _standings(standings: Sequence[Standing]) -> SafeString:
@@ -91,12 +98,13 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
             badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER)),
             _where(standing),
             ", ".join(chain([_attempts(standing)], filter(None, [visible(standing.also)]))),
-            format_html(", {}", age(standing.due, utcnow(), "due ")) if standing.due else "",
+            format_html(", {}", age(standing.due, utcnow(), gettext("due "))) if standing.due else "",
         )
         for standing in standings
     )
     return format_html(
-        '<h3 class="message-now">Now</h3><ul class="message-standings">{}</ul>',
+        '<h3 class="message-now">{}</h3><ul class="message-standings">{}</ul>',
+        gettext("Now"),
         format_html_join("", "<li>{} {}: {}{}</li>", rows),
     )
 
@@ -107,8 +115,9 @@ def _where(of: Moment | Standing) -> SafeString:
 
 
 def _attempts(standing: Standing) -> str:
-    return f"{standing.attempts:,} attempt{'' if standing.attempts == 1 else 's'}"
+    return ngettext("%(count)s attempt", "%(count)s attempts", standing.attempts)
 
 
 def _in_words(state: str) -> str:
-    return state.replace("_", " ").capitalize()
+    # The labels of the states, which each app declares for translation.
+    return gettext(state.replace("_", " ").capitalize())

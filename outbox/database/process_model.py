@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.db import models
+from django.utils.translation import gettext_lazy as _
 
 from outbox.kernel.requests import Mode, Request
 from outbox.kernel.text import NAME_LENGTH
@@ -15,14 +16,14 @@ class ProcessHeartbeat(models.Model):
     host = models.CharField(max_length=NAME_LENGTH)
     pid = models.PositiveIntegerField()
     version = models.CharField(max_length=32)
-    started_at = models.DateTimeField("started")
-    beat_at = models.DateTimeField("last heartbeat")
+    started_at = models.DateTimeField(_("started"))
+    beat_at = models.DateTimeField(_("last heartbeat"))
     waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
-    rate = models.FloatField("messages per second", default=0.0, db_default=0.0)
-    memory_bytes = models.PositiveBigIntegerField("resident memory in bytes", null=True)
+    rate = models.FloatField(_("messages per second"), default=0.0, db_default=0.0)
+    memory_bytes = models.PositiveBigIntegerField(_("resident memory in bytes"), null=True)
     # The time of the last heartbeat's statement and its commit, as the process saw it.
-    database_ms = models.FloatField("database round trip in ms", null=True)
-    broker_ms = models.FloatField("broker round trip in ms", null=True)
+    database_ms = models.FloatField(_("database round trip in ms"), null=True)
+    broker_ms = models.FloatField(_("broker round trip in ms"), null=True)
     mode = models.CharField(
         max_length=12,
         choices=[(mode.value, mode.value) for mode in Mode],
@@ -30,7 +31,7 @@ class ProcessHeartbeat(models.Model):
         db_default=Mode.RUNNING.value,
     )
     # An orderly end. NULL while it runs, and if it was killed.
-    stopped_at = models.DateTimeField("stopped", null=True)
+    stopped_at = models.DateTimeField(_("stopped"), null=True)
     requested = models.CharField(
         max_length=12, choices=[(request.value, request.value) for request in Request], default="", db_default="", blank=True
     )

@@ -7,9 +7,8 @@ of applied migrations, because the record can be ahead of them (`--fake`) or beh
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -20,19 +19,15 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
-from outbox.kernel.reminder import Reminder
-
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model
-
-logger = logging.getLogger(__name__)
 
 _MISSING = {"42P01", "42703"}
 """SQLSTATEs: no such table, no such column."""
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
-_reminder = Reminder()
+_LABELS = ("outbox", "inbox")
 
 
 def require_schema(alias: str, *labels: str) -> None:
@@ -110,14 +105,14 @@ def is_missing(error: BaseException) -> bool:
     return str(error).startswith(_MISSING_IN_SQLITE)
 
 
-def report_missing(error: BaseException) -> None:
-    """Log a schema that is missing at run time, as in a deploy in the wrong order: once a minute for all loops of a process."""
-    if _reminder.is_due():
-        logger.error(
-            "A database is not migrated for this version: %s. Run `python manage.py migrate` on it. The process tries again; "
-            "no message is lost and no attempt is counted.",
-            str(error).partition("\n")[0],
-        )
+def describe_missing(error: BaseException, alias: str) -> str:
+    """What is missing at run time, as after a deploy in the wrong order, and which migration to run."""
+    for label in _LABELS:
+        with suppress(DatabaseError, InterfaceError):
+            if apps.is_installed(label) and (problem := why_unmigrated(alias, label, begun=True)):
+                return problem
+    said = str(error).partition("\n")[0]
+    return f"The database {alias!r} is not migrated for this version: {said}. Run `python manage.py migrate` on it."
 
 
 def _unapplied(alias: str, label: str) -> list[str]:

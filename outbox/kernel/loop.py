@@ -16,12 +16,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import NoReturn, Protocol
 
 from outbox.kernel.clock import awake
+from outbox.kernel.life_sign import LifeSignWriter, giving_life_signs
 from outbox.kernel.requests import Mode, Request
 
 logger = logging.getLogger(__name__)
@@ -170,10 +171,14 @@ class Watchdog:
     Time in which the machine was suspended does not count, because no loop could call it then.
 
     No message is lost: work in progress is an open transaction or an unacknowledged delivery.
+
+    Args:
+        kind: of the life signs of this process, "relay" or "consumer"; "" for none.
     """
 
-    def __init__(self, *, limit: timedelta) -> None:
+    def __init__(self, *, limit: timedelta, kind: str = "") -> None:
         self._limit = limit.total_seconds()
+        self._kind = kind
         self._beaten_at: dict[threading.Thread, float] = {}
         self._done = threading.Event()
 
@@ -188,11 +193,14 @@ class Watchdog:
     @contextmanager
     def watching(self) -> Iterator[Watchdog]:
         self.beat()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        try:
-            yield self
-        finally:
-            self._done.set()
+        with giving_life_signs(self._kind, self._limit) if self._kind else nullcontext() as life_sign:
+            thread = threading.Thread(target=self._watch, args=[life_sign], name="watchdog", daemon=True)
+            thread.start()
+            try:
+                yield self
+            finally:
+                self._done.set()
+                thread.join()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -204,12 +212,17 @@ class Watchdog:
             self.beat()
             self._limit = limit
 
-    def _watch(self) -> None:
+    def _watch(self, life_sign: LifeSignWriter | None) -> None:
         while not self._done.wait(min(1.0, self._limit / 4)):
             now = awake()
-            for thread, beaten_at in list(self._beaten_at.items()):
-                if thread.is_alive() and now - beaten_at > self._limit:
+            watched = [(thread, beaten_at) for thread, beaten_at in list(self._beaten_at.items()) if thread.is_alive()]
+            for thread, beaten_at in watched:
+                if now - beaten_at > self._limit:
                     end_process(f"the loop of {thread.name} has been silent for more than {self._limit:.0f} s")
+            if life_sign is not None:
+                is_limited = self._limit != float("inf")
+                oldest = min((beaten_at for _, beaten_at in watched), default=now) if is_limited else now
+                life_sign.moved(now - oldest)
 
 
 def end_process(reason: str) -> NoReturn:

@@ -25,7 +25,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AlterModelOptions(
             name='relayheartbeat',
-            options={'default_permissions': ('view',), 'permissions': (('pause_relayheartbeat', 'Can pause a relay process'), ('resume_relayheartbeat', 'Can resume a relay process'), ('drain_relayheartbeat', 'Can drain a relay process'), ('stop_relayheartbeat', 'Can stop a relay process')), 'verbose_name': 'relay'},
+            options={'default_permissions': ('view',), 'permissions': (('pause_relayheartbeat', 'Can pause a relay process'), ('resume_relayheartbeat', 'Can resume a relay process'), ('drain_relayheartbeat', 'Can drain a relay process'), ('stop_relayheartbeat', 'Can stop a relay process')), 'verbose_name': 'relay', 'verbose_name_plural': 'relays'},
         ),
         migrations.AddField(
             model_name='relayheartbeat',

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from math import inf
 from queue import SimpleQueue
@@ -29,10 +30,10 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage, why_unavailable
-from outbox.database.schema import is_missing, report_missing
+from outbox.database.schema import describe_missing, is_missing
 from outbox.kernel.clock import awake, monotonic
 from outbox.kernel.loop import Bell, StopRequest
-from outbox.kernel.outage import Outage
+from outbox.kernel.outage import Outage, OutageLog
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Attendant:
         threads: maximum number of concurrent calls, without those beyond their limit.
         limit: a call that runs longer is logged.
         grace: maximum time between a stop request and the end of the process.
+        database_log: reports outages; the loops of one process share it.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Attendant:
         threads: int,
         limit: timedelta,
         grace: timedelta,
+        database_log: OutageLog | None = None,
     ) -> None:
         self._name = name
         self._alias = alias
@@ -118,7 +121,7 @@ class Attendant:
         self._bell = Bell()
         self._may_ring_at = -inf
         self._queue: SimpleQueue[_Running | None] = SimpleQueue()
-        self._database = Outage("the database")
+        self._database = Outage("the database", log=database_log)
 
     def ring(self) -> None:
         """Wake the loop, because a call may be due. Rings cause no more queries than the shortest poll interval allows."""
@@ -189,8 +192,7 @@ class Attendant:
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
             elif is_missing(error):
-                report_missing(error)
-                stop.wait(self._database.enter())
+                self._database.wait(error, stop, describe_error=partial(describe_missing, error, self._alias))
             else:
                 raise
             return None

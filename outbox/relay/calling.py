@@ -22,6 +22,7 @@ from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage
 from outbox.kernel.clock import monotonic, utcnow
+from outbox.kernel.outage import OutageLog
 from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
@@ -34,7 +35,7 @@ _AFTER_A_COLLISION = timedelta(seconds=1)
 """Delay after a deadlock or a conflict with SQLite's other writer, which are not the callback's fault."""
 
 
-def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
+def callers(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
     """The attendant that calls the callbacks of this process; none without callbacks."""
     if not registry:
         return ()
@@ -46,6 +47,7 @@ def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
             threads=options.CALLBACK_THREADS,
             limit=options.CALLBACK_TIMEOUT,
             grace=options.SHUTDOWN_GRACE,
+            database_log=database_log,
         ),
     )
 

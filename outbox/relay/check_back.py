@@ -20,6 +20,7 @@ from outbox.checkers import Answer, HalfMessage, checkers
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.clock import monotonic, utcnow
+from outbox.kernel.outage import OutageLog
 from outbox.kernel.text import describe
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
@@ -29,7 +30,7 @@ from outbox.store import operating, preparing
 logger = logging.getLogger(__name__)
 
 
-def askers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
+def askers(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
     """The attendant that asks the checkers of this process; none without checkers."""
     if not checkers.topics():
         return ()
@@ -41,6 +42,7 @@ def askers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
             threads=options.CHECK_THREADS,
             limit=options.CHECK_EVERY,
             grace=options.SHUTDOWN_GRACE,
+            database_log=database_log,
         ),
     )
 

@@ -22,7 +22,7 @@ from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_canceled, is_collision, is_outage, sqlstate_of
 from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.database.schema import is_missing, report_missing
+from outbox.database.schema import describe_missing, is_missing
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
@@ -90,7 +90,8 @@ class Housekeeper:
         except Exception as error:
             connections[self._alias].close()
             if is_missing(error):
-                report_missing(error)
+                if self._errors.is_due():
+                    logger.log(logging.ERROR, "housekeeping: %s It is tried again.", describe_missing(error, self._alias))
             elif is_outage(error) or is_collision(error):
                 logger.debug("housekeeping of %r: %s", self._alias, error)  # the relay reports an outage
             elif self._errors.is_due():

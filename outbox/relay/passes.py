@@ -21,11 +21,13 @@ from django.dispatch import Signal
 
 from outbox import signals
 from outbox.conf import OutboxOptions
+from outbox.kernel import tracing
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
+from outbox.relay.counting import count_pass
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
@@ -107,6 +109,8 @@ class Pass:
         self._alias = alias
         self._transport = transport
         self._options = options
+        self._system = tracing.system_of(options.BROKER_URL)
+        self._begun_at = 0.0
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
@@ -121,7 +125,7 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
-        skipped = self.unsettled.skipped()
+        skipped, self._begun_at = self.unsettled.skipped(), monotonic()
         report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
         return replace(report, unsettled=len(skipped))
 
@@ -262,7 +266,11 @@ class Pass:
             self._transport.connect()
         except BrokerUnavailable as error:
             return Sent(broken=str(error))
-        return self._transport.send(messages, deadline)
+        with tracing.sending(self._system, [message.envelope for message in messages]) as span:
+            sent = self._transport.send(messages, deadline)
+            if sent.broken is not None:
+                tracing.failed(span, "broken connection")
+            return sent
 
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
         """Build the messages in `batch.outgoing`; return their rows. Rows that were damaged by hand are in `batch.damaged`."""
@@ -360,6 +368,7 @@ class Pass:
         )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
+        count_pass(batch.rows, settlement, monotonic() - self._begun_at)
         self._announce(batch, settlement)
         return PassReport(
             claimed=len(batch.rows),

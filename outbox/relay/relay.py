@@ -16,13 +16,12 @@ from django.db import DatabaseError, InterfaceError, connections
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
-from outbox.database.schema import is_missing, report_missing
+from outbox.database.schema import describe_missing, is_missing
 from outbox.doorbell import ALERT_SECONDS
-from outbox.kernel.broker import REFUSAL_REMEDY
+from outbox.kernel.broker import REFUSAL_REMEDY, describe_refusal
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
-from outbox.kernel.masking import masked
-from outbox.kernel.outage import Outage
+from outbox.kernel.outage import Outage, OutageLog
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.retry import Pause
 from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
@@ -55,7 +54,7 @@ class Relay:
 
     Args:
         timed: a timer beside the relay makes scheduled messages ready; without one the relay does so, less exactly.
-        refusals: decides when to report that the broker refuses this service; the relays of one process share it.
+        broker_log, database_log: report outages; the loops of one process share them.
         errors: decides when to report an unexpected error; the relays of one process share it.
     """
 
@@ -70,7 +69,8 @@ class Relay:
         heartbeat: Heartbeat,
         shards: Iterable[int] = range(SHARDS),
         timed: bool = False,
-        refusals: Reminder | None = None,
+        broker_log: OutageLog | None = None,
+        database_log: OutageLog | None = None,
         errors: Reminder | None = None,
     ) -> None:
         self.bell = Bell()
@@ -94,10 +94,9 @@ class Relay:
         self._size = BatchSize(options.BATCH_SIZE)
         self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
-        self._broker = Outage("the broker")
-        self._refusals = refusals or Reminder()
+        self._broker = Outage("the broker", log=broker_log)
         self._errors = errors or Reminder()
-        self._database = Outage("the database")
+        self._database = Outage("the database", log=database_log)
         self._trouble = Pause()
         self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
@@ -174,8 +173,7 @@ class Relay:
             elif is_missing(error) and not drain:
                 self._heartbeat.waits_for("the database, which is not migrated")
                 self._heartbeat.beat()
-                report_missing(error)
-                self._stop.wait(self._database.enter())
+                self._database.wait(error, self._stop, describe_error=partial(describe_missing, error, self._alias))
             else:
                 if drain:
                     raise
@@ -285,10 +283,8 @@ class Relay:
         if not refused:
             self._broker.wait(reason, self._stop)
             return
-        if self._refusals.is_due():
-            shown = masked(self._options.BROKER_URL)
-            logger.error('The broker refuses OUTBOX["BROKER_URL"], %s: %s. %s', shown, reason, REFUSAL_REMEDY)
-        self._stop.wait(self._broker.enter())
+        describe = partial(describe_refusal, 'OUTBOX["BROKER_URL"]', self._options.BROKER_URL, reason)
+        self._broker.wait(reason, self._stop, remedy=REFUSAL_REMEDY, describe_error=describe)
 
     def _wait(self, report: PassReport) -> None:
         is_contended = bool(report.refused or report.skipped or report.unsettled)

@@ -16,6 +16,7 @@ from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
+from outbox.kernel.outage import OutageLog
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
@@ -46,9 +47,9 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     leave_pools()
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
-    watchdog = Watchdog(limit=options.WATCHDOG)
+    watchdog = Watchdog(limit=options.WATCHDOG, kind="relay")
     heartbeat = Heartbeat(alias, stop)
-    refusals, errors = Reminder(), Reminder()
+    broker_log, database_log, errors = OutageLog("the broker"), OutageLog("the database"), Reminder()
     transport = transport or open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
@@ -66,7 +67,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
                 heartbeat=heartbeat,
                 shards=range(number, SHARDS, len(transports)),
                 timed=timed,
-                refusals=refusals,
+                broker_log=broker_log,
+                database_log=database_log,
                 errors=errors,
             )
             for number, each in enumerate(transports)
@@ -78,15 +80,16 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     published = 0
     with watchdog.watching(), closing(heartbeat), alerting(() if drain else [alias], stop):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
-        calling = callers(alias, options)
-        companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]
+        calling = callers(alias, options, database_log=database_log)
+        asking = askers(alias, options, database_log=database_log)
+        companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
         if not drain:
             # An operator's request to drain ends this phase only.
             phase = stop.follower()
             running = lanes(phase, timed=True)
             for lane in running:
                 lane.callers = calling
-            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, running))
+            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, running), database_log=database_log)
             with Listener(alias, [timer.bell, *(lane.bell for lane in running)], options).listening():
                 _run(running, [timer, *companions], watchdog, phase)
             published += sum(lane.published for lane in running)

@@ -23,16 +23,17 @@ import logging
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from django.db import Error, connections
 
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage, why_unavailable
-from outbox.database.schema import is_missing, report_missing
+from outbox.database.schema import describe_missing, is_missing
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
-from outbox.kernel.outage import Outage
+from outbox.kernel.outage import Outage, OutageLog
 from outbox.kernel.retry import Pause
 from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
@@ -64,9 +65,18 @@ class Timer:
 
     Args:
         ring: called when messages have become ready.
+        database_log: reports outages; the loops of one process share it.
     """
 
-    def __init__(self, alias: str, options: OutboxOptions, *, watchdog: Watchdog, ring: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        alias: str,
+        options: OutboxOptions,
+        *,
+        watchdog: Watchdog,
+        ring: Callable[[], None],
+        database_log: OutageLog | None = None,
+    ) -> None:
         self.bell = Bell()
         self._alias = alias
         self._options = options
@@ -76,7 +86,7 @@ class Timer:
         self._lease = lease.Lease(alias, _LEASE, name="timer") if claiming.claims_by_locks(alias) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
-        self._database = Outage("the database")
+        self._database = Outage("the database", log=database_log)
         self._trouble = Pause()
         self._stuck = StuckRows(alias, "timer")
         self._table = self._new_table()
@@ -117,8 +127,7 @@ class Timer:
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
             elif is_missing(error):
-                report_missing(error)
-                stop.wait(self._database.enter())
+                self._database.wait(error, stop, describe_error=partial(describe_missing, error, self._alias))
             else:
                 logger.exception("Unexpected error in the timer; it starts again with an empty wheel.")
                 stop.wait(self._trouble.next_seconds())

@@ -39,7 +39,7 @@ def purge():
     """Purge the inbox; return the number of deleted rows."""
     out = io.StringIO()
     call_command("inbox_purge", stdout=out)
-    return int(re.search(r"(\d+) messages deleted\.", out.getvalue())[1])
+    return int(re.search(r"([\d,]+) messages? deleted\.", out.getvalue())[1].replace(",", ""))
 
 
 def held_back():

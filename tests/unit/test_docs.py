@@ -17,14 +17,17 @@ from django.dispatch import Signal
 
 import inbox
 import inbox.checks
+import inbox.metrics
 import inbox.signals
 import inbox.testing
 import outbox
 import outbox.checks
+import outbox.metrics
 import outbox.signals
 import outbox.testing
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
+from outbox.kernel import meter
 from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests.support import ROOT
 
@@ -114,6 +117,13 @@ def test_every_signal_is_documented_and_no_other(module):
     documented = re.findall(r"^\| `(\w+)` \|", section(page("reference/signals.md"), title), re.MULTILINE)
 
     assert sorted(documented) == sorted(name for name, value in vars(module).items() if isinstance(value, Signal))
+
+
+def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
+    rows = re.findall(r"^\| `(\w+)` \| (counter|gauge|histogram) \| (.*?) ?\|", page("reference/metrics.md"), re.MULTILINE)
+    documented = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
+
+    assert documented == {name: (each.kind, list(each.labels)) for name, each in meter.instruments.items()}
 
 
 def every_page():

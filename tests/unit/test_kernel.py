@@ -12,6 +12,7 @@ import time
 import uuid
 from datetime import timedelta
 from textwrap import indent
+from types import SimpleNamespace
 
 import psycopg.errors
 import pytest
@@ -26,7 +27,8 @@ from django.db import (
     connection,
 )
 
-from outbox.console import terminal
+from outbox.console import live_view, terminal
+from outbox.console.plurals import ngettext
 from outbox.console.process import run_until_signalled
 from outbox.database.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from outbox.kernel import broker
@@ -34,7 +36,7 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by, current_cause
 from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
-from outbox.kernel.outage import Outage
+from outbox.kernel.outage import Outage, OutageLog
 from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 
@@ -209,19 +211,66 @@ class TestOutage:
         assert "The broker is available again" in end
         assert not outage.ongoing
 
-    def test_an_ongoing_outage_is_logged_again_once_a_minute_with_its_latest_reason_and_remedy(
-        self, outage, caplog, monkeypatch
-    ):
-        now = 1000.0
-        monkeypatch.setattr("outbox.kernel.outage.monotonic", lambda: now)
-        for second in range(150):
-            now = 1000.0 + second
-            outage.record(f"disk full for {second} s", "Free some.")
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """The clock of outages, in seconds; a test sets it."""
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr("outbox.kernel.outage.monotonic", lambda: clock.now)
+        return clock
 
-        first, second, third = [record.message for record in caplog.records]
+    def test_an_ongoing_outage_is_logged_again_at_growing_intervals_with_its_latest_reason_and_remedy(
+        self, outage, caplog, clock
+    ):
+        for second in range(150):
+            clock.now = 1000.0 + second
+            outage.record(f"disk full for {second} s", "Free some.")
+        outage.over()
+
+        first, *again, end = [record.message for record in caplog.records]
         assert "is unavailable (disk full for 0 s). Free some." in first
-        assert "still unavailable after 60 s (disk full for 60 s). Free some." in second
-        assert "still unavailable after 120 s (disk full for 120 s). Free some." in third
+        assert [text.partition(" (")[0] for text in again] == [
+            f"The broker is still unavailable after {seconds} s" for seconds in (10, 30, 70)
+        ]
+        assert "(disk full for 70 s). Free some." in again[-1]
+        assert end == "The broker is available again after 149.0 s."
+
+    def test_an_outage_of_a_day_is_logged_every_ten_minutes(self, outage, caplog, clock):
+        for minute in range(24 * 60):
+            clock.now = 1000.0 + 60 * minute
+            outage.record("connection refused")
+
+        assert 140 <= len(caplog.records) <= 150
+
+    def test_an_outage_that_needs_an_operator_is_an_error_that_is_repeated_with_its_duration(self, outage, caplog, clock):
+        for second in range(40):
+            clock.now = 1000.0 + second
+            outage.record("ACCESS_REFUSED", "Correct it.", describe_error=lambda: "The broker refuses SETTING: ACCESS_REFUSED.")
+
+        first, *again = caplog.records
+        assert first.message.startswith("The broker refuses SETTING: ACCESS_REFUSED. Correct it.")
+        assert [record.message.rpartition(". ")[2] for record in again] == ["This has lasted 10 s.", "This has lasted 30 s."]
+        assert {record.levelname for record in caplog.records} == {"ERROR"}
+
+    def test_an_outage_that_becomes_an_error_is_logged_at_once(self, outage, caplog, clock):
+        outage.record("connection refused")
+        clock.now += 1
+        outage.record("ACCESS_REFUSED", describe_error=lambda: "The broker refuses SETTING.")
+        clock.now += 1
+        outage.record("connection refused")
+
+        assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+
+    def test_loops_that_share_a_log_report_an_outage_and_its_end_once(self, caplog):
+        log = OutageLog("the database")
+        loops = [Outage("the database", log=log) for _ in range(5)]
+        for loop in loops:
+            loop.record("connection refused")
+        for loop in loops:
+            loop.over()
+
+        begin, end = [record.message for record in caplog.records]
+        assert "The database is unavailable" in begin
+        assert "The database is available again" in end
 
     def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
         outage.wait(TimeoutError(), StopRequest())
@@ -471,18 +520,32 @@ class TestConsole:
         assert pipe.getvalue() == ""
         assert progress.done == 1
 
-    def test_watching_redraws_until_it_is_stopped(self):
-        stop, drawn = StopRequest(), []
+    def test_progress_shows_its_rate_and_the_time_left(self, monkeypatch):
+        screen, now = io.StringIO(), 100.0
+        screen.isatty = lambda: True
+        monkeypatch.setattr(terminal, "monotonic", lambda: now)
+        progress = terminal.Progress("deleted", 5_000, screen)
+        now += 2.0
+        progress.advance(1_000)
 
-        def out(text):
-            drawn.append(text)
-            if len(drawn) == 3:
-                stop.set()
+        assert "deleted 1,000 of 5,000, 500/s, 0:00:08 left" in screen.getvalue()
 
-        terminal.watch(lambda: "picture", out, 0.001, stop)
+    def test_rate_of_a_count_is_its_change_since_the_last_drawing(self, monkeypatch):
+        now = 100.0
+        monkeypatch.setattr(live_view, "monotonic", lambda: now)
+        rates = live_view.Rates()
+        shown = [rates.of("ready", 10)]
+        for count in (15, 15, 5):
+            now += 2.0
+            shown.append(rates.of("ready", count))
 
-        assert len(drawn) == 3
-        assert all(text.endswith("picture") for text in drawn)
+        assert shown == ["", "+2.5/s", "", "-5.0/s"]
+
+    @pytest.mark.parametrize(
+        ("count", "shown"), [(0, "0 messages"), (1, "1 message"), (2, "2 messages"), (2000, "2,000 messages")]
+    )
+    def test_count_in_a_sentence_has_the_right_number(self, count, shown):
+        assert ngettext("%(count)s message", "%(count)s messages", count) == shown
 
     def test_console_logging_is_set_up_unless_the_logger_already_has_a_handler(self):
         logger = logging.getLogger("exactly.once.test")

@@ -6,6 +6,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers.registry import registry
+from inbox.monitoring.tables import table_gauges
+from outbox.console import prometheus
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
 from outbox.database.schema import require_schema
@@ -23,12 +25,14 @@ class Command(BaseCommand):
         parser.add_argument(
             "--concurrency", type=int, metavar="N", help="number of worker threads (default: INBOX['CONCURRENCY'])"
         )
+        prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console("inbox", options["verbosity"])
         log_to_console("outbox", options["verbosity"])
         if options["concurrency"] is not None and options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
+        prometheus.serve_metrics(options, *map(table_gauges, sorted({handler.using for handler in registry.all()})))
         run_until_signalled(
             partial(_consume, drain=options["drain"], concurrency=options["concurrency"]), grace=inbox_options().SHUTDOWN_GRACE
         )

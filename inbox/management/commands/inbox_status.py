@@ -1,8 +1,11 @@
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandParser
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
@@ -14,8 +17,8 @@ from outbox.console.terminal import age, table
 
 _CONFLICTS = 50
 _COLUMNS = (
-    ("deliveries", lambda consumer: f"{consumer.received:,}"),
-    ("stored messages run", lambda consumer: f"{consumer.ran:,}"),
+    (_("deliveries"), lambda consumer: f"{consumer.received:,}"),
+    (_("stored messages run"), lambda consumer: f"{consumer.ran:,}"),
 )
 
 
@@ -32,6 +35,15 @@ class Command(StatusCommand):
             action="store_true",
             help=f"list the {_CONFLICTS} messages with the most recent duplicates of different content",
         )
+
+    def alarming(self) -> Sequence[str]:
+        sentence = gettext("No consumer is running for: %(names)s. %(remedy)s")
+        none_runs = sentence.partition("%(names)s")[0]
+        return r"^dead +[1-9]", rf"  {gettext('silent')}:", rf"^{re.escape(none_runs)}"
+
+    def remarkable(self) -> Sequence[str]:
+        waits = gettext("waits for %(what)s") % {"what": ""}
+        return r"^(retrying|waiting) +[1-9]", rf"  {re.escape(waits)}"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         balance = accounting.balance(alias)
@@ -72,34 +84,41 @@ class Command(StatusCommand):
         counts = table(
             [
                 ("inbox", alias),
-                *((state, f"{count:,}") for state, count in balance.states.items()),
-                ("duplicates suppressed", f"{duplicates.suppressed:,}"),
+                *self.with_rates(balance.states, {state: f"{count:,}" for state, count in balance.states.items()}),
+                (gettext("duplicates suppressed"), f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
-                ("edited, not delivered", f"{balance.edited:,}"),
-                ("delivered, total", f"{balance.delivered:,}"),
-                ("duplicates with different content", f"{duplicates.conflicting:,}"),
-                ("dead, in quarantine", f"{balance.quarantined:,}"),
-                ("oldest waiting", age(operating.oldest_waiting(alias))),
+                (gettext("edited, not delivered"), f"{balance.edited:,}"),
+                (gettext("delivered, total"), f"{balance.delivered:,}"),
+                (gettext("duplicates with different content"), f"{duplicates.conflicting:,}"),
+                (gettext("dead, in quarantine"), f"{balance.quarantined:,}"),
+                (gettext("oldest waiting"), age(operating.oldest_waiting(alias))),
                 *_leased(),
             ]
         )
         drawn = [counts]
         if consumers:
-            drawn.append(processes("consumer", consumers, _COLUMNS, _state))
+            drawn.append(processes(gettext("consumer"), consumers, _COLUMNS, _state))
         if paused := list(pausing.paused_handlers(alias)):
             drawn.append(_paused(paused))
         if names := unattended(alias):
-            drawn.append(f"No consumer is running for: {', '.join(names)}. {what_to_start()}")
+            drawn.append(
+                gettext("No consumer is running for: %(names)s. %(remedy)s")
+                % {"names": ", ".join(names), "remedy": what_to_start()}
+            )
         if options["conflicts"]:
             drawn.append(_conflicts(alias))
         return "\n\n".join(drawn)
 
 
 def _paused(handlers: list[Any]) -> str:
-    head = ("paused handler", "since", "stored")
+    head = (gettext("paused handler"), gettext("since"), gettext("stored"))
     lines = [head, *((row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}") for row in handlers)]
-    said = ["why", *(" ".join(f"by {row.paused_by}: {row.reason}".split()) for row in handlers)]
+    said = [gettext("why"), *(" ".join(_why(row).split()) for row in handlers)]
     return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _why(row: Any) -> str:
+    return gettext("by %(user)s") % {"user": f"{row.paused_by}: {row.reason}"}
 
 
 def _paused_as_json(row: Any) -> dict[str, Any]:
@@ -113,7 +132,7 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
 
 
 def _state(consumer: Any) -> str:
-    return f"{state_of(consumer)}: {', '.join(consumer.handlers) or 'no handler'}"
+    return f"{state_of(consumer)}: {', '.join(consumer.handlers) or gettext('no handler')}"
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:
@@ -123,7 +142,7 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 def _conflicts(alias: str) -> str:
     rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
-        return "No duplicate has had different content."
+        return gettext("No duplicate has had different content.")
     head = ("biz-id", "topic", "handler", "first message", "latest conflict", "conflicts", "latest")
     return table(
         [

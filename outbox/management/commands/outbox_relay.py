@@ -6,11 +6,13 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.console import prometheus
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
 from outbox.database.schema import require_schema
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.loop import StopRequest
+from outbox.monitoring.tables import table_gauges
 from outbox.relay.service import serve
 
 
@@ -20,10 +22,12 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias whose outbox is relayed (default: %(default)s)")
         parser.add_argument("--drain", action="store_true", help="exit when nothing is due instead of waiting for more")
+        prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console("outbox", options["verbosity"])
         log_to_console("inbox", options["verbosity"])
+        prometheus.serve_metrics(options, table_gauges(options["database"]))
         run_until_signalled(partial(_relay, options["database"], drain=options["drain"]), grace=outbox_options().SHUTDOWN_GRACE)
 
 

@@ -2,8 +2,10 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.models import OutboxMessage
@@ -30,9 +32,11 @@ class Command(BaseCommand):
             chosen = chosen.filter(topic=options["topic"])
         found = dict(chosen.order_by("pk").values_list("pk", "message_id"))
         if options["dry_run"]:
-            self.stdout.write(f"{len(found)} messages would be resumed.")
+            self.stdout.write(
+                ngettext("%(count)s message would be resumed.", "%(count)s messages would be resumed.", len(found))
+            )
             return
-        progress = Progress("resumed", len(found))
+        progress = Progress(_("resumed"), len(found))
         alias, actor = options["database"], actor_of_command(__name__)
         for position, identity in found.items():
             with transaction.atomic(using=alias):
@@ -41,5 +45,5 @@ class Command(BaseCommand):
                     record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
             progress.advance(int(resumed))
         progress.finish()
-        self.stdout.write(f"{progress.done} messages resumed.")
+        self.stdout.write(ngettext("%(count)s message resumed.", "%(count)s messages resumed.", progress.done))
         refuse_unknown(map(str, named), found.values(), [State.STUCK])

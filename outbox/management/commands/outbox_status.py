@@ -1,17 +1,23 @@
+import re
+from collections.abc import Sequence
 from typing import Any
+
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
+from outbox.console.plurals import ngettext
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 from outbox.states import State
 from outbox.store import heartbeats, history, pausing, pending_callbacks, preparing
 
 _COLUMNS = (
-    ("last pass", lambda relay: age(relay.last_pass_at, relay.database_now)),
-    ("published", lambda relay: f"{relay.published:,}"),
+    (_("last pass"), lambda relay: age(relay.last_pass_at, relay.database_now)),
+    (_("published"), lambda relay: f"{relay.published:,}"),
     # The present rate of a silent relay is unknown.
-    ("per second", lambda relay: "-" if relay.silent else f"{relay.rate:,.1f}"),
+    (_("per second"), lambda relay: "-" if relay.silent else f"{relay.rate:,.1f}"),
 )
 
 
@@ -21,6 +27,14 @@ class Command(StatusCommand):
         "topics, and the running relays."
     )
     app = "outbox"
+
+    def alarming(self) -> Sequence[str]:
+        none_runs = gettext("No relay is running.").rstrip(".")
+        return r"^(dead|stuck) +[1-9]", rf"  {gettext('silent')}$", rf"^{re.escape(none_runs)}"
+
+    def remarkable(self) -> Sequence[str]:
+        waits = gettext("waits for %(what)s") % {"what": ""}
+        return r"^(retrying|waiting|paused) +[1-9]", rf"  {re.escape(waits)}"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         counts, calls = history.count_states(alias), pending_callbacks.pending_calls(alias)
@@ -42,8 +56,10 @@ class Command(StatusCommand):
         counted = history.count_states(alias)
         states = counted.states
         relays = list(heartbeats.relays.rows(alias))
-        counts = [(state, f"{'about ' if state in counted.estimated else ''}{count:,}") for state, count in states.items()]
-        drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(counted.oldest_waiting))])]
+        about = {state: gettext("about ") if state in counted.estimated else "" for state in states}
+        shown = {state: f"{about[state]}{count:,}" for state, count in states.items()}
+        lines = [("outbox", alias), *self.with_rates(states, shown), (gettext("oldest waiting"), age(counted.oldest_waiting))]
+        drawn = [table(lines)]
         calls = pending_callbacks.pending_calls(alias)
         if calls.pending:
             drawn.append(_calls(calls))
@@ -54,9 +70,11 @@ class Command(StatusCommand):
         if states[State.STUCK]:
             drawn.append(_stuck(states[State.STUCK]))
         if unchecked := preparing.topics_unchecked(alias, checkers.topics()):
-            drawn.append(f"No checker is registered for prepared messages of: {', '.join(unchecked)}.")
+            drawn.append(
+                gettext("No checker is registered for prepared messages of: %(topics)s.") % {"topics": ", ".join(unchecked)}
+            )
         if relays:
-            drawn.append(processes("relay", relays, _COLUMNS, _state))
+            drawn.append(processes(gettext("relay"), relays, _COLUMNS, _state))
         if all(relay.silent for relay in relays):
             drawn.append(_none_runs(states[State.READY]))
         return "\n\n".join(drawn)
@@ -64,48 +82,55 @@ class Command(StatusCommand):
 
 def _undropped(days: list[int]) -> str:
     dates = ", ".join(str(history.date_of(day)) for day in days)
-    return f"History of {dates} is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned."
+    return gettext("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.") % {
+        "dates": dates
+    }
 
 
 def _calls(calls: pending_callbacks.PendingCalls) -> str:
-    lines = [("callbacks", ""), ("pending", f"{calls.pending:,}"), ("failing", f"{calls.failing:,}")]
+    lines = [(gettext("callbacks"), ""), (gettext("pending"), f"{calls.pending:,}"), (gettext("failing"), f"{calls.failing:,}")]
     if calls.unknown:
-        lines.append(("unknown to this code", f"{calls.unknown:,}"))
-    return table([*lines, ("oldest", age(calls.oldest))])
+        lines.append((gettext("unknown to this code"), f"{calls.unknown:,}"))
+    return table([*lines, (gettext("oldest"), age(calls.oldest))])
 
 
 def _paused(topics: list[Any]) -> str:
-    head = ("paused topic", "since", "messages")
+    head = (gettext("paused topic"), gettext("since"), gettext("messages"))
     lines = [head, *((topic.topic, age(topic.paused_at, topic.database_now), f"{topic.messages:,}") for topic in topics)]
-    said = ["why", *(_why_paused(topic) for topic in topics)]
+    said = [gettext("why"), *(_why_paused(topic) for topic in topics)]
     return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
 
 
 def _why_paused(topic: Any) -> str:
     reason = " ".join(topic.reason.split())
     if topic.is_resuming:
-        return "is being resumed"
+        return gettext("is being resumed")
     if topic.paused_by:
-        return f"by {topic.paused_by}{reason and f': {reason}'}"
-    return f"the broker refuses it: {reason}"
+        return gettext("by %(user)s") % {"user": f"{topic.paused_by}{reason and f': {reason}'}"}
+    return gettext("the broker refuses it: %(reason)s") % {"reason": reason}
 
 
 def _state(relay: Any) -> str:
     is_starting = relay.last_pass_at is None and not (relay.silent or relay.waits_for)
-    return "starting" if is_starting else state_of(relay)
+    return gettext("starting") if is_starting else state_of(relay)
 
 
 def _stuck(count: int) -> str:
-    return (
-        f"{count:,} prepared {'message is' if count == 1 else 'messages are'} stuck: no checker knows whether the effect "
-        "happened. Find out, then run outbox_resume_checks, or decide in the admin."
+    return ngettext(
+        "%(count)s prepared message is stuck: no checker knows whether the effect happened. Find out, then run "
+        "outbox_resume_checks, or decide in the admin.",
+        "%(count)s prepared messages are stuck: no checker knows whether the effect happened. Find out, then run "
+        "outbox_resume_checks, or decide in the admin.",
+        count,
     )
 
 
 def _none_runs(ready: int) -> str:
     if not ready:
-        return "No relay is running."
-    return f"No relay is running: {ready:,} {'message is' if ready == 1 else 'messages are'} ready."
+        return gettext("No relay is running.")
+    return ngettext(
+        "No relay is running: %(count)s message is ready.", "No relay is running: %(count)s messages are ready.", ready
+    )
 
 
 def _topic_as_json(topic: Any) -> dict[str, Any]:

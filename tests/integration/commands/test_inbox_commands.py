@@ -235,7 +235,7 @@ class TestPurge:
         make_every_row_old()
 
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days + 1)) == "0 messages deleted."
-        assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 messages deleted."
+        assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 message deleted."
 
     @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
     def test_purge_refuses_an_impossible_age(self, handles, days):

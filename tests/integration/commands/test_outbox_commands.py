@@ -12,7 +12,6 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from outbox.console import status_command
 from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.loop import StopRequest
@@ -85,10 +84,10 @@ class TestResumeChecks:
     def test_resume_returns_stuck_messages_to_prepared_with_zero_attempts(self):
         stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
 
-        assert "1 messages would be resumed." in run("outbox_resume_checks", "--topic", "t", "--dry-run")
-        assert "1 messages resumed." in run("outbox_resume_checks", str(stuck.id))
+        assert "1 message would be resumed." in run("outbox_resume_checks", "--topic", "t", "--dry-run")
+        assert "1 message resumed." in run("outbox_resume_checks", str(stuck.id))
         assert (state_of(stuck), row_of(stuck).attempts) == (State.PREPARED, 0)
-        assert "1 messages resumed." in run("outbox_resume_checks")
+        assert "1 message resumed." in run("outbox_resume_checks")
         assert [state_of(message) for message in (other, dead)] == [State.PREPARED, State.DEAD]
 
     def test_resume_names_messages_that_are_not_stuck(self):
@@ -224,19 +223,6 @@ class TestRelayStatus:
         with pytest.raises(CommandError, match=r"no table outbox_relayheartbeat\. Run `python manage\.py migrate outbox`"):
             run("outbox_status")
 
-    def test_status_watch_draws_the_status_every_two_seconds(self, monkeypatch):
-        drawn = []
-
-        def once(draw, out, every_seconds, stop):
-            drawn.append((draw(), every_seconds))
-
-        monkeypatch.setattr(status_command, "watch", once)
-        a_relay()
-
-        run("outbox_status", "--watch")
-
-        assert [(text.splitlines()[-1].split()[-1], seconds) for text, seconds in drawn] == [("working", 2.0)]
-
 
 class TestRestore:
     def test_restore_makes_a_dead_message_ready_with_zero_attempts(self):
@@ -275,7 +261,7 @@ class TestPurge:
         self.settled(state, 8 * DAY)
         young = self.settled(state, 6 * DAY)
 
-        assert "1 messages deleted" in run("outbox_purge")
+        assert "1 message deleted" in run("outbox_purge")
         assert [row.message_id for row in OutboxMessage.objects.all()] == [young.id]
 
     @pytest.mark.parametrize("state", [State.DEAD, State.RETRYING, State.READY, State.SCHEDULED, State.PREPARED])
@@ -289,12 +275,12 @@ class TestPurge:
         self.settled(State.PUBLISHED, DAY)
 
         assert "0 messages deleted" in run("outbox_purge", "--older-than-days", "1.5")
-        assert "1 messages deleted" in run("outbox_purge", "--older-than-days", "0.5")
+        assert "1 message deleted" in run("outbox_purge", "--older-than-days", "0.5")
 
     def test_purge_dry_run_only_counts(self):
         self.settled(State.PUBLISHED, 8 * DAY)
 
-        assert "1 messages would be deleted" in run("outbox_purge", "--dry-run")
+        assert "1 message would be deleted" in run("outbox_purge", "--dry-run")
         assert states() == [State.PUBLISHED]
 
     def test_purge_deletes_in_chunks(self):

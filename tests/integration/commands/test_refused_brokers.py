@@ -1,7 +1,8 @@
-"""A broker that refuses the login or virtual host: an error that names the setting, once a minute, until it is corrected."""
+"""A broker that refuses the login or virtual host: an error that names the setting, until it is corrected."""
 
 from __future__ import annotations
 
+import re
 import secrets
 
 import pytest
@@ -64,6 +65,28 @@ def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_serv
         process.until(lambda: errors(process))
 
     assert 'The broker refuses INBOX["BROKER_URL"]' in errors(process)[0]
+
+
+@BOTH
+def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbitmq_server, running, name):
+    server = rabbitmq_server.start()
+    user = f"late-{secrets.token_hex(4)}"
+    url = server.url.replace("guest:guest", f"{user}:{SECRET}")
+
+    with running(name, url) as process:
+        process.until(lambda: len(errors(process)) >= 2)
+        server.ctl("add_user", user, SECRET)
+        server.ctl("set_permissions", user, ".*", ".*", ".*")
+        try:
+            process.until(lambda: "The broker is available again after" in process.said())
+            process.terminate()
+            assert process.ends() == 0
+        finally:
+            server.ctl("delete_user", user)
+
+    assert re.search(r"This has lasted \d+ s\.", errors(process)[1])
+    assert process.said().count("The broker is available again after") == 1
+    assert SECRET not in process.said()
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""Real private servers for the tests: PostgreSQL, PgBouncer, RabbitMQ, Redis, and a proxy that breaks connections to them.
+"""Real private servers for the tests: PostgreSQL, PgBouncer, RabbitMQ, Redis, Prometheus, and a proxy that breaks connections.
 
 Every server belongs to the process that started it: a free loopback port, a temporary directory, and a watcher that
 ends it when its owner dies, however that happens. A server somebody else runs on this machine is never touched.
@@ -13,6 +13,7 @@ from tests.support.servers.binaries import ServerUnavailable
 from tests.support.servers.pgbouncer import PgBouncer
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.private import PrivateServer, ServerFailed
+from tests.support.servers.prometheus import PrometheusServer
 from tests.support.servers.proxy import FaultProxy
 from tests.support.servers.rabbitmq import RabbitServer
 from tests.support.servers.redis import RedisServer
@@ -22,6 +23,7 @@ __all__ = [
     "PgBouncer",
     "PostgresServer",
     "PrivateServer",
+    "PrometheusServer",
     "RabbitServer",
     "RedisServer",
     "ServerFailed",

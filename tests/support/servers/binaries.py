@@ -116,6 +116,33 @@ def pgbouncer() -> Path:
     )
 
 
+def prometheus() -> Path:
+    return _prometheus_tool("prometheus")
+
+
+def promtool() -> Path:
+    """Prometheus' checker of rules."""
+    return _prometheus_tool("promtool")
+
+
+def gettext() -> Path:
+    """The directory of GNU gettext's tools."""
+    found = [("on this machine", lambda: _executable("xgettext"))]
+    found.append(("from the system's packages", lambda: _with_apt("gettext", lambda: _executable("xgettext"))))
+    return _first("GNU gettext", found, remedy="apt-get install gettext, or brew install gettext").parent
+
+
+def _prometheus_tool(name: str) -> Path:
+    return _first(
+        "Prometheus",
+        [
+            ("on this machine", lambda: _executable(name)),
+            ("from the system's packages", lambda: _with_apt("prometheus", lambda: _executable(name))),
+        ],
+        remedy="apt-get install prometheus, or brew install prometheus",
+    )
+
+
 def faketime() -> Path:
     """The `faketime` executable, which shows a process another clock."""
     return _first(

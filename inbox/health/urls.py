@@ -1,0 +1,12 @@
+"""The health checks as URLs: `path("health/inbox/", include("inbox.health.urls"))`."""
+
+from django.urls import path
+
+from inbox.health.checks import service_checks
+from outbox.console.health import live_view, ready_view
+
+app_name = "inbox_health"
+urlpatterns = [
+    path("live/", live_view(), name="live"),
+    path("ready/", ready_view(service_checks), name="ready"),
+]

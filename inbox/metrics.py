@@ -1,0 +1,20 @@
+"""The metrics of the inbox, a contract: docs/reference/metrics.md describes each of them."""
+
+from outbox.kernel.meter import SIZES, counter, gauge, histogram
+
+HANDLED = counter("inbox_handled_total", "Messages whose effect is committed.", "handler")
+FAILED_ATTEMPTS = counter("inbox_failed_attempts_total", "Attempts that raised an exception.", "handler")
+DEFERRALS = counter("inbox_deferrals_total", "Attempts that a handler deferred with RetryLater.", "handler")
+DEAD = counter("inbox_dead_total", "Messages that became dead letters.", "handler")
+DUPLICATES = counter("inbox_duplicates_total", "Duplicates that were suppressed.", "handler", "cause")
+CONFLICTS = counter("inbox_conflicts_total", "Duplicates with the biz-id of a message and other content.", "handler")
+SHED = counter("inbox_shed_total", "Messages that were shed.", "handler")
+HANDLER_SECONDS = histogram("inbox_handler_seconds", "Seconds that one call of a handler took, successful or not.", "handler")
+LAG = histogram("inbox_lag_seconds", "Seconds from the time a message was due until its handler had returned.", "handler")
+BATCH_MESSAGES = histogram("inbox_batch_messages", "Messages in one call of a batch handler.", "handler", buckets=SIZES)
+
+MESSAGES = gauge("inbox_messages", "Rows in the table that are not done, skipped or shed, by state.", "database", "state")
+OLDEST_DUE = gauge("inbox_oldest_due_seconds", "How long the oldest due message has been waiting; 0 if none is.", "database")
+CONSUMERS = gauge("inbox_consumers", "Consumer processes by their heartbeats: working, waiting or silent.", "database", "state")
+UNATTENDED = gauge("inbox_unattended_handlers", "Handlers of this project that no live process runs.", "database")
+READABLE = gauge("inbox_table_readable", "1 if the figures of the tables could be read, else 0.", "database")

@@ -1,0 +1,24 @@
+"""The gauges that are read from the tables of the inbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from inbox import metrics
+from inbox.consumer.heartbeat import unattended
+from inbox.store import accounting, heartbeats, operating
+from outbox.console.prometheus import Sample, TableGauges, processes_by_state, seconds_since
+from outbox.kernel.clock import utcnow
+
+
+def table_gauges(alias: str) -> TableGauges:
+    """A collector for the inbox of this database."""
+    return TableGauges(alias, metrics.READABLE, _read)
+
+
+def _read(alias: str) -> Iterator[Sample]:
+    for state, count in accounting.open_states(alias).items():
+        yield metrics.MESSAGES, (state,), count
+    yield metrics.OLDEST_DUE, (), seconds_since(operating.oldest_waiting(alias), utcnow())
+    yield from processes_by_state(metrics.CONSUMERS, heartbeats.consumers.rows(alias))
+    yield metrics.UNATTENDED, (), len(unattended(alias))

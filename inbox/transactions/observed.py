@@ -1,0 +1,53 @@
+"""Each call of a handler as a span and in the metrics of this process; see `outbox.kernel.tracing` and `inbox.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from inbox import metrics
+from inbox.conf import inbox_options
+from inbox.errors import RetryLater
+from inbox.handlers.handler import Handler
+from outbox.kernel import tracing
+from outbox.kernel.clock import monotonic, utcnow
+from outbox.kernel.envelope import Envelope
+
+
+@contextmanager
+def observed(handler: Handler, *envelopes: Envelope) -> Iterator[None]:
+    """Observe one call of the handler for these messages."""
+    began_at = monotonic()
+    try:
+        with _span(handler, envelopes):
+            yield
+        if metrics.LAG.is_attached:
+            _count_lag(handler, envelopes)
+    finally:
+        metrics.HANDLER_SECONDS.observe(monotonic() - began_at, handler.name)
+        if handler.batch:
+            metrics.BATCH_MESSAGES.observe(len(envelopes), handler.name)
+
+
+@contextmanager
+def _span(handler: Handler, envelopes: tuple[Envelope, ...]) -> Iterator[None]:
+    if tracing.otel is None:
+        yield
+        return
+    options = inbox_options()
+    with tracing.processing(
+        tracing.system_of(options.broker_url),
+        envelopes,
+        expected=(RetryLater,),
+        messaging__consumer__group__name=options.GROUP,
+        exactly_once__handler=handler.name,
+    ):
+        yield
+
+
+def _count_lag(handler: Handler, envelopes: tuple[Envelope, ...]) -> None:
+    now = utcnow()
+    for envelope in envelopes:
+        if envelope.created_at is not None:
+            due_at = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+            metrics.LAG.observe(max((now - due_at).total_seconds(), 0.0), handler.name)

@@ -1,0 +1,177 @@
+"""Health checks of both apps, as commands and as views.
+
+*Live*: the loops of the process have moved lately. This needs neither the database nor the broker, so an outage of these does
+not make a process look dead. *Ready*: the database is migrated, and the processes do their work according to their heartbeats.
+
+A view says no more than which check failed: no host name, no error text. The command says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections
+from django.db.transaction import non_atomic_requests
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.utils.translation import gettext as _
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from outbox.database.schema import why_unmigrated
+from outbox.kernel.life_sign import life_signs
+from outbox.kernel.text import describe
+
+OK, UNKNOWN = "ok", "unknown"
+UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
+_BROKER = "the broker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked: "database", "broker", "relays".
+        status: "ok", or what is wrong in a few words without secrets.
+        detail: one line for the operator; it may quote a server.
+    """
+
+    name: str
+    status: str = OK
+    detail: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == OK
+
+
+def check_database(alias: str, app: str) -> Check:
+    """Does the database answer, and is it migrated for this version of the app?"""
+    try:
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SELECT 1")
+        problem = why_unmigrated(alias, app)
+    except (DatabaseError, InterfaceError) as error:
+        connections[alias].close_if_unusable_or_obsolete()
+        return Check(name="database", status=UNAVAILABLE, detail=describe(error))
+    return Check(name="database", status=NOT_MIGRATED, detail=problem) if problem else Check(name="database")
+
+
+def check_processes(name: str, rows: Sequence[Any]) -> list[Check]:
+    """Does one of the processes work, and do they reach the broker? According to their heartbeats.
+
+    Args:
+        name: what they are called: "relays".
+        rows: heartbeats, see `database.heartbeat_table`.
+    """
+    alive = [row for row in rows if not row.silent]
+    if not alive:
+        return [Check(name=name, status=NONE_RUNNING), Check(name="broker", status=UNKNOWN)]
+    waits = [row.waits_for for row in alive]
+    working = Check(name=name) if not all(waits) else Check(name=name, status="waiting", detail=waits[0])
+    lost = all(reason.startswith(_BROKER) for reason in waits)
+    return [working, Check(name="broker", status=UNAVAILABLE, detail=waits[0]) if lost else Check(name="broker")]
+
+
+def check_life(kind: str) -> list[Check]:
+    """Do the loops of every process of this kind move, on this host and of this user?"""
+    found = life_signs(kind)
+    if not found:
+        return [Check(name=kind, status=NONE_RUNNING, detail=_("No process of this user on this host gives a life sign."))]
+    return [
+        Check(
+            name=f"{kind} {sign.pid}",
+            status=OK if sign.is_alive else "silent",
+            detail=_("its loops moved %(seconds).1f s ago, the limit is %(limit).0f s")
+            % {"seconds": sign.silent_seconds, "limit": sign.limit_seconds},
+        )
+        for sign in found
+    ]
+
+
+def of_this_host(rows: Sequence[Any], kind: str) -> list[Any]:
+    """Of these heartbeats, those of the running processes of this host; all, if none gives a life sign here."""
+    pids, host = {sign.pid for sign in life_signs(kind)}, socket.gethostname()
+    return [row for row in rows if row.host == host and row.pid in pids] if pids else list(rows)
+
+
+def ready_view(checks: Callable[[str], list[Check]]) -> Callable[..., HttpResponse]:
+    """A view that answers 200 if all `checks` of the database are ok, and 503 if not."""
+
+    def ready(request: HttpRequest, *, database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
+        """200 if the service can do its work."""
+        return _as_response(checks(database))
+
+    return _probed(ready)
+
+
+def live_view() -> Callable[..., HttpResponse]:
+    """A view that answers 200 as soon as the web process answers: it asks nothing else."""
+
+    def live(request: HttpRequest, **kwargs: Any) -> HttpResponse:
+        return _as_response([Check(name="process")])
+
+    return _probed(live)
+
+
+def _probed(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    # With ATOMIC_REQUESTS an unavailable database would fail the request before the view can say so.
+    for alias in connections:
+        view = non_atomic_requests(alias)(view)
+    return never_cache(require_safe(view))
+
+
+def _as_response(checks: Sequence[Check]) -> HttpResponse:
+    healthy = all(check.is_ok for check in checks)
+    body = {"status": OK if healthy else "failing", "checks": {check.name: check.status for check in checks}}
+    return JsonResponse(body, status=200 if healthy else 503)
+
+
+class HealthCommand(BaseCommand):
+    """The command for probes: exits with 0 if every check is ok, and with 1 if not.
+
+    Attributes:
+        kind: of the processes it looks at, "relay" or "consumer".
+    """
+
+    # A probe has a few seconds, and these checks are made when the process starts.
+    requires_system_checks = ()
+    kind: str
+
+    def readiness(self, alias: str) -> list[Check]:
+        raise NotImplementedError
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        which = parser.add_mutually_exclusive_group()
+        which.add_argument("--live", action="store_true", help="only whether the loops move; needs no database and no broker")
+        which.add_argument("--ready", action="store_true", help="only whether they can do their work")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias = options["database"]
+        if alias not in connections:
+            raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+        checks = [] if options["ready"] else check_life(self.kind)
+        checks += [] if options["live"] else self.readiness(alias)
+        if options["json"]:
+            shown = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
+            self.stdout.write(json.dumps({"status": OK if _all(checks) else "failing", "checks": shown}))
+        else:
+            self.stdout.write(os.linesep.join(_line(check) for check in checks))
+        if not _all(checks):
+            raise SystemExit(1)
+
+
+def _all(checks: Sequence[Check]) -> bool:
+    return all(check.is_ok for check in checks)
+
+
+def _line(check: Check) -> str:
+    return f"{check.name}: {check.status}{check.detail and f' ({check.detail})'}"

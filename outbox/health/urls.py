@@ -1,0 +1,12 @@
+"""The health checks as URLs: `path("health/outbox/", include("outbox.health.urls"))`."""
+
+from django.urls import path
+
+from outbox.console.health import live_view, ready_view
+from outbox.health.checks import service_checks
+
+app_name = "outbox_health"
+urlpatterns = [
+    path("live/", live_view(), name="live"),
+    path("ready/", ready_view(service_checks), name="ready"),
+]

@@ -1,0 +1,10 @@
+from outbox.console.health import Check, HealthCommand
+from outbox.health.checks import KIND, process_checks
+
+
+class Command(HealthCommand):
+    help = "For probes: exit with 0 if the relays of this host are alive and can do their work, and with 1 if not."
+    kind = KIND
+
+    def readiness(self, alias: str) -> list[Check]:
+        return process_checks(alias)

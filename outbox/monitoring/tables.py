@@ -1,0 +1,30 @@
+"""The gauges that are read from the tables of the outbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from outbox import metrics
+from outbox.console.prometheus import Sample, TableGauges, processes_by_state, seconds_since
+from outbox.kernel.clock import utcnow
+from outbox.store import heartbeats, history, pausing, pending_callbacks
+
+_MOST_TOPICS = 100
+
+
+def table_gauges(alias: str) -> TableGauges:
+    """A collector for the outbox of this database."""
+    return TableGauges(alias, metrics.READABLE, _read)
+
+
+def _read(alias: str) -> Iterator[Sample]:
+    counted = history.count_states(alias)
+    for state, count in counted.states.items():
+        yield metrics.MESSAGES, (str(state),), count
+    yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
+    yield metrics.PENDING_CALLBACKS, (), pending_callbacks.pending_calls(alias).pending
+    paused: list[Any] = list(pausing.paused_topics(alias)[:_MOST_TOPICS])
+    for topic in paused:
+        yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
+    yield from processes_by_state(metrics.RELAYS, heartbeats.relays.rows(alias))

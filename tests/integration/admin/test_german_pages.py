@@ -1,0 +1,150 @@
+"""German, as the proof that the pages and commands can be translated."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import shutil
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.core.management import call_command
+from django.urls import reverse
+from django.utils import translation
+
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from outbox.models import OutboxMessage
+from outbox.states import State
+from tests.support.deliveries import deliver
+from tests.support.heartbeats import a_relay
+from tests.support.messages import SOURCES, catalog, update
+from tests.support.relaying import published, set_columns
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
+
+ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
+LISTS = [
+    "outbox_outboxmessage",
+    "outbox_scheduledmessage",
+    "outbox_preparedmessage",
+    "outbox_pausedtopic",
+    "outbox_pendingcallback",
+    "outbox_relayheartbeat",
+    "outbox_alert",
+    "outbox_auditentry",
+    "inbox_inboxmessage",
+    "inbox_consumerheartbeat",
+    "inbox_pausedhandler",
+]
+
+
+def entries(app):
+    text = catalog(app, "de").with_suffix(".po").read_text(encoding="utf-8")
+    return {english.replace('\\"', '"'): single or plural for english, plural, single in ENTRY.findall(text)}
+
+
+@pytest.fixture
+def german():
+    with translation.override("de"):
+        yield
+
+
+@pytest.fixture
+def leftovers():
+    """The English sentences and phrases that a text contains although they have a German translation."""
+    both = entries("outbox") | entries("inbox")
+    phrases = [
+        re.sub(r"%\(\w+\)[sdf.0-9]*", ".*?", re.escape(english)).replace(r"\ ", " ").replace(r"\{\}", ".*?")
+        for english, german in both.items()
+        if german != english and english.count(" ") >= 2 and not english.startswith("<")
+    ]
+    patterns = [re.compile(phrase) for phrase in phrases if len(phrase.replace(".*?", "")) > 12]
+
+    def found(text):
+        shown = html.unescape(text)
+        return [pattern.pattern for pattern in patterns if pattern.search(shown)]
+
+    return found
+
+
+@pytest.mark.parametrize("app", SOURCES)
+def test_every_text_has_a_german_translation(app):
+    assert [english for english, german in entries(app).items() if not german] == []
+
+
+@pytest.mark.parametrize("app", SOURCES)
+def test_catalog_is_that_of_the_sources_and_is_compiled(app, tmp_path):
+    """`make messages` changes nothing."""
+    ours, fresh = catalog(app, "de"), catalog(app, "de", tmp_path)
+    fresh.parent.mkdir(parents=True)
+    shutil.copy(ours.with_suffix(".po"), fresh.with_suffix(".po"))
+    (tmp_path / "work").mkdir()
+    update(app, "de", tmp_path / "work", tmp_path)
+
+    assert fresh.with_suffix(".po").read_text() == ours.with_suffix(".po").read_text()
+    assert fresh.with_suffix(".mo").read_bytes() == ours.with_suffix(".mo").read_bytes()
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_list_in_german_has_no_english_text(name, admin_client, handles, german, leftovers):
+    handles(lambda message: None)
+    set_columns(published("t", key="k"), state=State.DEAD, last_error="x")
+    published("t", delay=timedelta(hours=1))
+    set_columns(published("t"), state=State.STUCK)
+    call_command("outbox_pause", "paused", stdout=io.StringIO())
+    a_relay()
+    page = admin_client.get(reverse(f"admin:{name}_changelist")).content.decode()
+
+    assert leftovers(page) == []
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.DEAD])
+def test_page_of_an_outbox_message_in_german_has_no_english_text(state, admin_client, german, leftovers):
+    set_columns(published("t", key="k"), state=state)
+    row = OutboxMessage.objects.get()
+    page = admin_client.get(reverse("admin:outbox_outboxmessage_change", args=[row.pk])).content.decode()
+
+    assert leftovers(page) == []
+    assert str(State(state).label) in page
+    assert "Herkunft" in page
+
+
+@pytest.mark.parametrize("action", ["publish_now", "reschedule", "cancel"])
+def test_confirmation_and_report_in_german_have_no_english_text(action, admin_client, german, leftovers):
+    published("t", delay=timedelta(hours=1))
+    given = {"action": action, ACTION_CHECKBOX_NAME: OutboxMessage.objects.get().pk}
+    url = reverse("admin:outbox_outboxmessage_changelist")
+    asked = admin_client.post(url, given).content.decode()
+    done = admin_client.post(url, {**given, "confirmed": "yes", "delay": "2h"}, follow=True).content.decode()
+
+    assert leftovers(asked) == []
+    assert leftovers(done) == []
+    assert "Zustand" in asked
+    assert "Nachricht" in done
+
+
+def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, handles, german, leftovers):
+    def fails(message):
+        raise ValueError("no stock")
+
+    deliver(handles(fails))
+    row = InboxMessage.objects.get()
+    page = admin_client.get(reverse("admin:inbox_inboxmessage_change", args=[row.pk])).content.decode()
+
+    assert leftovers(page) == []
+    assert str(InboxState.RETRYING.label) == "In Wiederholung"
+    assert "In Wiederholung" in page
+
+
+@pytest.mark.parametrize("command", [["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]], ids=" ".join)
+def test_command_in_german_has_no_english_text(command, handles, german, leftovers):
+    handles(lambda message: None)
+    published("t")
+    out = io.StringIO()
+    call_command(*command, stdout=out)
+
+    assert leftovers(out.getvalue()) == []
+    assert re.search("wartend|Nachricht", out.getvalue())

@@ -1,0 +1,171 @@
+"""Health checks: what probes are told about relays and consumers that work, wait, hang or are gone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from django.test import override_settings
+from django.urls import include, path, reverse
+
+from inbox.models import ConsumerHeartbeat
+from outbox.models import RelayHeartbeat
+from tests.support import mortal
+from tests.support.workers import GROUP, Process, as_environment, migrate
+
+mortal_database = mortal.mortal_database
+pytestmark = pytest.mark.django_db(transaction=True)
+
+urlpatterns = [
+    path("health/outbox/", include("outbox.health.urls")),
+    path("health/inbox/", include("inbox.health.urls")),
+]
+KINDS = {"outbox_health": ("outbox_relay", RelayHeartbeat), "inbox_health": ("inbox_consume", ConsumerHeartbeat)}
+BOTH = pytest.mark.parametrize("name", sorted(KINDS))
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path, monkeypatch):
+    """No life sign of another test."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+
+@pytest.fixture
+def running(process_environment, tmp_path):
+    def start(name, url, **changes):
+        environment = {
+            **process_environment,
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            "TMPDIR": str(tmp_path / "temporary"),
+            **changes,
+        }
+        given = as_environment(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": GROUP})
+        return Process({**environment, **given}, tmp_path / "log", name)
+
+    return start
+
+
+def probe(capsys, name, *arguments):
+    """The exit code of the command, and the status of each check."""
+    code = 0
+    try:
+        call_command(name, "--json", *arguments)
+    except SystemExit as end:
+        code = end.code
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["status"] == "ok") == (code == 0)
+    return code, {check["name"].partition(" ")[0]: check["status"] for check in shown["checks"]}
+
+
+def ready(client, app):
+    response = client.get(reverse(f"{app}_health:ready"))
+    assert (response.status_code == 200) == (response.json()["status"] == "ok")
+    assert response["Cache-Control"].startswith("max-age=0")
+    return response.json()["checks"]
+
+
+@BOTH
+@pytest.mark.every_database
+def test_without_a_process_a_probe_fails_and_says_which_checks(name, capsys):
+    code, checks = probe(capsys, name)
+
+    assert code == 1
+    assert set(checks.values()) >= {"none running", "unknown"}
+    assert checks["database"] == "ok"
+
+
+@BOTH
+def test_working_process_is_alive_and_ready(name, capsys, running, rabbitmq_url):
+    command, table = KINDS[name]
+    with running(command, rabbitmq_url) as process:
+        process.until(lambda: table.objects.filter(waits_for="").exists() and probe(capsys, name, "--ready")[0] == 0)
+        code, checks = probe(capsys, name)
+
+    assert code == 0
+    assert set(checks.values()) == {"ok"}
+
+
+@BOTH
+def test_process_without_its_broker_is_alive_and_not_ready(name, capsys, running):
+    with running(KINDS[name][0], "amqp://guest:hidden@127.0.0.1:1//") as process:
+        process.until(lambda: KINDS[name][1].objects.filter(waits_for__startswith="the broker").exists())
+        assert probe(capsys, name, "--live")[0] == 0
+        code, checks = probe(capsys, name, "--ready")
+
+    assert code == 1
+    assert checks["broker"] == "unavailable"
+
+
+@BOTH
+def test_process_without_its_database_is_alive_and_not_ready(
+    name, capsys, running, process_environment, mortal_postgres, mortal_database, rabbitmq_url, tmp_path
+):
+    migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
+    with running(KINDS[name][0], rabbitmq_url, DATABASE_URL=mortal_database) as process:
+        process.until(KINDS[name][1].objects.exists)
+        mortal_postgres.kill()
+        process.until(lambda: "is unavailable" in process.said())
+
+        assert probe(capsys, name, "--live")[0] == 0
+        code, checks = probe(capsys, name, "--ready")
+
+    assert code == 1
+    assert checks == {"database": "unavailable"}
+
+
+@BOTH
+def test_killed_process_is_not_alive(name, capsys, running, rabbitmq_url):
+    with running(KINDS[name][0], rabbitmq_url) as process:
+        process.until(KINDS[name][1].objects.exists)
+        process.kill()
+        process.ends()
+
+    assert probe(capsys, name, "--live")[0] == 1
+
+
+@pytest.mark.every_database
+@override_settings(ROOT_URLCONF=__name__)
+@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_views_answer_503_and_name_the_failing_checks(app, client):
+    checks = ready(client, app)
+
+    assert checks["database"] == "ok"
+    assert "none running" in checks.values()
+    assert checks["broker"] == "unknown"
+    assert client.get(reverse(f"{app}_health:live")).status_code == 200
+    assert client.post(reverse(f"{app}_health:ready")).status_code == 405
+
+
+@override_settings(ROOT_URLCONF=__name__)
+def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
+    with running("outbox_relay", "amqp://guest:hidden@127.0.0.1:1//") as process:
+        process.until(lambda: RelayHeartbeat.objects.filter(waits_for__startswith="the broker").exists())
+        response = client.get(reverse("outbox_health:ready"))
+
+    assert response.status_code == 503
+    assert response.json()["checks"] == {"database": "ok", "relays": "waiting", "broker": "unavailable"}
+    assert "127.0.0.1" not in response.text
+
+
+@override_settings(ROOT_URLCONF=__name__)
+def test_view_is_ready_while_a_relay_works(client, running, rabbitmq_url):
+    with running("outbox_relay", rabbitmq_url) as process:
+        process.until(lambda: RelayHeartbeat.objects.filter(waits_for="").exists())
+
+        assert ready(client, "outbox") == {"database": "ok", "relays": "ok", "broker": "ok"}
+
+
+@override_settings(ROOT_URLCONF=__name__)
+@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_view_on_an_unmigrated_database_says_so(app, client):
+    table = f"{app}_{app}message"
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME COLUMN traceparent TO hidden")
+        try:
+            assert ready(client, app) == {"database": "not migrated"}
+        finally:
+            cursor.execute(f"ALTER TABLE {table} RENAME COLUMN hidden TO traceparent")

@@ -1,0 +1,258 @@
+"""Metrics: what relays and consumers count, and what Prometheus reads from the tables."""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import inbox.metrics
+import outbox.metrics
+from inbox import RetryLater
+from inbox.monitoring import tables as inbox_tables
+from outbox.console import prometheus
+from outbox.kernel.meter import MOST_SERIES, OTHER, Instrument
+from outbox.monitoring import tables as outbox_tables
+from outbox.states import State
+from tests.support.deliveries import an_envelope, deliver, the_effect
+from tests.support.heartbeats import a_relay
+from tests.support.relaying import drained, published, set_columns
+from tests.support.servers.private import free_port
+from tests.support.workers import GROUP, Process, as_environment
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class Recorder:
+    """A metric that records what it is given."""
+
+    def __init__(self):
+        self.recorded = {}
+
+    def labels(self, *values):
+        return Series(self.recorded.setdefault(values, []))
+
+    def inc(self, amount):
+        self.recorded.setdefault((), []).append(amount)
+
+    observe = set = inc
+
+
+class Series:
+    def __init__(self, values):
+        self._values = values
+
+    def inc(self, amount):
+        self._values.append(amount)
+
+    observe = set = inc
+
+
+@pytest.fixture
+def recorded():
+    """Record what the instruments of these modules are given, by name and label values."""
+    attached = {}
+    for module in (outbox.metrics, inbox.metrics):
+        for instrument in vars(module).values():
+            if isinstance(instrument, Instrument):
+                attached[instrument] = instrument._metric
+                instrument.attach(Recorder())
+    yield lambda instrument: instrument._metric.recorded
+    for instrument, metric in attached.items():
+        instrument.attach(metric)
+
+
+def samples(text):
+    """The samples of an exposition, by name and label values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def executed(statement):
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+
+
+def scraped(*gauges):
+    registry = CollectorRegistry()
+    for one in gauges:
+        registry.register(one)
+    return samples(generate_latest(registry).decode())
+
+
+@pytest.mark.every_database
+class TestCounting:
+    def test_relay_counts_published_messages_by_topic_with_their_lag(self, peer, recorded):
+        for topic in ("a", "a", "b"):
+            published(topic)
+        drained(peer.url)
+
+        assert {values: sum(found) for values, found in recorded(outbox.metrics.PUBLISHED).items()} == {("a",): 2, ("b",): 1}
+        lags = recorded(outbox.metrics.LAG)[()]
+        assert len(lags) == 3
+        assert all(0 <= lag < 600 for lag in lags)
+        assert sum(recorded(outbox.metrics.PASS_MESSAGES)[()]) == 3
+
+    def test_relay_counts_failed_attempts_and_dead_messages(self, peer, recorded):
+        published("refused")
+        peer.script = lambda message: [partial(peer.nack, message)]
+        drained(peer.url, MAX_ATTEMPTS=1)
+
+        assert recorded(outbox.metrics.FAILED_ATTEMPTS) == {("refused",): [1]}
+        assert recorded(outbox.metrics.DEAD) == {("refused",): [1]}
+
+    def test_inbox_counts_effects_failures_deferrals_and_duplicates(self, handles, recorded):
+        def fails(message):
+            raise ValueError("no stock")
+
+        def defers(message):
+            raise RetryLater(timedelta(hours=1))
+
+        good, bad, deferring = handles(the_effect, name="good"), handles(fails, name="bad"), handles(defers, name="late")
+        envelope = an_envelope()
+        for handler in (good, good, bad, deferring):
+            deliver(handler, envelope)
+
+        assert recorded(inbox.metrics.HANDLED) == {("good",): [1]}
+        assert recorded(inbox.metrics.FAILED_ATTEMPTS) == {("bad",): [1]}
+        assert recorded(inbox.metrics.DEFERRALS) == {("late",): [1]}
+        [(handler, _cause)] = recorded(inbox.metrics.DUPLICATES)
+        assert handler == "good"
+        assert set(recorded(inbox.metrics.HANDLER_SECONDS)) == {("good",), ("bad",), ("late",)}
+
+
+def test_label_sets_of_an_instrument_are_bounded():
+    instrument = Instrument(name="t_total", kind="counter", help="t", labels=("topic",))
+    instrument.attach(recorder := Recorder())
+    for number in range(MOST_SERIES + 10):
+        instrument.add(1, f"topic-{number}")
+    instrument.add(1, "topic-0")
+
+    assert len(recorder.recorded) == MOST_SERIES + 1
+    assert sum(recorder.recorded[(OTHER,)]) == 10
+    assert sum(recorder.recorded[("topic-0",)]) == 2
+
+
+def test_instrument_without_an_exporter_counts_nothing():
+    instrument = Instrument(name="t_total", kind="counter", help="t", labels=("topic",))
+    instrument.add(1, "a")
+
+    assert not instrument.is_attached
+    assert instrument._series == {}
+
+
+@pytest.mark.every_database
+class TestTableGauges:
+    def test_outbox_gauges_show_states_age_and_relays(self):
+        published("t")
+        set_columns(published("t"), state=State.DEAD)
+        a_relay()
+        found = scraped(outbox_tables.table_gauges("default"))
+
+        assert found["outbox_messages", "default", "ready"] == 1
+        assert found["outbox_messages", "default", "dead"] == 1
+        assert found["outbox_messages", "default", "stuck"] == 0
+        assert found["outbox_oldest_due_seconds", "default"] >= 0
+        assert found["outbox_relays", "default", "working"] == 1
+        assert found["outbox_table_readable", "default"] == 1
+
+    def test_paused_topics_are_shown_with_their_messages(self):
+        call_command("outbox_pause", "t")
+        set_columns(published("t"), state=State.PAUSED)
+
+        assert scraped(outbox_tables.table_gauges("default"))["outbox_paused_messages", "default", "t"] == 1
+
+    def test_inbox_gauges_show_open_states_and_unattended_handlers(self, handles):
+        handles(lambda message: None)
+        found = scraped(inbox_tables.table_gauges("default"))
+
+        assert found["inbox_messages", "default", "dead"] == 0
+        assert found["inbox_unattended_handlers", "default"] >= 1
+        assert ("inbox_messages", "default", "done") not in found
+
+    def test_gauges_of_tables_that_cannot_be_read_are_left_out_and_not_zero(self):
+        executed("ALTER TABLE outbox_pausedtopic RENAME TO hidden")
+        try:
+            found = scraped(outbox_tables.table_gauges("default"))
+        finally:
+            executed("ALTER TABLE hidden RENAME TO outbox_pausedtopic")
+
+        assert found == {("outbox_table_readable", "default"): 0}
+
+    def test_scrapes_that_follow_each_other_read_the_tables_once(self):
+        gauges = outbox_tables.table_gauges("default")
+        first = scraped(gauges)
+        published("t")
+
+        assert scraped(gauges) == first
+
+
+@pytest.fixture
+def scraping(process_environment, tmp_path):
+    """Start a command with a port for metrics; the process and a function that scrapes it."""
+
+    def start(name, url, *arguments):
+        port = free_port()
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
+        given = as_environment(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": GROUP})
+        options = ["--metrics-port", str(port), "--metrics-address", "127.0.0.1", *arguments]
+        process = Process({**environment, **given}, tmp_path / name, name, *options)
+
+        def scrape():
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                    return samples(answer.read().decode())
+            except OSError:
+                return {}
+
+        return process, scrape
+
+    return start
+
+
+def test_relay_and_consumer_serve_what_they_have_counted(scraping, rabbitmq_url):
+    relay, scrape_relay = scraping("outbox_relay", rabbitmq_url)
+    consumer, scrape_consumer = scraping("inbox_consume", rabbitmq_url)
+    with relay, consumer:
+        consumer.until(lambda: ("inbox_table_readable", "default") in scrape_consumer() and "Consuming" in consumer.said())
+        for _ in range(3):
+            published(topic="worker.job", payload={})
+        relay.until(lambda: scrape_relay().get(("outbox_published_total", "worker.job")) == 3)
+        consumer.until(lambda: scrape_consumer().get(("inbox_handled_total", "testworker.work")) == 3)
+
+        assert scrape_consumer()["inbox_handler_seconds_count", "testworker.work"] == 3
+
+
+def test_outage_is_counted_while_it_lasts(scraping):
+    relay, scrape = scraping("outbox_relay", f"amqp://guest:guest@127.0.0.1:{free_port()}//")
+    with relay:
+        relay.until(lambda: scrape().get(("exactly_once_outage_seconds_total", "broker"), 0) > 0.5)
+
+        assert scrape()["exactly_once_outages_total", "broker"] == 1
+
+
+def test_port_that_is_in_use_is_an_error_of_one_line(scraping, rabbitmq_url):
+    relay, scrape = scraping("outbox_relay", rabbitmq_url)
+    with relay:
+        relay.until(scrape)
+        port = next(int(word) for word in relay._command if word.isdigit())
+
+        with pytest.raises(CommandError, match=f"--metrics-port {port}: "):
+            prometheus.serve_metrics({"metrics_port": port, "metrics_address": "127.0.0.1"})
+
+
+def test_without_prometheus_client_the_option_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    with pytest.raises(CommandError, match=r"django-exactly-once\[prometheus\]"):
+        prometheus.serve_metrics({"metrics_port": 1, "metrics_address": ""})

@@ -1,0 +1,94 @@
+"""The alert rules and dashboards that are shipped, with a real Prometheus that scrapes a real relay."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import inbox.metrics
+import inbox.monitoring
+import outbox.metrics
+import outbox.monitoring
+from outbox.kernel import meter
+from outbox.kernel.meter import Instrument
+from outbox.states import State
+from tests.support.relaying import published, set_columns
+from tests.support.servers import PrometheusServer, binaries
+from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment
+
+FOLDERS = [Path(package.__file__).parent for package in (outbox.monitoring, inbox.monitoring)]
+APPS = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+
+
+def exported():
+    """The names of all series that the code exports."""
+    found = [
+        instrument
+        for module in (outbox.metrics, inbox.metrics, meter)
+        for instrument in vars(module).values()
+        if isinstance(instrument, Instrument)
+    ]
+    suffixes = {"histogram": ("_bucket", "_count", "_sum")}
+    return {instrument.name + suffix for instrument in found for suffix in suffixes.get(instrument.kind, ("",))}
+
+
+def series(text):
+    return set(re.findall(r"\b(?:outbox|inbox|exactly_once)_[a-z_]+", text))
+
+
+@APPS
+def test_rules_are_accepted_by_promtool(folder):
+    command = [binaries.promtool(), "check", "rules", folder / "alerts.yml"]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "SUCCESS" in checked.stdout
+
+
+@APPS
+def test_rules_and_dashboard_use_only_series_that_exist(folder):
+    expressions = re.findall(r"^ +expr: (.+)$", (folder / "alerts.yml").read_text(), re.MULTILINE)
+    dashboard = json.loads((folder / "dashboard.json").read_text())
+    expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+    assert series(" ".join(expressions)) <= exported()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+@APPS
+def test_every_metric_of_the_app_is_on_its_dashboard_or_in_a_rule(folder):
+    app = folder.parent.name
+    text = (folder / "alerts.yml").read_text() + (folder / "dashboard.json").read_text()
+    shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in series(text)}
+
+    assert {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported() if name.startswith(f"{app}_")} <= shown
+
+
+@pytest.mark.django_db(transaction=True)
+def test_prometheus_scrapes_a_relay_and_an_alert_fires_and_ends(process_environment, rabbitmq_url, tmp_path):
+    port = free_port()
+    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
+    environment |= as_environment(OUTBOX={"BROKER_URL": rabbitmq_url})
+    options = ["--metrics-port", str(port), "--metrics-address", "127.0.0.1"]
+    message = published(topic="nowhere", payload={})
+    set_columns(message, state=State.DEAD)
+    rules = [folder / "alerts.yml" for folder in FOLDERS]
+    with (
+        Process(environment, tmp_path / "relay.log", "outbox_relay", *options) as relay,
+        PrometheusServer([f"127.0.0.1:{port}"], rules) as prometheus,
+    ):
+        relay.until(lambda: prometheus.query('outbox_relays{state="working"} == 1'))
+        wait_until(lambda: "OutboxDeadMessages" in prometheus.firing(), within=60)
+        set_columns(message, state=State.CANCELLED)
+        wait_until(lambda: "OutboxDeadMessages" not in prometheus.firing(), within=60)
+
+        dashboard = json.loads((FOLDERS[0] / "dashboard.json").read_text())
+        for panel in dashboard["panels"]:
+            for target in panel["targets"]:
+                prometheus.query(target["expr"].replace("$database", ".*").replace("$__rate_interval", "10s"))
