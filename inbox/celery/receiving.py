@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import maybe_iso8601
 from django.db import transaction
 
 from inbox.celery.calls import Call, as_sent, read_call, remembered, signature_to_resend, to_remember
@@ -32,12 +33,13 @@ from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
-from inbox.store import arrivals, claims
+from inbox.store import arrivals, claims, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, Guard
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
 from inbox.transactions.handler_transaction import call as call_handler
 from inbox.transactions.handler_transaction import in_transaction
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
+from outbox.kernel.clock import monotonic
 from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
@@ -117,6 +119,11 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
             lambda: keep_how_sent(call.handler.using, call.row, as_sent(call.task, *call.arguments())), call.handler.using
         )
         raise
+    except (DatabaseUnavailable, ConcurrentDuplicate):
+        raise
+    except Exception as error:
+        _count_failure(call, error)
+        raise
 
 
 def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answer:
@@ -143,6 +150,7 @@ def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answ
 def _run(call: Call, begin: Callable[[], Guard | None], *, attempt: int) -> Answer | None:
     """Inbox row, effect and sentinel in one transaction. None: there was nothing to begin."""
     returned: object = None
+    begun_at = monotonic()
 
     def run() -> object:
         nonlocal returned
@@ -165,8 +173,25 @@ def _run(call: Call, begin: Callable[[], Guard | None], *, attempt: int) -> Answ
     )
     if not ran:
         return None
-    transaction.on_commit(partial(handled, call.handler, call.message), using=call.handler.using)
+    transaction.on_commit(partial(_handled, call, begun_at), using=call.handler.using)
     return Answer(returned)
+
+
+def _handled(call: Call, begun_at: float) -> None:
+    handled(call.handler, call.message)
+    request, seconds = call.task.request, monotonic() - begun_at
+    if call.message.attempt == 1 and not request.retries:
+        due = maybe_iso8601(request.eta) or call.message.created_at
+        statistics.time_received(call.handler.using, call.handler.name, due, seconds)
+    statistics.time_effect(call.handler.using, call.handler.name, seconds)
+
+
+def _count_failure(call: Call, error: Exception) -> None:
+    """Count an attempt of which only Celery knows what comes next. `Ignore` and `Reject` are decisions of the task."""
+    if not isinstance(error, Ignore | Reject):
+        deferred = isinstance(error, Retry)
+        failure = Failure(error="", retry_after=timedelta(), attempts=1, put_off=deferred)
+        statistics.count_failure(call.handler.using, call.handler.name, failure)
 
 
 def _quarantine(call: Call, options: InboxOptions) -> None:
@@ -188,10 +213,13 @@ def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
         if isinstance(error, TransactionEnded):
             fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
         elif stored.state == State.RECEIVED:
+            _count_failure(call, error)
             committed(lambda: forget(call.handler.using, stored.pk, stored.attempts), call.handler.using)
         elif not _celery_tries_again(call.task, error):
             # An operator had sent it again, and wants to see what came of it.
             fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
+        else:
+            _count_failure(call, error)
     except DatabaseUnavailable as outage:
         logger.warning(
             "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery of its "

@@ -21,6 +21,7 @@ from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.runner import Runner
+from inbox.store import statistics
 from inbox.store.heartbeats import consumers
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.broker import scheme_of
@@ -102,11 +103,13 @@ class Heartbeats:
                 thread.join(max(end_at - monotonic(), 0))
 
     def _send_to(self, alias: str) -> None:
-        sender = _Sender(alias, self._identity)
+        sender, minutes = _Sender(alias, self._identity), statistics.writer(alias)
         try:
             while not self._end:
                 sender.send(self._state(alias))
+                minutes.write_if_due()
                 self._end.wait(sender.pause_seconds)
+            minutes.write()
             sender.retire()
         finally:
             connections.close_all()

@@ -46,7 +46,7 @@ from inbox.receiving.reading import (
 )
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.undecided import decide
-from inbox.store import arrivals, claims, operating
+from inbox.store import arrivals, claims, operating, statistics
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, KeyBusy, OrderedKey, business_id
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
@@ -134,9 +134,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
         DatabaseUnavailable: the database does not answer.
     """
     try:
-        return _run_claimed(handler, stored, options, follower)
+        became = _run_claimed(handler, stored, options, follower)
     finally:
         quarantine.leave()
+    if became is Received.HANDLED:
+        statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
+    return became
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:

@@ -26,7 +26,8 @@ from outbox.kernel.heartbeat import (
     ProcessIdentity,
     one_line,
 )
-from outbox.store import heartbeats
+from outbox.kernel.statistics import Tally
+from outbox.store import heartbeats, statistics
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,16 @@ class Heartbeat:
     """The heartbeat of one relay process, shared by its loops; each loop runs in its own thread.
 
     Counting is cheap and may happen anywhere. `beat` and `close` need a connection; call them outside transactions.
+
+    Attributes:
+        tally: the statistics of this process, which `beat` writes once a minute.
     """
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
         self._identity = ProcessIdentity()
+        self.tally = Tally()
+        self._statistics = statistics.writer(alias, self.tally)
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
@@ -87,6 +93,8 @@ class Heartbeat:
             if now >= self._due_at and not self._ended:
                 self._due_at = now + HEARTBEAT_SECONDS
                 self._beat(now)
+                if not self._failing:
+                    self._statistics.write_if_due()
         finally:
             self._writing.release()
 
@@ -96,6 +104,7 @@ class Heartbeat:
             self._ended = True
             if self._written is None or self._failing:
                 return  # It would only wait for an unavailable database; silent rows are deleted later.
+            self._statistics.write()
             try:
                 heartbeats.relays.delete(self._alias, self._identity.id)
             except Error as error:

@@ -23,9 +23,11 @@ from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
+from outbox.kernel.statistics import Tally
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
+from outbox.relay.counting import count_settled
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
@@ -103,10 +105,11 @@ class _Batch:
 class Pass:
     """Runs passes over one database and one connected transport."""
 
-    def __init__(self, alias: str, transport: Transport, options: OutboxOptions) -> None:
+    def __init__(self, alias: str, transport: Transport, options: OutboxOptions, tally: Tally | None = None) -> None:
         self._alias = alias
         self._transport = transport
         self._options = options
+        self._tally = tally or Tally()
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
@@ -360,6 +363,7 @@ class Pass:
         )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
+        count_settled(self._tally, batch.rows, settlement, batch.outgoing)
         self._announce(batch, settlement)
         return PassReport(
             claimed=len(batch.rows),
