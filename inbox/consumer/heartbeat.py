@@ -24,6 +24,7 @@ from inbox.runner import Runner
 from inbox.store import statistics
 from inbox.store.heartbeats import consumers
 from outbox.database.connections import drop_unusable_connections
+from outbox.database.minutes import MinuteWriter
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.heartbeat import (
@@ -89,7 +90,10 @@ class Heartbeats:
         # No other connection sees the transaction of a test.
         asked = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         threads = [
-            threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True) for alias in asked
+            threading.Thread(
+                target=self._send_to, args=[alias, statistics.writer(alias)], name=f"heartbeat-{alias}", daemon=True
+            )
+            for alias in asked
         ]
         for thread in threads:
             thread.start()
@@ -102,14 +106,16 @@ class Heartbeats:
             for thread in threads:
                 thread.join(max(end_at - monotonic(), 0))
 
-    def _send_to(self, alias: str) -> None:
-        sender, minutes = _Sender(alias, self._identity), statistics.writer(alias)
+    def _send_to(self, alias: str, minutes: MinuteWriter) -> None:
+        sender = _Sender(alias, self._identity)
         try:
             while not self._end:
                 sender.send(self._state(alias))
-                minutes.write_if_due()
+                if not sender.is_failing:
+                    minutes.write_if_due()
                 self._end.wait(sender.pause_seconds)
-            minutes.write()
+            if not sender.is_failing:
+                minutes.write()
             sender.retire()
         finally:
             connections.close_all()
@@ -133,6 +139,11 @@ class _Sender:
         self._identity = identity
         self._forget_at = monotonic()
         self._written = self._failing = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Could the last heartbeat not be written?"""
+        return self._failing
 
     @property
     def pause_seconds(self) -> float:

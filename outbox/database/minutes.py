@@ -1,8 +1,9 @@
 """The statistics of each minute, which the processes of an app write: rows of a process, one for each subject and one for all.
 
 Rows are only inserted. A process that writes twice in a minute has two rows for it, and a reader adds them. They are written in
-a transaction of their own, once a minute while there is something to write. A failed write is tried again with the next one and
-affects only the display: no guarantee depends on these rows.
+a transaction of their own, once a minute while there is something to write. Every half hour a process that has counted nothing
+writes an empty row, which tells zero from unknown. A failed write is tried again later and affects only the display: no
+guarantee depends on these rows.
 
 The ideas of counting are described in `kernel.statistics`.
 """
@@ -37,6 +38,7 @@ _AFTER_THE_MINUTE = timedelta(seconds=2)
 _LATE = timedelta(seconds=10)
 """What is written within this time after a minute belongs to that minute: heartbeats are a few seconds apart."""
 _AFTER_FAILURE_SECONDS = 30.0
+_EMPTY_SECONDS = 1800.0
 _PURGE_SECONDS = 3600.0
 _MOST_CHUNKS = 20
 
@@ -79,35 +81,43 @@ def database_time(alias: str) -> datetime:
 
 
 class MinuteWriter:
-    """Writes what a process counts for one database. Used by one thread, outside transactions. Never raises."""
+    """Writes what a process counts for one database. Used by one thread. It never raises.
+
+    Inside a transaction, as in a test, it writes nothing.
+    """
 
     def __init__(self, model: type[MinuteRow], alias: str, tally: Tally) -> None:
         self._model = model
         self._alias = alias
         self._tally = tally
         self._process = one_line(f"{socket.gethostname()}:{os.getpid()}")
-        self._due_at = self._purge_at = monotonic()
+        self._due_at = self._purge_at = self._empty_at = monotonic()
 
     def write_if_due(self) -> None:
         """Write if the last row is of an earlier minute. It usually only reads the clock."""
-        if monotonic() >= self._due_at:
+        now = monotonic()
+        if now >= self._due_at and (now >= self._empty_at or not self._tally.is_empty):
             self.write()
 
     def write(self) -> None:
-        """Write what was counted, if anything was, and compare the clocks."""
+        """Write what was counted, and compare the clocks."""
+        if connections[self._alias].in_atomic_block:
+            return
         taken: Mapping[str, Counted] = {}
         try:
             at = database_time(self._alias)
             self._tally.ahead = at - utcnow()
             taken = self._tally.take()
-            if taken:
+            if taken or monotonic() >= self._empty_at:
                 self._insert(at, taken)
-                self._purge()
+                self._empty_at = monotonic() + _EMPTY_SECONDS
+            self._purge()
         except Exception as error:  # noqa: BLE001 - whatever it is, the work goes on
             self._tally.put_back(taken)
             self._due_at = monotonic() + _AFTER_FAILURE_SECONDS
             logger.debug("Statistics were not written to %r: %s", self._alias, describe(error))
-        else:
+            return
+        if taken:
             self._due_at = monotonic() + (_beginning(at) + MINUTE + _AFTER_THE_MINUTE - at).total_seconds()
 
     def _insert(self, at: datetime, taken: Mapping[str, Counted]) -> None:

@@ -75,6 +75,10 @@ class Tally:
         self._lock = threading.Lock()
         self._subjects: dict[str, Counted] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._subjects
+
     def now(self) -> datetime | None:
         """The database's clock, as far as it is known."""
         return None if self.ahead is None else utcnow() + self.ahead

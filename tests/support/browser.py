@@ -54,9 +54,14 @@ class Operator:
         self.requests: list[str] = []
         self._address = address
         page.set_default_timeout(LONGEST_MS)
-        page.on("console", lambda message: self.errors.append(message.text) if message.type in {"error", "warning"} else None)
+        page.on("console", self._note)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
+
+    def _note(self, message: Any) -> None:
+        # A browser asks every site for its icon.
+        if message.type in {"error", "warning"} and not message.location["url"].endswith("/favicon.ico"):
+            self.errors.append(message.text)
 
     def visit(self, name: str, query: str = "", **arguments: Any) -> Any:
         """Open the page with this URL name."""
@@ -83,7 +88,7 @@ class Operator:
 
     def require_no_complaint(self) -> None:
         assert not self.errors, self.errors
-        left = [url for url in self.requests if not url.startswith((self._address, "data:", "blob:"))]
+        left = [url for url in self.requests if not url.startswith((self._address, "data:", "blob:", "about:"))]
         assert not left, left
 
 

@@ -49,7 +49,7 @@ document.addEventListener("DOMContentLoaded", function () {
                 axis((plot, splits) => splits.map(clock)),
                 axis((plot, splits) => splits.map((number) => number.toLocaleString())),
             ],
-            series: [{ value: (plot, seconds) => (seconds ? clock(seconds) : "-") }, ...chart.series.map((one, index) => series(one.label, index))],
+            series: [{ label: root.dataset.time, value: (plot, seconds) => (seconds ? clock(seconds) : "-") }, ...chart.series.map((one, index) => series(one.label, index))],
         };
         options.axes[0].size = 30;
         const plot = new uPlot(options, [chart.times, ...chart.series.map((one) => one.values)], figure);

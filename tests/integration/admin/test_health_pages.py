@@ -1,5 +1,6 @@
 """The page of the database's health: sizes, the vacuum horizon, and how far the purge is behind."""
 
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -76,7 +77,7 @@ class TestOnPostgreSQL:
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestHorizon:
     def test_session_that_holds_the_horizon_is_named_with_pid_application_and_user(self):
-        with connections["default"].copy().cursor() as holder:
+        with closing(connections["default"].copy()) as other, other.cursor() as holder:
             holder.execute("SET application_name = 'nightly-report'")
             holder.execute("SELECT pg_backend_pid()")
             (pid,) = holder.fetchone()

@@ -28,7 +28,7 @@ class OverviewPage(Page):
     """With the text of each cell of each row of a table."""
 
     def __init__(self, response):
-        self.rows = []
+        self.rows, self._is_in_cell = [], False
         super().__init__(response)
 
     def handle_starttag(self, tag, attributes):
@@ -37,10 +37,15 @@ class OverviewPage(Page):
             self.rows.append([])
         elif tag in {"th", "td"} and self.rows:
             self.rows[-1].append("")
+            self._is_in_cell = True
+
+    def handle_endtag(self, tag):
+        if tag in {"th", "td"}:
+            self._is_in_cell = False
 
     def handle_data(self, data):
         super().handle_data(data)
-        if self.rows and self.rows[-1]:
+        if self._is_in_cell:
             self.rows[-1][-1] = f"{self.rows[-1][-1]}{data}".strip()
 
 
