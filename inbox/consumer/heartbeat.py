@@ -193,5 +193,8 @@ class RunnerHeartbeats:
                 pass
 
     def drain(self, stop: StopRequest) -> int:
-        """Nothing to wait for."""
+        """Write the statistics of what was run before; return 0, because it makes no message ready."""
+        for alias, tally in statistics.tallies.items():
+            if not tally.is_empty:
+                statistics.continued_writer(alias).write()
         return 0

@@ -202,7 +202,8 @@ def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict
     """The figures of a half for the template, with links that the user may follow."""
     reading, measured = half.read(alias), half.measured
     is_kept = measured.minutes.is_kept(alias)
-    hour, day = (measured.minutes.sum(alias, duration) if is_kept else None for duration in (HOUR, DAY))
+    hour = measured.minutes.sum(alias, HOUR) if is_kept else None
+    day = measured.minutes.counts(alias, DAY) if is_kept else None
 
     def address(link: Link | None) -> str:
         return "" if link is None else link.url(site, request)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django.db import connections, models
 from django.db.models import F, QuerySet, Sum
@@ -177,16 +177,25 @@ class Minutes:
         out, and a step in which nothing was counted has no counts."""
         end = _beginning(database_time(alias), step)
         begin = end - duration
-        found: dict[datetime, Counted] = {}
-        for at, counted in self._of_all(alias, begin, end):
-            found.setdefault(_beginning(at, step), Counted()).add(counted)
+        found: defaultdict[datetime, Counted] = defaultdict(Counted)
+        for at, *values in self._of_all(alias, begin, end):
+            self._add(found[_beginning(at, step)], values)
         instants = (begin + number * step for number in range(duration // step))
-        return [Step(at, found.get(at, Counted())) for at in instants]
+        return [Step(at, found[at]) for at in instants]
 
     def sum(self, alias: str, duration: timedelta) -> Counted:
         """What was counted in this time until now, the present minute included."""
         end = database_time(alias) + MINUTE
-        return total(counted for _, counted in self._of_all(alias, end - MINUTE - duration, end))
+        found = Counted()
+        for _, *values in self._of_all(alias, end - MINUTE - duration, end):
+            self._add(found, values)
+        return found
+
+    def counts(self, alias: str, duration: timedelta) -> Counted:
+        """The same without durations, which the database adds up."""
+        rows = QuerySet(self._model, using=alias).filter(subject=ALL, minute__gte=DatabaseTime(-duration))
+        summed = rows.aggregate(**{f"sum_{name}": Sum(name, default=0) for name in self._model.counted})
+        return Counted(Counter({name: summed[f"sum_{name}"] for name in self._model.counted}))
 
     def is_kept(self, alias: str) -> bool:
         """Has any process written statistics within the last day?"""
@@ -204,17 +213,19 @@ class Minutes:
         summed = rows.values_list("subject").annotate(failed=Sum(failed)).filter(failed__gt=0)
         return [Failing(subject, count) for subject, count in summed.order_by("-failed", "subject")[:most]]
 
-    def _of_all(self, alias: str, begin: datetime, end: datetime) -> Iterator[tuple[datetime, Counted]]:
-        counted, timed = self._model.counted, self._model.timed
+    def _of_all(self, alias: str, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
         rows = QuerySet(self._model, using=alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
-        for at, *values in rows.values_list("minute", *counted, *timed):
-            counts, histograms = values[: len(counted)], values[len(counted) :]
-            # A key of a JSON object is text.
-            times = {
-                name: Counter({int(bucket): number for bucket, number in histogram.items()})
-                for name, histogram in zip(timed, histograms, strict=True)
-            }
-            yield at, Counted(Counter(dict(zip(counted, counts, strict=True))), times)
+        return iter(rows.values_list("minute", *self._model.counted, *self._model.timed))
+
+    def _add(self, found: Counted, values: Sequence[Any]) -> None:
+        """Add the values of a row. A key of a JSON object is text."""
+        names = self._model.counted
+        for name, number in zip(names, values, strict=False):
+            found.counts[name] += number
+        for name, histogram in zip(self._model.timed, values[len(names) :], strict=True):
+            added = found.times.setdefault(name, Counter())
+            for bucket, number in histogram.items():
+                added[int(bucket)] += number
 
 
 __all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "Failing", "MinuteRow", "MinuteWriter", "Minutes", "Step", "database_time"]

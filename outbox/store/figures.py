@@ -87,13 +87,8 @@ def oldest_settled(alias: str) -> datetime | None:
     """The end of the oldest day of history that is still stored; None without any."""
     connection = connections[alias]
     if is_postgresql(connection):
-        stored = [day for day in history.days(alias) if day <= history.day_of(alias) and not _is_empty(alias, day)]
-        first = min(stored, default=None)
+        first = history.first_day(alias)
     else:
         settled = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).order_by("day")
         first = settled.values_list("day", flat=True).first()
     return None if first is None else datetime.combine(history.date_of(first + 1), time(), UTC)
-
-
-def _is_empty(alias: str, day: int) -> bool:
-    return not OutboxMessage.objects.using(alias).filter(day=day).exists()

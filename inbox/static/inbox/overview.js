@@ -6,7 +6,7 @@ document.addEventListener("DOMContentLoaded", function () {
     if (!root) return;
     const stale = document.getElementById("overview-stale");
     const buttons = [...root.querySelectorAll("[data-range]")];
-    let range = "hour", data = {}, plots = [], chartsAt = -Infinity, isLoading = false;
+    let range = "hour", data = {}, charts = {}, plots = [], chartsAt = -Infinity, isLoading = false;
 
     function color(name) {
         return getComputedStyle(root).getPropertyValue(name).trim();
@@ -52,6 +52,7 @@ document.addEventListener("DOMContentLoaded", function () {
             series: [{ label: root.dataset.time, value: (plot, seconds) => (seconds ? clock(seconds) : "-") }, ...chart.series.map((one, index) => series(one.label, index))],
         };
         options.axes[0].size = 30;
+        options.axes[0].space = 80;
         const plot = new uPlot(options, [chart.times, ...chart.series.map((one) => one.values)], figure);
         plots.push({ plot: plot, figure: figure });
     }
@@ -61,8 +62,7 @@ document.addEventListener("DOMContentLoaded", function () {
         plots = [];
         for (const place of root.querySelectorAll("[data-charts]")) {
             place.replaceChildren();
-            const half = data[place.dataset.charts];
-            for (const chart of (half && half.charts) || []) draw(place, chart);
+            for (const chart of charts[place.dataset.charts] || []) draw(place, chart);
         }
     }
 
@@ -86,6 +86,7 @@ document.addEventListener("DOMContentLoaded", function () {
             fill();
             if (withCharts && wanted === range) {
                 chartsAt = performance.now();
+                charts = Object.fromEntries(Object.entries(data).map(([half, found]) => [half, found.charts]));
                 drawAll();
             }
         } catch (error) {
@@ -103,14 +104,9 @@ document.addEventListener("DOMContentLoaded", function () {
         load();
     }
 
-    function redraw() {
-        chartsAt = -Infinity;
-        load();
-    }
-
     buttons.forEach((button) => button.addEventListener("click", () => choose(button)));
-    new MutationObserver(redraw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
     document.addEventListener("visibilitychange", load);
     window.addEventListener("resize", () =>
         plots.forEach((one) => one.plot.setSize({ width: one.figure.clientWidth, height: HEIGHT }))
