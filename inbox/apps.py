@@ -8,7 +8,7 @@ class InboxConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from inbox import checks  # noqa: F401 - registers itself
+        from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.store import life
         from outbox.console.trail import register
 

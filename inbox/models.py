@@ -41,7 +41,7 @@ class InboxMessage(models.Model):
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     message_id = models.CharField("message id", max_length=NAME_LENGTH)
     key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
-    # It has a place in the order of its key: its id, or `place`.
+    # Its position in the order of its key is its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
     # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
     # before this one, so the reference has no constraint. A full index would cost an entry for every message.
@@ -61,14 +61,14 @@ class InboxMessage(models.Model):
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the
-    # remainder was published again under the same biz-id. And how many had other content.
+    # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the others
+    # were published again with the same biz-id. `conflicts` counts those with different content.
     duplicates = models.PositiveIntegerField(default=0, db_default=0)
     redeliveries = models.PositiveIntegerField(default=0, db_default=0)
     resends = models.PositiveIntegerField(default=0, db_default=0)
     replays = models.PositiveIntegerField(default=0, db_default=0)
     conflicts = models.PositiveIntegerField(default=0, db_default=0)
-    # The latest one with other content, so that people can compare.
+    # The latest duplicate with different content, for comparison.
     conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
@@ -76,12 +76,12 @@ class InboxMessage(models.Model):
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
     traceback = models.TextField(default="", db_default="")
-    # The handler's return value, if it may be asked for again (Celery).
+    # The handler's return value, if Celery may request it again.
     result = models.JSONField(null=True)
     created_at = models.DateTimeField(null=True)
     received_at = models.DateTimeField()
-    # NULL while a transaction is running the message (others never see that), while it waits behind another of its key, and
-    # in settled states. While it runs under a lease: when the lease ends.
+    # NULL while a transaction is running the message (not visible to others), while it waits for an earlier message of its
+    # key, and in settled states. While it runs under a lease: when the lease ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
 
@@ -106,13 +106,13 @@ class InboxMessage(models.Model):
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),
             models.Index(
-                # Without the handler, or the planner would seek the head of a key among all open messages of its handler.
+                # Without the handler, or the planner would search all open messages of a handler for the head of a key.
                 fields=["state"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
             models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
-            # The rare settled states, for people who search for them.
+            # The rare settled states, for searches in the admin.
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
@@ -175,7 +175,7 @@ class TrailEntry(models.Model):
 
 
 class TokenBucket(models.Model):
-    """How many more messages a handler with a rate limit may take now, in all its processes together."""
+    """The token bucket of a handler's rate limit, shared by all its processes."""
 
     handler = models.CharField(max_length=NAME_LENGTH, primary_key=True)
     tokens = models.FloatField()
@@ -189,7 +189,7 @@ class TokenBucket(models.Model):
 
 
 class LeaseMemory(models.Model):
-    """Since when a lease store outside this database has complete data; it may lose data, this database does not."""
+    """Since when a lease store outside this database has complete data. Such a store may lose data."""
 
     store = models.CharField(max_length=NAME_LENGTH, primary_key=True)
     incarnation = models.CharField(max_length=64)
@@ -205,7 +205,7 @@ class LeaseMemory(models.Model):
 class ConsumerHeartbeat(models.Model):
     """One running process that runs handlers on this database, as of its last heartbeat.
 
-    For people only: no guarantee depends on it.
+    Shown to operators; no guarantee depends on it.
     """
 
     id = models.UUIDField(primary_key=True)

@@ -1,4 +1,4 @@
-"""In the admin: which processes run handlers on this database, for which handlers, and what each waits for."""
+"""Admin page: the processes that run handlers on this database, their handlers, and what each waits for."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class ConsumerAdmin(ProcessAdmin):
     def received_count(self, row: Any) -> str:
         return f"{row.received:,}"
 
-    @admin.display(description="stored run")
+    @admin.display(description="stored messages run")
     def ran_count(self, row: Any) -> str:
         return f"{row.ran:,}"

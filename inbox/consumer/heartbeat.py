@@ -41,7 +41,7 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_GOODBYE_SECONDS = 1.0
+_SHUTDOWN_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Activity:
     """The current activity of a process.
 
     Attributes:
-        handlers: those it receives messages for.
+        handlers: the handlers that it receives messages for.
         received: deliveries since its start.
         ran: stored messages that it has run since its start.
-        waits_for: what stops it from working; "" when it works.
+        waits_for: the unavailable resource that stops it from working; "" if there is none.
     """
 
     handlers: Sequence[Handler]
@@ -62,7 +62,7 @@ class Activity:
 
 
 def unattended(alias: str) -> list[str]:
-    """Names of this project's handlers on a database that no process runs, according to the heartbeats."""
+    """The names of this project's handlers on a database that no process runs, according to the heartbeats."""
     running = consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
     attended = {name for names in running for name in names}
     return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
@@ -72,7 +72,7 @@ def what_to_start() -> str:
     """The remedy for `unattended` handlers."""
     if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
         return "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`."
-    return "Their messages wait in the broker's queues. Start `inbox_consume`, or look into its log if it runs."
+    return "Their messages wait in the broker's queues. Start `inbox_consume`; if it runs, read its log."
 
 
 class Heartbeats:
@@ -87,13 +87,13 @@ class Heartbeats:
     @contextmanager
     def sending(self, aliases: Collection[str]) -> Iterator[None]:
         """Send heartbeats to these databases during the block, and delete the rows at its end."""
-        # No other connection sees the transaction of a test.
-        asked = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
+        # In a test's transaction, no other connection would see the row.
+        outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         threads = [
             threading.Thread(
                 target=self._send_to, args=[alias, statistics.writer(alias)], name=f"heartbeat-{alias}", daemon=True
             )
-            for alias in asked
+            for alias in outside_transactions
         ]
         for thread in threads:
             thread.start()
@@ -101,7 +101,7 @@ class Heartbeats:
             yield
         finally:
             self._end.set()
-            end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
+            end_at = monotonic() + _SHUTDOWN_WAIT_SECONDS
             # Bounded: an unresponsive database must not block the shutdown.
             for thread in threads:
                 thread.join(max(end_at - monotonic(), 0))
@@ -137,7 +137,7 @@ class _Sender:
     def __init__(self, alias: str, identity: ProcessIdentity) -> None:
         self._alias = alias
         self._identity = identity
-        self._forget_at = monotonic()
+        self._delete_silent_at = monotonic()
         self._written = self._failing = False
 
     @property
@@ -156,28 +156,28 @@ class _Sender:
         try:
             drop_unusable_connections()
             consumers.write(self._alias, self._identity, **state)
-            if monotonic() >= self._forget_at:
-                self._forget_at = monotonic() + FORGET_SECONDS
+            if monotonic() >= self._delete_silent_at:
+                self._delete_silent_at = monotonic() + FORGET_SECONDS
                 consumers.delete_silent(self._alias, FORGOTTEN_AFTER)
             self._written, self._failing = True, False
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process goes on
+        except Exception as error:  # noqa: BLE001 - no error of a heartbeat may end the process
             connections[self._alias].close()
             if not self._failing:
                 logger.info(
-                    "The heartbeat was not written to %r (%s). The process goes on; it may be shown as silent.",
+                    "heartbeat: not written to database %r (%s). The process continues; it may be shown as silent.",
                     self._alias,
                     describe(error),
                 )
             self._failing = True
 
     def retire(self) -> None:
-        """Delete the row, unless that would only wait for a database that is unavailable."""
+        """Delete the row, unless the database is unavailable."""
         if not self._written or self._failing:
             return
         try:
             consumers.delete(self._alias, self._identity.id)
-        except Exception as error:  # noqa: BLE001 - as above; another process deletes it in time
-            logger.debug("The heartbeat on %r was not deleted: %s", self._alias, describe(error))
+        except Exception as error:  # noqa: BLE001 - as above; another process deletes the row later
+            logger.debug("heartbeat: not deleted from database %r: %s", self._alias, describe(error))
 
 
 class RunnerHeartbeats:

@@ -3,9 +3,9 @@
 *Fast path*, for a fresh delivery: insert the inbox row, call the handler, execute the commit sentinel, commit; then the
 caller acknowledges. *Careful path*, for a delivery that the broker has made before: store it first, so that the attempt is
 counted in its own commit before the handler runs; a message that kills its process then runs out of attempts. Failed messages
-are also stored and acknowledged: retries wait in the database, where people can see them.
+are also stored and acknowledged: their retries are visible in the database.
 
-Every delivery ends as one of `Received`. Only DEFERRED and UNSTORED are not acknowledged; they are tried again.
+Every delivery ends as one of `Received`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def receive(
     """Process one delivery to its outcome.
 
     Args:
-        acknowledge: called if the delivery may be acknowledged before this returns: under a lease in the database, its row and
-            body are committed before the handler runs, possibly for longer than the broker waits for an acknowledgement.
+        acknowledge: called if the delivery may be acknowledged before the handler runs: under a lease in the database, its row
+            and body are committed, and the run may take longer than the broker waits for an acknowledgement.
 
     Raises:
         DatabaseUnavailable: the database does not answer; nothing was decided.
@@ -145,7 +145,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
     attempt = stored.attempts
     if attempt > handler.retry.over(options.retry).max_attempts:
-        error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
+        error = stored.last_error or "Its attempts never ended: the process died, or the database became unavailable."
         return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     if is_undecided(stored.biz_id):
         ended = decide(handler, stored, read(handler, undecided_envelope(stored), options))
@@ -157,7 +157,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     except Undecodable as error:
         return _refuse(handler, stored, envelope, why_undecodable(error), options)
     if biz_id != stored.biz_id and not committed(lambda: claims.rekey(handler.using, stored.pk, biz_id), handler.using):
-        reason = f"its biz-id is {biz_id}, and another message of that name is here already"
+        reason = f"its biz-id is {biz_id}, which another message already has"
         committed(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
     stored.biz_id = biz_id
@@ -168,8 +168,8 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
-    """Make it a dead letter, because it cannot be read."""
-    # If it was stored unread, nothing has used the biz-id in its headers; an unreadable message must not occupy it.
+    """Dead-letter a message that cannot be read."""
+    # If it was stored unread, its biz-id comes from its headers. An unreadable message must not block that biz-id.
     unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
     if unread and not stored.biz_id.startswith(UNIDENTIFIED):
         return decide(handler, stored, read(handler, envelope, options, refused=why)) or Received.DEAD
@@ -180,7 +180,7 @@ def _run_in_transaction(
     handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions, follower: Follower | None
 ) -> Received:
     attempt, biz_id = stored.attempts, business_id(stored.biz_id)
-    alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
+    exclusive_key = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
 
     def run() -> Message | None:
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
@@ -190,7 +190,7 @@ def _run_in_transaction(
                 handler.using,
                 stored.pk,
                 attempt,
-                alone_in,
+                exclusive_key,
                 follower,
                 was=stored.state,
                 longest_wait=options.DUPLICATE_TIMEOUT,
@@ -202,7 +202,7 @@ def _run_in_transaction(
         return message if ran else None
 
     try:
-        # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
+        # A handler that loses its session in every run is rerun once in the first attempt, and never in later ones.
         message = run_with_reruns(handler.using, run, reruns=attempt == 1)
     except DatabaseUnavailable as outage:
         outage.refund = partial(claims.give_back, handler.using, stored.pk, attempt)

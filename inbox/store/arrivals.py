@@ -100,7 +100,7 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         ConcurrentDuplicate: see `begin_fresh`.
     """
     state = State.DEAD if failure.retry_after is None else State.RETRYING
-    matters = not failure.put_off
+    matters = not failure.deferred
     with recording(alias, matters=matters):
         inserted = insert(alias, row, duplicate_timeout, state=state, failure=failure, due_after=failure.retry_after)
         record(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)

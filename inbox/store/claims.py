@@ -1,7 +1,7 @@
-"""Messages that wait in the database: claimed in their own commit, run, failed, given back.
+"""Stored messages: claimed in their own commit, run, failed, given back.
 
-Other transactions do not see that a row is being run: only inside its own transaction `next_attempt_at` is NULL. So a
-committed due row without `next_attempt_at` can only come from a handler that committed by itself. It is never run again;
+`next_attempt_at` is NULL only inside the transaction that runs the row, so other transactions do not see it. A committed row
+that is due and has no `next_attempt_at` can only come from a handler that committed by itself. It is not run again;
 `dead_letter_abandoned` makes it a dead letter.
 """
 
@@ -17,7 +17,7 @@ from django.db import DatabaseError, IntegrityError, connections, transaction
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
-from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
+from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record_leaving
@@ -28,6 +28,7 @@ from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+# With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 
 
@@ -43,12 +44,11 @@ def claim_due(
 
     If the process dies, the message is due again after `redelivery_after`, with the attempt counted, so that a message
     which kills its process runs out of attempts. The claim does not wait: a row that another transaction is running is
-    locked and skipped, whatever its `next_attempt_at`. A running row whose lease has ended is taken from its owner: it
-    gets another fence.
+    locked, and skipped. A running row whose lease has ended gets a new fence, so its owner can settle nothing.
 
     Args:
-        handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
-        quarantined: also those whose last attempt began and never ended.
+        handlers: the caller changes their order from call to call, so that the backlog of one does not delay the others.
+        quarantined: also claim messages whose last attempt began and never ended.
         without: rows to skip.
     """
     connection = connections[alias]
@@ -58,7 +58,7 @@ def claim_due(
     written = _claiming(connection)
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
-        # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
+        # Materialized, because a sub-select with LIMIT may be evaluated again and lock another row.
         sql = f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id RETURNING m.*"
         parameters: list[Any] = [*wanted, lasts]
     else:
@@ -74,10 +74,7 @@ def claim_due(
 def refused_claim(
     alias: str, handlers: Sequence[str], *, quarantined: bool = True, without: Collection[int] = ()
 ) -> int | None:
-    """The row that `claim_due` fails on, because the database refuses to change it; None if it does not fail.
-
-    Nothing is claimed.
-    """
+    """The row whose change the database refuses, so that `claim_due` fails; None if it does not fail. Claims nothing."""
     connection = connections[alias]
     found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
     with transaction.atomic(using=alias):
@@ -104,6 +101,11 @@ def _claiming(connection: BaseDatabaseWrapper) -> str:
     )
 
 
+def under_claim(alias: str, row: int, attempts: int) -> Any:
+    """A query for the claimed row, which finds nothing once another claim or run has begun."""
+    return InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+
+
 def claimed(alias: str, row: int) -> InboxMessage:
     """The message that has been claimed as a follower."""
     found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
@@ -114,7 +116,7 @@ def begin_stored(
     alias: str,
     row: int,
     attempts: int,
-    alone_in: OrderedKey | None = None,
+    exclusive_key: OrderedKey | None = None,
     follower: Follower | None = None,
     *,
     was: str = State.RECEIVED,
@@ -123,12 +125,12 @@ def begin_stored(
     """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
-        alone_in: no other message of this key may run at the same time.
-        follower: identifies the next message in its order.
+        exclusive_key: no other message of this key may run at the same time.
+        follower: gets the next message in its order.
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy: one does. Roll back, and give the row back.
+        KeyBusy: another one is running. Roll back, and give the row back.
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
@@ -137,15 +139,11 @@ def begin_stored(
         follower.row = None
     returned = "pg_current_xact_id()::text AS proof" if postgresql else "''"
     parameters: list[Any] = [row, attempts]
-    if alone_in is not None:
-        columns, for_columns = begun(connection, alone_in)
+    if exclusive_key is not None:
+        columns, for_columns = run_lock(connection, exclusive_key)
         returned += f", ordered, {columns}"
         parameters += for_columns
-    sql = (
-        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-        f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
-        f"RETURNING {returned}"
-    )
+    sql = f"WHERE {_OURS} RETURNING {returned}"
     begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
     if postgresql:
         # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
@@ -160,16 +158,16 @@ def begin_stored(
             return None
         if not postgresql:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    if alone_in is None:
+    if exclusive_key is None:
         return Guard(alias, (row,), found[0][0], was=was)
-    proof, ordered, isolation, alone = found[0][:4]
-    if not alone:
+    proof, ordered, isolation, has_run_lock = found[0][:4]
+    if not has_run_lock:
         raise KeyBusy
-    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower, was)
+    return Guard(alias, (row,), proof, order_to_promote(alias, exclusive_key, isolation) if ordered else None, follower, was)
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
-    """Give a row that was stored without a biz-id the one known now. False: another row has it."""
+    """Set the biz-id of a row that was stored without one. False: another row has it."""
     try:
         with transaction.atomic(using=alias):
             InboxMessage.objects.using(alias).filter(pk=row).update(biz_id=biz_id)
@@ -179,7 +177,7 @@ def rekey(alias: str, row: int, biz_id: str) -> bool:
 
 
 def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
-    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: no longer ours.
+    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: it is no longer ours.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
 
@@ -197,18 +195,18 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "settled_at": DatabaseTime() if dead else None,
         "quarantined": failure.quarantined,
     }
-    ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
-    matters = not failure.put_off
+    ours = under_claim(alias, row, attempts)
+    matters = not failure.deferred
 
-    def ours_is_told() -> bool:
-        told = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
-        return bool(told) or not is_recorded(matters=matters)
+    def record_ours() -> bool:
+        recorded = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
+        return bool(recorded) or not is_recorded(matters=matters)
 
     if not dead or leaves is None:
         with transaction.atomic(using=alias), locked_means_busy(), lock_timeout(alias, LONGEST_LOCK_WAIT):
-            return ours_is_told() and bool(ours.update(**written))
+            return record_ours() and bool(ours.update(**written))
     with locked_means_busy(), deciding(alias):
-        if not ours_is_told() or not ours.update(**written, ordered=False):
+        if not record_ours() or not ours.update(**written, ordered=False):
             return False
         hold_gates(alias, leaves.handler, [leaves.key])
         promote_next(alias, *leaves)
@@ -216,7 +214,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
 
 
 def record_error(alias: str, row: int, failure: Failure) -> None:
-    """Store the error of an attempt that outlasted its claim, so that another attempt has begun."""
+    """Store the error of an attempt that outlasted its claim; another attempt has begun."""
     InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
         last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
     )
@@ -224,9 +222,7 @@ def record_error(alias: str, row: int, failure: Failure) -> None:
 
 def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
-    InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
-        attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
-    )
+    under_claim(alias, row, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(after))
 
 
 def age(alias: str, row: int) -> timedelta:
@@ -235,13 +231,13 @@ def age(alias: str, row: int) -> timedelta:
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-def who_locks(alias: str, row: int) -> str:
-    """Which session has locked the row, for people; "" if that is unknown."""
+def lock_holder(alias: str, row: int) -> str:
+    """A description of the session that has locked the row; "" if it is unknown."""
     connection = connections[alias]
     if not is_postgresql(connection):
         return ""
     with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute("SET LOCAL lock_timeout = 100")  # all of the table may be locked
+        cursor.execute("SET LOCAL lock_timeout = 100")  # the whole table may be locked
         cursor.execute(
             "SELECT format('process %%s (%%s, %%s for %%s s)', a.pid, coalesce(nullif(a.application_name, ''), a.usename), "
             "a.state, extract(epoch FROM clock_timestamp() - a.state_change)::int) "
@@ -263,8 +259,8 @@ class DeadLettered:
 
 
 def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLettered]:
-    """received, committed by its handler itself → dead; which ones. Without `row`, all such rows."""
-    # Reading first, because an UPDATE of no row would still take SQLite's write lock.
+    """received, committed by its handler itself → dead. Without `row`, all such rows."""
+    # Read first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
     if not rows:
         return []

@@ -176,7 +176,7 @@ class Failure:
     Attributes:
         retry_after: backoff until the next attempt; None makes it a dead letter.
         attempts: number of attempts made now.
-        put_off: the handler deferred it; this is not an error.
+        deferred: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.
         is_stored: it is already in its row.
     """
@@ -185,7 +185,7 @@ class Failure:
     traceback: str = ""
     retry_after: timedelta | None
     attempts: int
-    put_off: bool = False
+    deferred: bool = False
     quarantined: bool = False
     is_stored: bool = False
 

@@ -14,14 +14,14 @@ from outbox.database.schema import require_schema
 
 
 class Command(BaseCommand):
-    help = "Print the payload of a dead message; with --payload, replace the message by one with this payload, and run that."
+    help = "Print the payload of a dead message. With --payload, replace it by a message with that payload, due at once."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_id", metavar="MESSAGE_ID", help="the dead message")
-        parser.add_argument("--handler", help="in this handler, where it is dead in several")
-        parser.add_argument("--payload", metavar="FILE", help="the corrected payload as JSON; - reads the standard input")
-        parser.add_argument("--dry-run", action="store_true", help="only show what changes")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("message_id", metavar="MESSAGE_ID", help="message id of the dead message")
+        parser.add_argument("--handler", help="the handler, if the message is dead in several")
+        parser.add_argument("--payload", metavar="FILE", help="file with the corrected payload as JSON; - reads standard input")
+        parser.add_argument("--dry-run", action="store_true", help="show the changes without storing them")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -32,7 +32,7 @@ class Command(BaseCommand):
             else:
                 self._replace(stored, _text(options["payload"]), options)
         except NotEditable as error:
-            raise CommandError(f"Message {stored.message_id} of {stored.handler} is not edited. {error}") from error
+            raise CommandError(f"Message {stored.message_id} of {stored.handler} was not edited. {error}") from error
 
     def _replace(self, stored: InboxMessage, text: str, options: dict[str, Any]) -> None:
         self.stdout.write("\n".join(correct(stored, text).changes))
@@ -41,7 +41,7 @@ class Command(BaseCommand):
             return
         row = replace_message(options["database"], stored.pk, text, by=_by())
         if row is None:
-            raise CommandError(f"Nothing was changed: row {stored.pk} is not dead any more, or is being decided about.")
+            raise CommandError(f"Nothing was changed: the message in row {stored.pk} is no longer dead.")
         self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
 
 
@@ -53,14 +53,14 @@ def _the_message(options: dict[str, Any]) -> InboxMessage:
     refuse_unknown([options["message_id"]], (row.message_id for row in found), [State.DEAD])
     if len(found) > 1:
         handlers = ", ".join(row.handler for row in found)
-        raise CommandError(f"It is dead in several handlers: choose one of {handlers} with --handler.")
+        raise CommandError(f"The message is dead in several handlers: choose one of {handlers} with --handler.")
     return found[0]
 
 
 def _by() -> str:
     try:
         return f"by {getpass.getuser()} with inbox_edit"
-    except (OSError, KeyError):  # a container's user may have no name
+    except (OSError, KeyError):  # the user of a container may have no name
         return "by inbox_edit"
 
 

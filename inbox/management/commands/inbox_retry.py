@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Command(BaseCommand):
-    help = "Run dead (or, with --retrying, also retrying) messages again, with a full set of attempts."
+    help = "Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages, in every handler")
@@ -29,11 +29,11 @@ class Command(BaseCommand):
         parser.add_argument(
             "--override-maximum-age",
             action="store_true",
-            help="run also what was refused as too old or from the future: you know that it has not been handled before",
+            help="also retry quarantined messages; only if you know that they have not been handled before",
         )
-        parser.add_argument("--retrying", action="store_true", help="do not wait for the next attempt of retrying ones")
-        parser.add_argument("--dry-run", action="store_true", help="only count")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("--retrying", action="store_true", help="also retry messages that wait for their next attempt")
+        parser.add_argument("--dry-run", action="store_true", help="count the messages without changing them")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -44,10 +44,10 @@ class Command(BaseCommand):
         }
         if options["handler"] and not _is_known(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
-            raise CommandError(f"No handler is called {options['handler']!r}. Known handlers: {known}.")
+            raise CommandError(f"No handler has the name {options['handler']!r}. Known handlers: {known}.")
         given = {field: value for field, value in wanted.items() if value}
         if not given and not options["all"]:
-            raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
+            raise CommandError("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
@@ -68,23 +68,25 @@ class Command(BaseCommand):
                     unsent.append(error)
                     continue
                 if done and quarantined:
-                    # Whoever asks later why an effect happened twice must find it.
+                    # To explain later why an effect happened twice.
                     logger.warning(
-                        "The maximum message age was overridden for message %s of %s.", message_id or "without id", handler
+                        "inbox_retry: the maximum message age was overridden for message %s of handler %s.",
+                        message_id or "without id",
+                        handler,
                     )
                 progress.advance(int(done))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
         if held_back and options["message_ids"]:
-            # Whoever names a message expects that it is run; a script must not take this for success.
-            raise CommandError("Not every message that was named is run.")
+            # A script that names a message must see that it does not run.
+            raise CommandError("Not all of the given messages are due: some are in quarantine.")
         if unsent:
-            raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
+            raise CommandError(f"{len(unsent)} Celery tasks were not retried: {unsent[0]}")
 
 
 def _is_known(handler: str) -> bool:
-    # Celery knows its tasks, and this process need not.
+    # Celery tasks are registered with Celery, and need not be in this process.
     return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
 
 
@@ -92,6 +94,6 @@ def _about(held_back: Collection[int]) -> str:
     if not held_back:
         return ""
     return (
-        f" In quarantine: {len(held_back)}. Whether they have been handled before can no longer be known. Once you know that "
-        "they have not, run them with --override-maximum-age."
+        f" In quarantine: {len(held_back)}. The inbox no longer knows whether they were handled before. If you know that they "
+        "were not, retry them with --override-maximum-age."
     )

@@ -15,13 +15,13 @@ from outbox.console.terminal import age, table
 _CONFLICTS = 50
 _COLUMNS = (
     ("deliveries", lambda consumer: f"{consumer.received:,}"),
-    ("stored run", lambda consumer: f"{consumer.ran:,}"),
+    ("stored messages run", lambda consumer: f"{consumer.ran:,}"),
 )
 
 
 class Command(StatusCommand):
     help = (
-        "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
+        "Show the number of deliveries by state and by cause, the age of the oldest waiting message, and the running consumers."
     )
     app = "inbox"
 
@@ -30,7 +30,7 @@ class Command(StatusCommand):
         parser.add_argument(
             "--conflicts",
             action="store_true",
-            help=f"list the {_CONFLICTS} messages that most recently met their biz-id with other content",
+            help=f"list the {_CONFLICTS} messages with the most recent duplicates of different content",
         )
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -75,8 +75,8 @@ class Command(StatusCommand):
                 ("duplicates suppressed", f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
                 ("edited, not delivered", f"{balance.edited:,}"),
-                ("delivered, the sum", f"{balance.delivered:,}"),
-                ("duplicates with other content", f"{duplicates.conflicting:,}"),
+                ("delivered, total", f"{balance.delivered:,}"),
+                ("duplicates with different content", f"{duplicates.conflicting:,}"),
                 ("dead, in quarantine", f"{balance.quarantined:,}"),
                 ("oldest waiting", age(operating.oldest_waiting(alias))),
                 *_leased(),
@@ -103,8 +103,8 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 def _conflicts(alias: str) -> str:
     rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
-        return "No biz-id has come with other content."
-    head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
+        return "No duplicate has had different content."
+    head = ("biz-id", "topic", "handler", "first message", "latest conflict", "conflicts", "latest")
     return table(
         [
             head,
@@ -127,7 +127,7 @@ def _conflicts(alias: str) -> str:
 def _leased() -> list[tuple[str, str]]:
     counts = _without_rows()
     if counts is None:
-        return [("the store of leases", "does not answer")]
+        return [("lease store", "unavailable")]
     sums = Counter[str]()
     for of_handler in counts.values():
         sums.update(of_handler)
@@ -135,7 +135,7 @@ def _leased() -> list[tuple[str, str]]:
 
 
 def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
-    """What has left no row, of the handlers of all databases; None when the store of leases does not answer."""
+    """Counts of messages under leases without a row, for all handlers; None if the lease store is unavailable."""
     try:
         return lease_store(inbox_options()).counts()
     except LeaseStoreUnavailable:

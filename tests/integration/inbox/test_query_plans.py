@@ -41,8 +41,8 @@ def explained(sql, parameters=()):
 
 def finish_of_a_fresh_row(row):
     guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
-    sentinel.finish(guard, 1)
-    return explained("EXECUTE inbox_read (1)")
+    sentinel._PROVE.execute(connection, [f"{{{guard.rows[0]}}}"])
+    return explained("EXECUTE inbox_prove ('{1}')")
 
 
 def finish_of_a_stored_row(row):

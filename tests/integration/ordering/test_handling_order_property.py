@@ -278,7 +278,7 @@ class Machine:
     def _run_stored(self, actor):
         runner = Runner(OPTIONS)
         runner._swept_at = dict.fromkeys(["default"], float("inf"))  # the release of stuck keys would hide the errors
-        runner._told = {"default"}
+        runner._reported = {"default"}
         runner._turn(raising=True)
 
     def handle(self, message):

@@ -482,7 +482,7 @@ class TestReleaseOfStuckKeys:
         drain()
 
         assert sorted(in_the_order_of_their_effects()) == ["a2", "b1", "b2"]
-        assert [r.levelno for r in caplog.records if "nothing was before them" in r.message] == [logging.ERROR]
+        assert [r.levelno for r in caplog.records if "although no earlier message was open" in r.message] == [logging.ERROR]
 
     def test_keys_that_wait_behind_a_head_are_not_released(self, handles, caplog):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
@@ -493,7 +493,7 @@ class TestReleaseOfStuckKeys:
 
         drain()
 
-        assert "nothing was before them" not in caplog.text
+        assert "although no earlier message was open" not in caplog.text
         assert sorted(states_of_all()) == ["dead", "retrying", "waiting", "waiting"]
 
     def test_stuck_keys_are_released_in_bounded_steps(self, handles, monkeypatch):
@@ -651,7 +651,7 @@ class TestConcurrency:
         assert in_the_order_of_their_effects() == ["a1", "a3"]
 
     def test_process_frozen_while_it_stores_blocks_its_keys_for_a_bounded_time(self, handles, monkeypatch):
-        monkeypatch.setattr(ordering, "_LONGEST_SLEEP_MS", 300)
+        monkeypatch.setattr(ordering, "_MAX_IDLE_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseUnavailable):

@@ -432,7 +432,7 @@ class TestFailures:
 
         assert deliver(a_task(hook, biz_id="order_id"), "o-1") == (states.SUCCESS, "done")
         assert effects() == 1
-        assert "failed after the effect" in caplog.text
+        assert "failed after the commit" in caplog.text
 
 
 class TestWorkerDeaths:
