@@ -134,12 +134,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
         DatabaseUnavailable: the database does not answer.
     """
     try:
-        became = _run_claimed(handler, stored, options, follower)
+        outcome = _run_claimed(handler, stored, options, follower)
     finally:
         quarantine.leave()
-    if became is Received.HANDLED:
+    if outcome is Received.HANDLED:
         statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
-    return became
+    return outcome
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
