@@ -38,7 +38,10 @@ _MESSAGES = "inbox_inboxmessage_changelist"
 _CONSUMERS = Link(page="inbox_consumerheartbeat_changelist", permission="inbox.view_consumerheartbeat")
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
 
-admin.site.register(Overview, OverviewAdmin)
+
+@admin.register(Overview)
+class InboxOverviewAdmin(OverviewAdmin):
+    """The page of all halves."""
 
 
 def _of_state(state: State) -> Link:

@@ -190,7 +190,7 @@ def _count_failure(call: Call, error: Exception) -> None:
     """Count an attempt of which only Celery knows what comes next. `Ignore` and `Reject` are decisions of the task."""
     if not isinstance(error, Ignore | Reject):
         deferred = isinstance(error, Retry)
-        failure = Failure(error="", retry_after=timedelta(), attempts=1, put_off=deferred)
+        failure = Failure(error="", retry_after=timedelta(), attempts=1, deferred=deferred)
         statistics.count_failure(call.handler.using, call.handler.name, failure)
 
 

@@ -71,13 +71,15 @@ _writing = _Writing()
 begin = _writing.begin
 
 
-@worker_process_init.connect(weak=False)
-@worker_ready.connect(weak=False)
 def _begin_worker(**arguments: object) -> None:
     _writing.begin_worker()
 
 
-@worker_process_shutdown.connect(weak=False)
-@worker_shutdown.connect(weak=False)
 def _end(**arguments: object) -> None:
     _writing.end()
+
+
+for _signal in (worker_process_init, worker_ready):
+    _signal.connect(_begin_worker)
+for _signal in (worker_process_shutdown, worker_shutdown):
+    _signal.connect(_end)

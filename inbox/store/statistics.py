@@ -44,7 +44,7 @@ def count_handled(alias: str, handler: str) -> None:
 def count_failure(alias: str, handler: str, failure: Failure) -> None:
     """Count an attempt that failed or was deferred, and a dead letter. A delivery that was refused has had no attempt."""
     tally = tallies[alias]
-    if failure.put_off:
+    if failure.deferred:
         tally.count(handler, "deferred")
     elif failure.attempts:
         tally.count(handler, "failed")

@@ -3,7 +3,7 @@
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin
-from outbox.admin.overview import OverviewAdmin
+from outbox.admin.overview import OutboxOverviewAdmin
 from outbox.admin.paused import PausedTopicAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
 from outbox.admin.relays import RelayAdmin
@@ -12,7 +12,7 @@ from outbox.admin.scheduled import ScheduledMessageAdmin
 __all__ = [
     "OutboxHealthAdmin",
     "OutboxMessageAdmin",
-    "OverviewAdmin",
+    "OutboxOverviewAdmin",
     "PausedTopicAdmin",
     "PendingCallbackAdmin",
     "PreparedMessageAdmin",

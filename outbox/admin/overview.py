@@ -39,7 +39,10 @@ _RELAYS = Link(page="outbox_relayheartbeat_changelist", permission="outbox.view_
 _PAUSED = Link(page="outbox_pausedtopic_changelist", permission="outbox.view_pausedtopic")
 _MOST_NAMED = 5
 
-admin.site.register(Overview, OverviewAdmin)
+
+@admin.register(Overview)
+class OutboxOverviewAdmin(OverviewAdmin):
+    """The page of all halves."""
 
 
 def _of_state(state: State) -> Link:

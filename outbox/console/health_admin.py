@@ -19,7 +19,7 @@ from django.utils.translation import gettext as _
 
 from outbox.console.acting_admin import ReadOnlyAdmin
 from outbox.console.display import age, duration, identifier
-from outbox.console.overview import Attention, Fact, Link, bytes_text
+from outbox.console.overview import Attention, Fact, Link, Text, bytes_text
 from outbox.console.pages import Page
 from outbox.database import health
 from outbox.database.health import Pin, TableHealth
@@ -108,7 +108,7 @@ def warnings(pins: Sequence[Pin] | None, link: Link | None = None) -> Iterator[A
             yield Attention(text=words % {"what": _named(pin), "count": f"{pin.age:,}"}, link=link)
 
 
-def oldest(name: str, instant: datetime | None, kept: timedelta | None, now: datetime) -> Fact:
+def oldest(name: Text, instant: datetime | None, kept: timedelta | None, now: datetime) -> Fact:
     """The age of the oldest row, and how far the purge is behind."""
     if instant is None:
         return Fact(name=name, value=_("no rows"))

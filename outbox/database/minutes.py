@@ -123,7 +123,7 @@ class MinuteWriter:
     def _insert(self, at: datetime, taken: Mapping[str, Counted]) -> None:
         minute = _beginning(at - _LATE)
         subjects = {**taken, ALL: total(taken.values())}
-        QuerySet(self._model, using=self._alias).bulk_create(
+        _rows(self._model, self._alias).bulk_create(
             self._model(
                 minute=minute,
                 process=self._process,
@@ -138,10 +138,14 @@ class MinuteWriter:
         if monotonic() < self._purge_at:
             return
         self._purge_at = monotonic() + _PURGE_SECONDS
-        old = QuerySet(self._model, using=self._alias).filter(minute__lt=DatabaseTime(-KEPT))
+        old = _rows(self._model, self._alias).filter(minute__lt=DatabaseTime(-KEPT))
         for number, _ in enumerate(delete_in_chunks(old, by="minute"), 1):
             if number == _MOST_CHUNKS:
                 break
+
+
+def _rows(model: type[MinuteRow], alias: str) -> QuerySet[Any]:
+    return QuerySet(model, using=alias)
 
 
 def _beginning(instant: datetime, step: timedelta = MINUTE) -> datetime:
@@ -193,13 +197,13 @@ class Minutes:
 
     def counts(self, alias: str, duration: timedelta) -> Counted:
         """The same without durations, which the database adds up."""
-        rows = QuerySet(self._model, using=alias).filter(subject=ALL, minute__gte=DatabaseTime(-duration))
+        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=DatabaseTime(-duration))
         summed = rows.aggregate(**{f"sum_{name}": Sum(name, default=0) for name in self._model.counted})
         return Counted(Counter({name: summed[f"sum_{name}"] for name in self._model.counted}))
 
     def is_kept(self, alias: str) -> bool:
         """Has any process written statistics within the last day?"""
-        rows = QuerySet(self._model, using=alias)
+        rows = _rows(self._model, alias)
         return rows.filter(subject=ALL, minute__gte=DatabaseTime(-timedelta(days=1))).exists()
 
     def failing(self, alias: str, duration: timedelta, names: Sequence[str], most: int) -> list[Failing]:
@@ -208,13 +212,13 @@ class Minutes:
         Args:
             names: the counts that are failures.
         """
-        rows = QuerySet(self._model, using=alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
+        rows = _rows(self._model, alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
         failed = sum((F(name) for name in names[1:]), start=F(names[0]))
         summed = rows.values_list("subject").annotate(failed=Sum(failed)).filter(failed__gt=0)
         return [Failing(subject, count) for subject, count in summed.order_by("-failed", "subject")[:most]]
 
     def _of_all(self, alias: str, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
-        rows = QuerySet(self._model, using=alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
+        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
         return iter(rows.values_list("minute", *self._model.counted, *self._model.timed))
 
     def _add(self, found: Counted, values: Sequence[Any]) -> None:

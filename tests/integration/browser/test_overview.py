@@ -23,7 +23,7 @@ def running(process_environment, rabbitmq_url, tmp_path):
     consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
     relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
     with consumer, relay:
-        consumer.until(lambda: "Consuming" in consumer.said())
+        consumer.until(lambda: "receiving from" in consumer.said())
         yield consumer
 
 

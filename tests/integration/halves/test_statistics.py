@@ -45,7 +45,7 @@ def service(process_environment, tmp_path):
 
 def test_relay_writes_what_it_published_by_topic_and_the_latency(service, rabbitmq_url):
     with service(rabbitmq_url, "inbox_consume") as consumer:
-        consumer.until(lambda: "Consuming" in consumer.said())
+        consumer.until(lambda: "receiving from" in consumer.said())
         for _ in range(3):
             published(topic=JOB, payload={})
         published(topic="nobody.listens", payload={})
@@ -64,7 +64,7 @@ def test_relay_writes_what_it_published_by_topic_and_the_latency(service, rabbit
 
 def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(service, rabbitmq_url):
     with service(rabbitmq_url, "inbox_consume") as consumer:
-        consumer.until(lambda: "Consuming" in consumer.said())
+        consumer.until(lambda: "receiving from" in consumer.said())
         now = utcnow().isoformat()
         headers = {"cloudEvents:id": "m-1", "cloudEvents:time": now, "cloudEvents:type": JOB, "cloudEvents:source": "/shop"}
         headers["cloudEvents:specversion"] = "1.0"
