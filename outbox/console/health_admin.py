@@ -29,6 +29,8 @@ _PAGE: Any = Page("health.html")
 _TABLES = Page("health_tables.html")
 _LONG = timedelta(minutes=10)
 _MANY_TRANSACTIONS = 1_000_000
+_MARGIN = timedelta(days=1, minutes=10)
+"""Whole days of history are dropped, and processes purge in rounds."""
 
 
 class HealthAdmin(ReadOnlyAdmin):
@@ -115,7 +117,7 @@ def oldest(name: Text, instant: datetime | None, kept: timedelta | None, now: da
     old = now - instant
     if kept is None:
         return Fact(name=name, value=duration(old))
-    if old <= kept + timedelta(days=1):
+    if old <= kept + _MARGIN:
         return Fact(name=name, value=_("%(age)s, kept for %(kept)s") % {"age": duration(old), "kept": duration(kept)})
     words = _("%(age)s, kept for %(kept)s: the purge is %(lag)s behind")
     return Fact(name=name, value=words % {"age": duration(old), "kept": duration(kept), "lag": duration(old - kept)})

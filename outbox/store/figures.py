@@ -84,11 +84,11 @@ def oldest_entry(alias: str) -> datetime | None:
 
 
 def oldest_settled(alias: str) -> datetime | None:
-    """The end of the oldest day of history that is still stored; None without any."""
+    """The beginning of the oldest day of history that is still stored; None without any."""
     connection = connections[alias]
     if is_postgresql(connection):
         first = history.first_day(alias)
     else:
         settled = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).order_by("day")
         first = settled.values_list("day", flat=True).first()
-    return None if first is None else datetime.combine(history.date_of(first + 1), time(), UTC)
+    return None if first is None else datetime.combine(history.date_of(first), time(), UTC)

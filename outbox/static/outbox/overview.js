@@ -42,6 +42,7 @@ document.addEventListener("DOMContentLoaded", function () {
         const options = {
             width: figure.clientWidth,
             height: HEIGHT,
+            padding: [8, 28, 0, 0],
             legend: { live: true },
             cursor: { drag: { setScale: false } },
             scales: { y: { range: (plot, low, high) => [0, high > 0 ? 1.1 * high : 1] } },
