@@ -9,6 +9,7 @@ from functools import cached_property
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
+from outbox.console.alert_options import AlertOptions, read_alerts
 from outbox.kernel import options
 from outbox.kernel.body import BODY_LIMIT_BYTES
 from outbox.kernel.broker import why_no_exchange
@@ -29,6 +30,7 @@ _MAY_BE_EMPTY = {
     "LEASE_STORE",
     "TRAIL",
     "KEEP_BODIES",
+    "ALERTS",
 }
 
 
@@ -58,6 +60,8 @@ class InboxOptions:
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
         TRAIL: which transitions are recorded in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long the trail is stored.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
+        ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
@@ -86,6 +90,8 @@ class InboxOptions:
     KEEP_BODIES: str = "all"
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
+    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -95,6 +101,7 @@ class InboxOptions:
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
         options.require_trail(self.TRAIL)
+        read_alerts(self.ALERTS)
         if self.KEEP_BODIES not in {"all", "failed"}:
             raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.MAX_AGE_MARGIN >= self.RETENTION:
@@ -112,6 +119,12 @@ class InboxOptions:
             raise ValueError(f"QUEUE_TYPE is {quoted(self.QUEUE_TYPE)}: it must be 'quorum' or 'classic'.")
         if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
+
+    @cached_property
+    def alerts(self) -> AlertOptions:
+        outbox = getattr(settings, "OUTBOX", None)
+        shared = outbox.get("ALERTS", {}) if isinstance(outbox, dict) else {}
+        return read_alerts(self.ALERTS or shared)
 
     @property
     def keeps_all_bodies(self) -> bool:

@@ -113,3 +113,7 @@ class NotEditable(InboxError):
 
 class TaskNotSent(InboxError):
     """An operator's retry of a Celery task could not be sent; the row is unchanged."""
+
+
+class UnknownHandler(InboxError):
+    """Neither this project nor the table of messages knows a handler of this name."""

@@ -8,6 +8,7 @@ each in its own transaction. Messages are durable and effects happen exactly onc
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from django.db import DatabaseError, transaction
@@ -33,6 +34,7 @@ class LocalTransport:
     """Hands messages to the inbox of the same database."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
+    round_trip: float | None = None
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
         self._alias = alias
@@ -43,15 +45,16 @@ class LocalTransport:
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
-        for part in _in_parts(messages):
-            if monotonic() > deadline:
-                break
-            together = self._send_together(part)
-            for message in part if together is None else ():
-                if monotonic() > deadline:
-                    break
-                verdicts[message.position] = self._send_one(message)
-            verdicts.update(together or {})
+        parts = deque(_in_parts(messages))
+        while parts and monotonic() <= deadline:
+            part = parts.popleft()
+            if len(part) == 1:
+                verdicts[part[0].position] = self._send_one(part[0])
+            elif (together := self._send_together(part)) is not None:
+                verdicts |= together
+            else:
+                half = len(part) // 2
+                parts.extendleft([part[half:], part[:half]])
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
@@ -65,15 +68,15 @@ class LocalTransport:
         return self._runner, RunnerHeartbeats(self._runner)
 
     def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
-        """Hand over all messages, with one statement per handler; None if one of them cannot be, so each is tried alone."""
+        """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""
         try:
             with transaction.atomic(using=self._alias):
                 return self._hand_over(messages)
         except DatabaseError as error:
             if not is_about_values(error):
                 raise
-        except Exception as error:  # noqa: BLE001 - each is then handed over alone
-            logger.debug("local transport: %d messages are handed over one by one: %s", len(messages), describe(error))
+        except Exception as error:  # noqa: BLE001 - it is raised again for the message that causes it
+            logger.debug("local transport: %d messages are handed over in smaller parts: %s", len(messages), describe(error))
         return None
 
     def _send_one(self, message: OutgoingMessage) -> Verdict:

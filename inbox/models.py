@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Coalesce
@@ -9,6 +11,10 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from outbox.database.minutes import MinuteRow
+
+from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
+from outbox.database.audit_model import AuditRecord
+from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
 
 
@@ -121,7 +127,9 @@ class InboxMessage(models.Model):
                 "key",
                 Coalesce("place", "id", output_field=models.BigIntegerField()),
                 name="inbox_order",
-                condition=Q(ordered=True, state__in=["received", "retrying", "waiting", "running", "dead"]),
+                # Not as in `inbox_open`: the planner would read all of that index for the head of a key, if the statistics are
+                # from a time when little was open.
+                condition=Q(ordered=True) & ~Q(state__in=["done", "skipped", "shed"]),
             ),
             models.Index(fields=["handler", "id"], name="inbox_conflicts", condition=Q(conflicts__gt=0)),
         )
@@ -202,30 +210,87 @@ class LeaseMemory(models.Model):
         return self.store
 
 
-class ConsumerHeartbeat(models.Model):
+class ConsumerHeartbeat(ProcessHeartbeat):
     """One running process that runs handlers on this database, as of its last heartbeat.
 
     Shown to operators; no guarantee depends on it.
     """
 
-    id = models.UUIDField(primary_key=True)
-    host = models.CharField(max_length=NAME_LENGTH)
-    pid = models.PositiveIntegerField()
-    version = models.CharField(max_length=32)
-    started_at = models.DateTimeField("started")
-    beat_at = models.DateTimeField("last heartbeat")
     # The names of the handlers on this database that it receives for, or whose stored messages it runs.
     handlers = models.JSONField(default=list)
     received = models.PositiveBigIntegerField("deliveries since its start", default=0)
     ran = models.PositiveBigIntegerField("stored messages run since its start", default=0)
-    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
 
     class Meta:
-        verbose_name = "consumer"
+        verbose_name = _("consumer")
         default_permissions = ("view",)
+        permissions = (
+            ("pause_consumerheartbeat", "Can pause a consumer process"),
+            ("resume_consumerheartbeat", "Can resume a consumer process"),
+            ("drain_consumerheartbeat", "Can drain a consumer process"),
+            ("stop_consumerheartbeat", "Can stop a consumer process"),
+        )
+
+
+class PausedHandler(models.Model):
+    """A handler that no process runs until an operator resumes it; all processes read these rows.
+
+    Its messages stay in the broker's queue; those stored here stay due. See `inbox.pausing`.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    handler = models.CharField(max_length=NAME_LENGTH, unique=True)
+    paused_by = models.CharField(_("by"), max_length=NAME_LENGTH)
+    reason = models.TextField(_("why"), default="", blank=True)
+    paused_at = models.DateTimeField(_("since"))
+
+    # For mypy, whose Django plugin does not add it to a model that the package's public names lead to.
+    objects: ClassVar[models.Manager[PausedHandler]]
+
+    class Meta:
+        verbose_name = _("paused handler")
+        default_permissions = ("view",)
+        permissions = (
+            ("pause_pausedhandler", "Can pause a handler"),
+            ("resume_pausedhandler", "Can resume a handler"),
+        )
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}"
+        return self.handler
+
+
+class AuditEntry(AuditRecord):
+    """What an operator has done: see `outbox.console.audit`."""
+
+    class Meta:
+        verbose_name = _("audit log entry")
+        verbose_name_plural = _("audit log entries")
+        default_permissions = ("view",)
+        permissions = (("export_auditentry", "Can export the audit log"),)
+        indexes = (
+            models.Index(fields=["at"], name="inbox_audit_at"),
+            models.Index(fields=["kind", "object_id"], name="inbox_audit_object"),
+        )
+
+
+class Alert(AlertRecord):
+    """A condition that needs an operator: see `outbox.console.alerts`."""
+
+    class Meta:
+        verbose_name = _("alert")
+        default_permissions = ("view",)
+        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
+        constraints = (
+            models.UniqueConstraint(fields=["condition", "object"], name="inbox_alert_open", condition=Q(cleared_at=None)),
+        )
+        indexes = (models.Index(fields=["send_at"], name="inbox_alert_unsent", condition=Q(send_at__isnull=False)),)
+
+
+class AlertLease(AlertLeaseRecord):
+    """The lease of the process that evaluates the alerts."""
+
+    class Meta:
+        default_permissions = ()
 
 
 class MinuteStatistics(MinuteRow):

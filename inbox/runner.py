@@ -28,7 +28,7 @@ from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.store import claims, due, ordering
+from inbox.store import claims, due, ordering, pausing
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
@@ -41,6 +41,8 @@ _LONGEST_WAIT_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 _AFTER_AN_ERROR_SECONDS = 1.0
 _FOLLOWERS_SECONDS = 0.1
+_PAUSED_SECONDS = 1.0
+"""How often the paused handlers are read. The claim of a stored message reads them itself."""
 
 
 def _do_nothing() -> None:
@@ -106,6 +108,8 @@ class Runner:
         self._reported: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
+        self._paused: dict[str, frozenset[str]] = {}
+        self._paused_read_at: dict[str, float] = {}
         self.on_ring: Callable[[], object] = _do_nothing
         self.ran = 0
 
@@ -119,6 +123,22 @@ class Runner:
                 self.turn()
         connections.close_all()
         logger.info("runner: stopped. Stored messages run: %d.", self.ran)
+
+    def is_paused(self, handler: Handler) -> bool:
+        """Has an operator paused this handler or this process, as this process has last read it?"""
+        return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
+
+    def read_paused(self, alias: str) -> None:
+        """Read the paused handlers of a database, at most once a second.
+
+        Raises:
+            DatabaseUnavailable: they stay as they were read before.
+        """
+        with self._lock:
+            if monotonic() - self._paused_read_at.get(alias, -inf) < _PAUSED_SECONDS:
+                return
+            self._paused_read_at[alias] = monotonic()
+        self._paused[alias] = committed(partial(pausing.paused_names, alias), alias)
 
     def ring(self) -> None:
         """A message was stored, or more are due: poll at once, and reset the poll interval."""
@@ -182,6 +202,10 @@ class Runner:
             try:
                 if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
                     self._try_at[alias] = monotonic() + seconds
+                    continue
+                self.read_paused(alias)
+                if self._stop.is_paused:
+                    self._try_at.pop(alias, None)
                     continue
                 self._report_orphans(alias, handlers)
                 self._refunds.settle(alias)
@@ -248,14 +272,14 @@ class Runner:
         """Run the message, then for a short time its followers in the order of its key. Each saves a search and a commit."""
         ran, until = 0, monotonic() + _FOLLOWERS_SECONDS
         while True:
-            more = handler.rate_limit is None and monotonic() < until and not self._stop
+            more = handler.rate_limit is None and monotonic() < until and not (self._stop or self.is_paused(handler))
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1
-            if follower is None or follower.row is None or became is not Received.HANDLED:
+            if follower is None or follower.message is None or became is not Received.HANDLED:
                 return ran
-            stored = committed(partial(claims.claimed, handler.using, follower.row), handler.using)
-            if self._stop:
+            stored = follower.message
+            if self._stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran

@@ -13,10 +13,13 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         from outbox import checks  # noqa: F401 - registers itself
+        from outbox.alerting import CONDITIONS
+        from outbox.console.alerts import register_conditions
         from outbox.console.trail import register
         from outbox.store import life
 
         register("outbox", life)
+        register_conditions("outbox", CONDITIONS)
 
         post_migrate.connect(_partition, sender=self)
         autodiscover_modules("callbacks")

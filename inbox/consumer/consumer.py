@@ -13,12 +13,12 @@ import sys
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import kombu
 from amqp.exceptions import ChannelError
@@ -37,6 +37,7 @@ from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.broker import (
     BROKER_FAILURES,
     REFUSAL_REMEDY,
@@ -56,6 +57,7 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
 _TICK_SECONDS = 0.05
 _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
@@ -123,6 +125,7 @@ class Consumer:
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
+        self._round_trip: float | None = None
         self._open: dict[Any, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
         self._reception = Reception(
@@ -138,7 +141,7 @@ class Consumer:
             size=options.CONCURRENCY if concurrency is None else concurrency,
             receive=self._reception.receive,
             check=self._reception.check,
-            probe=self._reception.probe,
+            probe=self._probe,
             on_idle=self._push_answers,
         )
 
@@ -153,6 +156,9 @@ class Consumer:
             self._pool.hurry()
         try:
             while not self._stop:
+                if self._stop.is_draining and not drain:
+                    drain = True
+                    self._pool.hurry()
                 self._watchdog.beat()
                 self._pool.refuse_if_ended()
                 try:
@@ -179,7 +185,18 @@ class Consumer:
             received=self.received.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
+            broker_seconds=self._round_trip,
         )
+
+    def _probe(self, alias: str) -> float:
+        """Called by a worker before anything is received for this database: seconds to wait, or 0 if it can store."""
+        if seconds := self._reception.probe(alias):
+            return seconds
+        try:
+            self._runner.read_paused(alias)
+        except DatabaseUnavailable:
+            return _AGAIN_AFTER[Received.DEFERRED]
+        return 0.0
 
     def _wait_for_broker(self, error: Exception) -> None:
         self._disconnect()
@@ -209,19 +226,19 @@ class Consumer:
         self._checked_at = monotonic()
 
     def _subscribe(self) -> None:
-        """Receive from the queues whose handlers' databases can store messages.
+        """Receive from the queues of handlers that are not paused and whose databases can store messages.
 
         A delivery that cannot be stored would return to the broker when this process ends, and count as one more delivery.
         """
         open_lanes = {id(subscription.lane) for subscription in self._open.values()}
-        waiting = [(lane, queue) for lane, queue in self._usable if id(lane) not in open_lanes and self._pool.can_store(lane)]
+        waiting = [(lane, queue) for lane, queue in self._unpaused if id(lane) not in open_lanes and self._pool.can_store(lane)]
         for lane, declared in waiting:
             channel = receiving_bodies_as_sent(self._connection.channel())
             queue = declared(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
-            consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
+            self._time(partial(consumer.qos, prefetch_count=prefetch_of(lane.handler, self._options)))
             try:
                 with refused_for_handler_only(lane.handler, self._options):
                     self._try_suspected(lane, declared)
@@ -273,6 +290,11 @@ class Consumer:
         ]
 
     @property
+    def _unpaused(self) -> list[tuple[Lane, kombu.Queue]]:
+        """The usable lanes whose handlers no operator has paused."""
+        return [(lane, queue) for lane, queue in self._usable if not self._runner.is_paused(lane.handler)]
+
+    @property
     def _subscriptions(self) -> list[Subscription]:
         return list(self._open.values())
 
@@ -319,6 +341,7 @@ class Consumer:
             self._connection.heartbeat_check()
             self._store_stale(now)
             self._return_unstorable(now)
+            self._return_paused()
             self._watch_handlers(now)
             if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
@@ -392,7 +415,7 @@ class Consumer:
         if not speaks_amqp(self._options.broker_url):
             return
         for subscription in self._subscriptions:
-            if not subscription.queue.queue_declare(passive=True).consumer_count:
+            if not self._time(partial(subscription.queue.queue_declare, passive=True)).consumer_count:
                 raise ConnectionError(f"the broker no longer has the subscription on the queue {subscription.queue.name!r}")
 
     def _read_queue_lengths(self) -> None:
@@ -420,14 +443,36 @@ class Consumer:
         """
         for lane in self._pool.unstorable(now - _UNSTORABLE_AFTER * self._options.longest_silence):
             for channel in [channel for channel, subscription in self._open.items() if subscription.lane is lane]:
-                subscription = self._open.pop(channel)
-                subscription.consumer.cancel()
-                channel.close()
                 logger.warning(
                     "handler %s: its database could not store %d deliveries in time. They were returned to the broker. No "
                     "message is received for this handler until its database is available.",
                     lane.handler.name,
-                    self._pool.drop_all(lane),
+                    self._close(channel),
+                )
+
+    def _close(self, channel: Any) -> int:
+        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here."""
+        subscription = self._open.pop(channel)
+        subscription.consumer.cancel()
+        channel.close()
+        return self._pool.drop_all(subscription.lane)
+
+    def _return_paused(self) -> None:
+        """Close the channels of paused handlers, once their loads in hand are answered.
+
+        A load that is in hand would be delivered again.
+        """
+        storing = self._storing is not None and self._storing.is_alive()
+        paused = [
+            (channel, subscription.lane.handler)
+            for channel, subscription in self._open.items()
+            if self._runner.is_paused(subscription.lane.handler)
+        ]
+        if ended := [(channel, handler) for channel, handler in paused if not (storing or self._pool.is_running(handler))]:
+            self._answer()
+            for channel, handler in ended:
+                logger.info(
+                    "handler %s: paused. Its queue keeps the messages; returned to it: %d.", handler.name, self._close(channel)
                 )
 
     def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
@@ -463,7 +508,7 @@ class Consumer:
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
             return False
-        if len(self._open) < len(self._usable):
+        if len(self._open) < len(self._unpaused):
             return False
         waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
         # The broker's count excludes deliveries in transit; they may have arrived during the query.
@@ -479,6 +524,14 @@ class Consumer:
             if speaks_amqp(self._options.broker_url):
                 raise
             return 0, 1
+
+    def _time(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask the broker, and note how long its answer took."""
+        asked_at = monotonic()
+        answer = ask()
+        if self._speaks_amqp:
+            self._round_trip = monotonic() - asked_at
+        return answer
 
     def _failures(self) -> tuple[type[Exception], ...]:
         if self._connection is None:

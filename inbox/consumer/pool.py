@@ -16,6 +16,7 @@ from math import inf
 from django.db import connections
 
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.handlers.handler import Handler
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 
@@ -163,6 +164,14 @@ class Pool:
         """The lanes of databases that can store."""
         return [lane for lane in self._lanes if lane.handler.using not in self._probe_at] if self._probe_at else self._lanes
 
+    def _is_paused(self, lane: Lane) -> bool:
+        return self._runner.is_paused(lane.handler)
+
+    def is_running(self, handler: Handler) -> bool:
+        """Has a thread a load of this handler in hand? Once the handler is paused, no thread takes another one."""
+        with self._changed:
+            return any(running.load[0].handler is handler for running in self._running.values())
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
@@ -191,7 +200,7 @@ class Pool:
                     self._changed.notify()  # there may be more work for an idle thread
                     return job
                 self._on_idle()
-                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering]
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering if not self._is_paused(lane)]
                 left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
@@ -206,7 +215,7 @@ class Pool:
                 return partial(self._probe_database, alias)
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
-            if lane.handler.using in self._probe_at:
+            if lane.handler.using in self._probe_at or self._is_paused(lane):
                 continue
             if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, now, partial(self._receive_for, lane))

@@ -108,16 +108,17 @@ class Reception:
             part, run = parts.popleft()
             if self._is_late(part):
                 run = self._later(handler)
+            halve = bool(handler.batch)
             try:
                 ended = self._run_part(part, run)
             except DatabaseUnavailable as outage:
                 if not self._is_only_this_refused(handler, outage):
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts)), outage) from outage
-                ended = self._defer_unstored(part, outage)
+                ended, halve = self._defer_unstored(part, outage), True
             if not ended:
                 again = [one.again() for one in part]
                 half = len(part) // 2
-                smaller = [again[:half], again[half:]] if handler.batch else [[one] for one in again]
+                smaller = [again[:half], again[half:]] if halve else [[one] for one in again]
                 parts.extendleft(
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )

@@ -12,6 +12,7 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
 from inbox.runner import Runner
+from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -49,16 +50,17 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     consumer: Consumer | None = None
     if not is_local:
         consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
-    heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
+    activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
+    heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
-    with watchdog.watching(), heartbeats.sending(aliases):
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop):
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
             logger.info("consumer: stopped. Deliveries: %s.", counts or "none")
         elif not drain:
             _run_stored(runner, size, stop, watchdog)
-        if drain:
+        if drain or stop.is_draining:
             with watchdog.suspended():
                 runner.drain(stop)
         logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
@@ -69,7 +71,7 @@ def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog
     pool = Pool([], runner, size=size)
     pool.start()
     logger.info("runner: running stored messages on %d threads.", size)
-    while not stop:
+    while not (stop or stop.is_draining):
         watchdog.beat()
         pool.refuse_if_ended()
         stop.wait(_WATCHDOG_INTERVAL_SECONDS)

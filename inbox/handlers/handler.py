@@ -101,15 +101,23 @@ class Handler:
         """
         if self.biz_id is None:
             return message.biz_id
-        biz_id = self.biz_id(message)
-        if inspect.iscoroutine(biz_id):
-            biz_id.close()
-        if isinstance(biz_id, bool) or not isinstance(biz_id, str | int | UUID | Decimal | date) or biz_id == "":
-            raise TypeError(
-                f"it returned {biz_id!r}; a biz-id must be non-empty text, a whole number, a UUID, a Decimal or a date, so "
-                "that unrelated messages do not share one"
-            )
-        return fit(str(biz_id))
+        return as_biz_id(self.biz_id(message))
+
+
+def as_biz_id(named: object) -> str:
+    """The value that a user's `biz_id` returned, fit to be stored.
+
+    Raises:
+        TypeError: it identifies nothing.
+    """
+    if inspect.iscoroutine(named):
+        named.close()
+    if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
+        raise TypeError(
+            f"it returned {named!r}; a biz-id must be non-empty text, a whole number, a UUID, a Decimal or a date, so that "
+            "unrelated messages do not share one"
+        )
+    return fit(str(named))
 
 
 def why_contradictory(handler: Handler) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 
 from django.db import connections
 
@@ -60,6 +61,7 @@ class _ExtendingThread:
         self._changed = threading.Condition()
         self._running: set[_Extended] = set()
         self._thread: threading.Thread | None = None
+        self._wakes_at = inf
 
     @contextmanager
     def extending(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
@@ -75,7 +77,8 @@ class _ExtendingThread:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name=f"lease-heartbeat-{self._alias}", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if one.next_at < self._wakes_at:
+                self._changed.notify()
         try:
             yield
         finally:
@@ -101,8 +104,9 @@ class _ExtendingThread:
                 now = monotonic()
                 if due := [one for one in self._running if one.next_at <= now and not one.lease.lost]:
                     return due
-                waits = [one.next_at - now for one in self._running if not one.lease.lost]
-                self._changed.wait(min(waits, default=None))
+                # When it wakes up, most leases that it waited for have ended. A notification for each new one would cost more.
+                self._wakes_at = min((one.next_at for one in self._running if not one.lease.lost), default=inf)
+                self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)
 
     def _extend(self, one: _Extended) -> None:
         lease, now = one.lease, monotonic()

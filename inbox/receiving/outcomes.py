@@ -93,6 +93,15 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
+def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received | None:
+    """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
+    made = stored.attempts - 1
+    if made < handler.retry.over(options.retry).max_attempts:
+        return None
+    error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
+    return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=made))
+
+
 def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
     """Defer a claimed message whose row another session has locked; its attempt is refunded later."""
     # In a separate thread, which waits for the lock and gets the row before the next claim.

@@ -74,7 +74,7 @@ def read(
             refused = outside = outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
-    row = _row(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id)
     if message is not None:
         # An ordered message is read again when it is run; many of them are stored at once, so keeping them would take memory.
         message = None if handler.ordered else _named(message, row.biz_id)
@@ -106,7 +106,7 @@ def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions)
         refused = outside = outside_window(envelope, options)
     except Undecodable as error:
         refused = str(error)
-    row = _row(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id)
     return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), undecoded=not refused)
 
 
@@ -120,7 +120,7 @@ def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) ->
     It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
-    row = replace(_row(handler, envelope, biz_id=_UNDECIDED), headers=headers)
+    row = replace(row_of(handler, envelope, biz_id=_UNDECIDED), headers=headers)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
     return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else _UNDECIDED}{digest}")
 
@@ -149,7 +149,7 @@ def identify(handler: Handler, message: Message) -> str:
     _of_this_queue(handler, message.topic, message.biz_id)
     try:
         biz_id = handler.identify(message)
-    except BaseException as error:  # the user's code, see _receive_fresh
+    except BaseException as error:  # the user's code, see transactional.run_fresh
         raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
     return _not_ours(biz_id)
 
@@ -240,7 +240,7 @@ def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
         yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
 
 
-def _row(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
+def row_of(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
     """The row of a delivery with this biz-id; if it is "", the biz-id is a digest of the contents."""
     digest = hashlib.sha256(envelope.body).hexdigest()
     if not biz_id:

@@ -17,19 +17,36 @@ from django.db import DatabaseError, IntegrityError, connections, transaction
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
+from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-# With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
-_OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+# In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
+_IS_CLAIMED = f"CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+_OURS = f"id = %s AND attempts = %s AND {_IS_CLAIMED}"
+_SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
+
+
+def _begin_text(longest_wait: str, row: str, attempts: str, lock: str) -> str:
+    """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
+    return (
+        f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
+        f"WHERE id = {row} AND attempts = {attempts} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+        f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
+        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
+    )
+
+
+_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "int", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
 
 
 def claim_due(
@@ -58,17 +75,20 @@ def claim_due(
     written = _claiming(connection)
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
-        # Materialized, because a sub-select with LIMIT may be evaluated again and lock another row.
-        sql = f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id RETURNING m.*"
-        parameters: list[Any] = [*wanted, lasts]
-    else:
-        # An UPDATE of no row would still take the write lock.
-        if not due.due_handlers(alias, handlers):
-            return None
-        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-        parameters = [lasts, *wanted]
-    claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
-    return claimed[0] if claimed else None
+        # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id "
+                f"RETURNING {columns_of('m')}",
+                [*wanted, lasts],
+            )
+            row = cursor.fetchone()
+        return message_of(alias, row) if row else None
+    # An UPDATE of no row would still take the write lock.
+    if not due.due_handlers(alias, handlers):
+        return None
+    sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+    return next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
 
 
 def refused_claim(
@@ -106,12 +126,6 @@ def under_claim(alias: str, row: int, attempts: int) -> Any:
     return InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
 
 
-def claimed(alias: str, row: int) -> InboxMessage:
-    """The message that has been claimed as a follower."""
-    found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
-    return found
-
-
 def begin_stored(
     alias: str,
     row: int,
@@ -134,36 +148,42 @@ def begin_stored(
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
-    postgresql = is_postgresql(connection)
     if follower is not None:
-        follower.row = None
-    returned = "pg_current_xact_id()::text AS proof" if postgresql else "''"
-    parameters: list[Any] = [row, attempts]
-    if exclusive_key is not None:
-        columns, for_columns = run_lock(connection, exclusive_key)
-        returned += f", ordered, {columns}"
-        parameters += for_columns
-    sql = f"WHERE {_OURS} RETURNING {returned}"
-    begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
-    if postgresql:
-        # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
-        sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-        parameters.insert(0, as_bound(longest_wait))
-    else:
-        sql = f"{begin} {sql}"
-    with locked_means_busy(), connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        found = [columns for columns in cursor.fetchall() if columns[0] is not None]
-        if not found:
-            return None
-        if not postgresql:
-            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    if exclusive_key is None:
-        return Guard(alias, (row,), found[0][0], was=was)
-    proof, ordered, isolation, has_run_lock = found[0][:4]
+        follower.message = None
+    found = _begin(connection, row, attempts, exclusive_key, longest_wait)
+    if found is None:
+        return None
+    proof, ordered, isolation, has_run_lock = found
     if not has_run_lock:
         raise KeyBusy
-    return Guard(alias, (row,), proof, order_to_promote(alias, exclusive_key, isolation) if ordered else None, follower, was)
+    order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
+    return Guard(alias, (row,), proof, order, follower, was)
+
+
+def _begin(
+    connection: BaseDatabaseWrapper, row: int, attempts: int, exclusive_key: OrderedKey | None, longest_wait: timedelta
+) -> tuple[str, bool, str, bool] | None:
+    """The transaction's id, has the row a place in an order, the isolation level, and was the run lock acquired?"""
+    if is_postgresql(connection):
+        # A lock that is not wanted is NULL, and so is the answer.
+        given: list[Any] = [as_bound(longest_wait), row, attempts, None if exclusive_key is None else run_lock(exclusive_key)]
+        with locked_means_busy():
+            if is_usable(connection):
+                connection.validate_no_broken_transaction()
+                ((proof, *found, _),) = _BEGIN.fetch(connection, given)
+            else:
+                with connection.cursor() as cursor:
+                    cursor.execute(_begin_text(*["%s"] * 4), given)
+                    ((proof, *found, _),) = cursor.fetchall()
+        ordered, isolation, has_run_lock = found
+        return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_SET_BEGUN} WHERE id = %s AND attempts = %s AND {_IS_CLAIMED} RETURNING ordered", [row, attempts])
+        on_sqlite = cursor.fetchall()
+        if not on_sqlite:
+            return None
+        cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+    return "", bool(on_sqlite[0][0]), "", True
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import DUE
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import PAUSED_HANDLERS, TABLE
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
 from outbox.kernel.wire import CELERY_TOPICS
@@ -38,12 +38,24 @@ _WANTED = {
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
 }
 """A list of handlers as rows, in its order."""
+# A scalar sub-select, because a join could return the handlers in another order.
+_NOT_PAUSED = f"(SELECT 1 FROM {PAUSED_HANDLERS} paused WHERE paused.handler = {{name}}) IS NULL"
+_UNPAUSED = {
+    "postgresql": (
+        "(SELECT name AS handler FROM json_array_elements_text(%s::json) AS given(name) "
+        f"WHERE {_NOT_PAUSED.format(name='given.name')}) AS wanted"
+    ),
+    "sqlite": f"(SELECT value AS handler FROM json_each(%s) WHERE {_NOT_PAUSED.format(name='value')}) AS wanted",
+}
+"""`_WANTED` without the handlers that an operator has paused."""
 
 
 def first_due(
     connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool, without: Collection[int] = ()
 ) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
+
+    Paused handlers are left out.
 
     On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
 
@@ -55,7 +67,7 @@ def first_due(
     if without:
         also += f" AND stored.id NOT IN ({', '.join(str(int(row)) for row in without)})"
     probe = _longest_due(connection, also)
-    wanted = _WANTED[connection.vendor]
+    wanted = _UNPAUSED[connection.vendor]
     if is_postgresql(connection):
         first = _longest_due(connection, also, most=_FIRST_TRIED)
         last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
@@ -74,11 +86,11 @@ def first_due(
 
 
 def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
-    """Those of `handlers` that have a due message, in their order."""
+    """Those of `handlers` that have a due message and are not paused, in their order."""
     if not handlers:
         return []
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
+    probe, wanted = _longest_due(connection), _UNPAUSED[connection.vendor]
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL", [json.dumps([*handlers])])
         return [handler for (handler,) in cursor.fetchall()]

@@ -11,9 +11,9 @@ from django.db.models import F, Min
 
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State, Step
-from inbox.store.arrivals import insert
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
 from inbox.store.due import longest_due
+from inbox.store.inserting import Insertion, insert_one
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.store.trail import record
@@ -112,14 +112,15 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
     if replaced.ordered:
         hold_gates(alias, replaced.handler, [replaced.key])
         waits = not is_head(alias, replaced.handler, replaced.key, place)
-    inserted = insert(
-        alias,
-        corrected,
-        LONGEST_LOCK_WAIT,
+    insertion = Insertion(
+        row=corrected,
         state=State.WAITING if waits else State.RECEIVED,
-        due_after=None if waits else timedelta(),
-        also={"attempts": 0, "replaces_id": replaced.pk, **({"ordered": True, "place": place} if replaced.ordered else {})},
+        due_after=0.0,
+        ordered=replaced.ordered,
+        place=place if replaced.ordered else None,
+        replaces_id=replaced.pk,
     )
+    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
     if inserted is None:
         raise NotEditable(
             f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "

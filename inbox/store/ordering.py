@@ -31,16 +31,17 @@ from django.db import connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
+from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import NOW_AFTER, now_after
+from outbox.database.now import NOW_AFTER
 from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-OPEN = "ordered AND state IN ('received', 'retrying', 'waiting', 'running', 'dead')"
+OPEN = "ordered AND NOT (state IN ('done', 'skipped', 'shed'))"
 """True for rows with a place in the order, as in the index `inbox_order`."""
 GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
@@ -76,57 +77,83 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
         cursor.execute("SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
 
 
-def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta | None = None) -> int | None:
+def promote_next(alias: str, handler: str, key: str) -> int | None:
     """waiting → received, due now, for the head of the key; its row. None if the head is not waiting, or there is none.
 
-    Call it under the gate, in the transaction that settled a row of the key or took its place. With `claimed_for` the head is
-    claimed at once, as by `claim_due`: its attempt is counted, and it is due after that time.
+    Call it under the gate, in the transaction that settled a row of the key or took its place.
     """
     connection = connections[alias]
-    claim = [0 if claimed_for is None else 1, (claimed_for or timedelta()).total_seconds()]
-    if not is_postgresql(connection):
-        promote = _PROMOTE.format(attempts="%s", due=now_after(connection))
+    if is_postgresql(connection):
+        promoted = _promote(connection, _PROMOTE_HEAD, [handler, key, 0, 0.0])
+    else:
         with connection.cursor() as cursor:
-            cursor.execute(
-                f"{promote} WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')})) RETURNING id",
-                [*claim, handler, key],
-            )
-            promoted = next((row for (row,) in cursor.fetchall()), None)
-        return _record_promotion(alias, promoted)
-    while True:
-        ((state, row),) = _promote(connection, [handler, key, *claim]) or [("", None)]
-        if row is not None or state != State.WAITING:
-            return _record_promotion(alias, row)
-        # An operator has skipped it between the read and the write; read again.
+            cursor.execute(f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])
+            promoted = cursor.fetchone()
+    return _recorded(alias, promoted[0]) if promoted else None
 
 
-def _record_promotion(alias: str, promoted: int | None) -> int | None:
-    if promoted is not None:
-        record(alias, [promoted], was=State.WAITING, matters=False)
+def claim_next(alias: str, handler: str, key: str, claimed_for: timedelta) -> InboxMessage | None:
+    """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time."""
+    connection = connections[alias]
+    claim = [1, claimed_for.total_seconds()]
+    if is_postgresql(connection):
+        promoted = _promote(connection, _CLAIM_HEAD, [handler, key, *claim])
+        claimed = message_of(alias, promoted) if promoted else None
+    else:
+        sql = f"{_PROMOTE_ON_SQLITE} RETURNING *"
+        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [*claim, handler, key])), None)
+    if claimed is not None:
+        _recorded(alias, claimed.pk)
+    return claimed
+
+
+def _recorded(alias: str, promoted: int) -> int:
+    record(alias, [promoted], was=State.WAITING, matters=False)
     return promoted
 
 
-def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:
-    """The state of the head, and the promoted row; empty if there is no head."""
-    if is_usable(connection):
-        return [(state, int(row) if row else None) for state, row in _PROMOTE_HEAD.execute(connection, given).rows]
-    with connection.cursor() as cursor:
-        cursor.execute(_promote_head(*["%s"] * 4), given)
-        return list(cursor.fetchall())
+def _promote(connection: BaseDatabaseWrapper, statement: _HeadStatement, given: list[Any]) -> Sequence[Any] | None:
+    """What the statement returns of the promoted row."""
+    while True:
+        ((state, *promoted),) = statement.fetch(connection, given) or [("", None)]
+        if promoted[0] is not None:
+            return promoted
+        if state != State.WAITING:
+            return None
+        # An operator has skipped it between our read and our write; read again.
 
 
-def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
-    promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
-    return (
-        f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
-        # CASE prevents an index of all waiting rows: see the sentinel.
-        f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
-        f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {TABLE}.id) "
-        "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true"
-    )
+class _HeadStatement:
+    """It promotes the head of a key if it is waiting. Its row: the head's state, and columns of the promoted row or NULL."""
+
+    def __init__(self, name: str, returned: str) -> None:
+        self._returned = returned
+        self._prepared = PreparedStatement(name, ["text", "text", "int", "float8"], self._text("$1", "$2", "$3", "$4"))
+
+    def fetch(self, connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[Any, ...]]:
+        if is_usable(connection):
+            return self._prepared.fetch(connection, given)
+        with connection.cursor() as cursor:
+            cursor.execute(self._text(*["%s"] * 4), given)
+            return list(cursor.fetchall())
+
+    def _text(self, handler: str, key: str, attempts: str, seconds: str) -> str:
+        promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
+        return (
+            f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
+            # CASE prevents an index of all waiting rows: see the sentinel.
+            f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
+            f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {self._returned}) "
+            "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true"
+        )
 
 
-_PROMOTE_HEAD = PreparedStatement("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
+_PROMOTE_HEAD = _HeadStatement("inbox_promote", f"{TABLE}.id")
+_CLAIM_HEAD = _HeadStatement("inbox_promote_claimed", columns_of(TABLE))
+_PROMOTE_ON_SQLITE = (
+    f"{_PROMOTE.format(attempts='%s', due=NOW_AFTER['sqlite'])} "
+    f"WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')}))"
+)
 
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
@@ -138,14 +165,9 @@ def is_head(alias: str, handler: str, key: str, place: int) -> bool:
         return not cursor.fetchall()
 
 
-def run_lock(connection: BaseDatabaseWrapper, order: OrderedKey) -> tuple[str, list[Any]]:
-    """For the RETURNING of the statement that locks a row to run it: the isolation level, and was the run lock acquired?
-
-    If it was not, another transaction is running a message of the key. The lock is held until the transaction ends.
-    """
-    if not is_postgresql(connection):
-        return "'', 1", []
-    return "current_setting('transaction_isolation'), pg_try_advisory_xact_lock(%s)", [_lock_number("run", *order)]
+def run_lock(order: OrderedKey) -> int:
+    """The number of the run lock of a key, which a transaction that runs a message of it holds until it ends."""
+    return _lock_number("run", *order)
 
 
 def order_to_promote(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | None:

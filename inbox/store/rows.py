@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from django.db import OperationalError
 
+from inbox.models import InboxMessage
 from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
@@ -140,11 +141,11 @@ class Follower:
 
     Attributes:
         claimed_for: the time after which it is due again, if its process has died.
-        row: its row, with its attempt counted, once the other message is done; None if none follows.
+        message: it, with its attempt counted, once the other message is done; None if none follows.
     """
 
     claimed_for: timedelta
-    row: int | None = None
+    message: InboxMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class Guard:
         order: the order that its one row has a place in; the next message in it is to be promoted.
         follower: the next message is claimed for it; None leaves that message due.
         was: the previous state of its rows; "" if they are new.
+        result: the result that its row was inserted with, as JSON.
     """
 
     alias: str
@@ -167,6 +169,7 @@ class Guard:
     was: str = ""
     is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
+    result: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
-from inbox.store.ordering import GATE, for_gate, promote_next
+from inbox.store.ordering import GATE, claim_next, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
 from outbox.database.connections import is_outermost, is_postgresql
@@ -34,7 +34,7 @@ PREPARED = (
 )
 SAVEPOINT = "inbox_guard"
 _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
-_EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
+EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
 """Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
@@ -46,12 +46,15 @@ _PROVE = PreparedStatement(
     ["bigint[]"],
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
+_WRITE_RESULT = PreparedStatement(
+    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
+)
 _FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
 
 
 def _set_done(*, keep_body: bool) -> str:
     written = _WRITTEN.format(attempts="$2", now="statement_timestamp()")
-    return f"UPDATE {TABLE} SET {written}{'' if keep_body else _EMPTIED['postgresql']}"
+    return f"UPDATE {TABLE} SET {written}{'' if keep_body else EMPTIED['postgresql']}"
 
 
 _FINISH = {
@@ -116,10 +119,10 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         raise TransactionEnded(ENDED)
     record(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
-        follower = guard.follower
-        row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
-        if follower:
-            follower.row = row
+        if guard.follower is None:
+            promote_next(guard.alias, *guard.order)
+        else:
+            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for)
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
@@ -127,7 +130,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     connection = connections[guard.alias]
     return (
         guard.is_settled
-        and result is None
+        and result == guard.result
         and not is_recorded(matters=False)
         and is_outermost(connection)
         and connection.commit_on_exit
@@ -137,23 +140,26 @@ def can_commit(guard: Guard, result: str | None) -> bool:
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
-    if guard.is_settled and result is None:
+    if guard.is_settled and result == guard.result:
         return _count_ours(connection, guard)
+    if guard.is_settled and is_usable(connection):
+        connection.validate_no_broken_transaction()
+        return _WRITE_RESULT.execute(connection, [guard.rows[0], result]).hit
     keep_body = inbox_options().keeps_all_bodies
-    if result is None and len(guard.rows) == 1 and is_usable(connection):
+    if result == guard.result and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
         if guard.order is None:
             return _FINISH[keep_body].execute(connection, given).hit
         return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
-    also = "" if keep_body else _EMPTIED[connection.vendor]
-    if result is not None:
+    also = "" if keep_body else EMPTIED[connection.vendor]
+    if result != guard.result:
         also += ", result = %s"
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{also} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
     )
-    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
+    parameters: list[Any] = [attempts, *([] if result == guard.result else [result]), *guard.rows]
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
@@ -225,7 +231,7 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             return False
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} "
+            f"UPDATE {TABLE} SET state = 'dead', result = NULL, last_error = %s, settled_at = {now(connection)} "
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
             [ABANDONED, *given],
         )

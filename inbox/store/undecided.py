@@ -11,8 +11,9 @@ from datetime import timedelta
 from django.db import IntegrityError, connections, transaction
 
 from inbox.models import InboxMessage, State
-from inbox.store.arrivals import count_duplicate, insert
+from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import TABLE, adapted, binary, fetch_all
+from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime
@@ -27,7 +28,7 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
         ConcurrentDuplicate: see `begin_fresh`.
     """
     with transaction.atomic(using=alias):
-        insert(alias, row, duplicate_timeout, state=State.WAITING)
+        insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout)
         with connections[alias].cursor() as cursor:
             cursor.execute(
                 f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE handler = %s AND topic = %s AND biz_id = %s "

@@ -38,13 +38,13 @@ def in_transaction(
     of: str,
     attempt: int = 1,
     durable: bool = True,
-    remember: Callable[[object], str | None] | None = None,
+    encode_result: Callable[[object], str | None] | None = None,
 ) -> bool:
     """Execute `begin`, `run` and the sentinel in one transaction, and commit it; `of` names its messages in the log.
 
     Args:
         durable: refuse to run as a savepoint in a transaction of the caller.
-        remember: converts the result of `run` to the JSON that is stored with the row.
+        encode_result: converts the result of `run` to the JSON that is stored with the row; None, if it cannot be that.
 
     False: `begin` found nothing to do.
     """
@@ -69,12 +69,12 @@ def in_transaction(
             try:
                 with _Supervision(handler), changes, none_left_open():
                     returned = run()
-                result = remember(returned) if remember else None
+                result = encode_result(returned) if encode_result else None
             except BaseException:
                 sentinel.refuse_if_ended(guard)
                 raise
             changes.undo(handler.using)
-            commits = durable and sentinel.can_commit(guard, result)
+            commits = sentinel.can_commit(guard, result)
             try:
                 sentinel.finish(guard, attempt, result, commit=commits)
             except BaseException as error:

@@ -11,6 +11,7 @@ and the adaptation of parameters with known types take longer than PostgreSQL ta
 from __future__ import annotations
 
 import select
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +29,8 @@ _MISSING, _EXISTS = "26000", "42P05"
 _AT_HAND = "_statements_at_hand"
 _TEXT, _BINARY = 0, 1
 _BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
+_BINARY_TYPES = {"bytea", "bytea[]"}
+_OID_OF_BYTEA = 17
 _MOST_RUNS = 1000
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
@@ -62,7 +65,7 @@ class _AtHand:
 class PreparedStatement:
     """A statement with PostgreSQL's types of its parameters. In `text` the parameters are `$1`, `$2`, ….
 
-    A value is text in PostgreSQL's format, bytes, an instant, or an object whose `str` is such text.
+    A value is text in PostgreSQL's format, bytes, a list of bytes, an instant, or an object whose `str` is such text.
 
     Args:
         most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
@@ -73,7 +76,7 @@ class PreparedStatement:
         self._most_runs = most_runs
         self._name = name.encode()
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
-        self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
+        self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
         """Run it, in the open transaction if there is one. Call it only if `is_usable`.
@@ -144,11 +147,19 @@ def _given(value: Any) -> bytes | None:
             return value
         case datetime():
             return value.isoformat().encode()
+        case list():
+            return _array(value)
     text = str(value).encode()
     if b"\0" in text:
         # libpq would end the text there.
         raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
     return text
+
+
+def _array(values: Sequence[bytes]) -> bytes:
+    """A `bytea[]` in PostgreSQL's binary format: dimensions, is any NULL, type, length, first index; then each element."""
+    elements = (struct.pack("!i", len(value)) + value for value in values)
+    return struct.pack("!5i", 1, 0, _OID_OF_BYTEA, len(values), 1) + b"".join(elements)
 
 
 def _text(value: bytes | None) -> str | None:

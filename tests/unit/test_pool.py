@@ -33,6 +33,9 @@ class Store:
     def seconds_left(self, now):
         return 0.0 if self.due else 60.0
 
+    def is_paused(self, handler):
+        return False
+
     def turn(self):
         with self._lock:
             if not self.due:

@@ -1,14 +1,14 @@
-import getpass
 import sys
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import refuse_unknown
 from outbox.database.schema import require_schema
 
@@ -39,7 +39,12 @@ class Command(BaseCommand):
         if options["dry_run"]:
             self.stdout.write(f"Row {stored.pk} would be replaced.")
             return
-        row = replace_message(options["database"], stored.pk, text, by=_by())
+        alias, actor = options["database"], actor_of_command(__name__)
+        with transaction.atomic(using=alias):
+            row = replace_message(alias, stored.pk, text, by=f"by {actor.name} with {actor.place}")
+            if row is not None:
+                subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
+                record("inbox", alias, actor, "edit", [subject], {"payload": f"{len(text):,} characters", "replaced_by": row})
         if row is None:
             raise CommandError(f"Nothing was changed: the message in row {stored.pk} is no longer dead.")
         self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
@@ -55,13 +60,6 @@ def _the_message(options: dict[str, Any]) -> InboxMessage:
         handlers = ", ".join(row.handler for row in found)
         raise CommandError(f"The message is dead in several handlers: choose one of {handlers} with --handler.")
     return found[0]
-
-
-def _by() -> str:
-    try:
-        return f"by {getpass.getuser()} with inbox_edit"
-    except (OSError, KeyError):  # the user of a container may have no name
-        return "by inbox_edit"
 
 
 def _text(file: str) -> str:

@@ -10,8 +10,8 @@ from outbox.console.purge_command import PurgeCommand
 
 class Command(PurgeCommand):
     help = (
-        "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], and the trail older than "
-        "INBOX['TRAIL_RETENTION']. Open and dead messages stay."
+        "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], the trail older than "
+        "INBOX['TRAIL_RETENTION'], and the audit log older than INBOX['AUDIT_RETENTION']. Open and dead messages stay."
     )
     app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
     older_than_help = "delete only messages older than this; not shorter than INBOX['RETENTION']"

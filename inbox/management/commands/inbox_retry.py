@@ -1,16 +1,17 @@
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
 from inbox.store import operating
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
@@ -56,14 +57,17 @@ class Command(BaseCommand):
         if options["dry_run"]:
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
+        alias = options["database"]
         progress = Progress("retried", left)
         unsent: list[TaskNotSent] = []
         for pk, quarantined, message_id, handler in rows:
             if pk not in held_back:
                 decide = operating.override_maximum_age if quarantined else operating.retry
                 transition = resending(partial(decide, reason="inbox_retry"))
+                action = "override_maximum_age" if quarantined else "retry"
+                subject = Subject(kind="message", id=message_id, name=f"{message_id} ({handler})")
                 try:
-                    done = transition(options["database"], pk)
+                    done = _audited(transition, alias, pk, action, subject, given)
                 except TaskNotSent as error:
                     unsent.append(error)
                     continue
@@ -83,6 +87,17 @@ class Command(BaseCommand):
             raise CommandError("Not all of the given messages are due: some are in quarantine.")
         if unsent:
             raise CommandError(f"{len(unsent)} Celery tasks were not retried: {unsent[0]}")
+
+
+def _audited(
+    transition: Callable[[str, int], bool], alias: str, pk: int, action: str, subject: Subject, given: Mapping[str, Any]
+) -> bool:
+    """Make the transition and write it into the audit log, in one transaction."""
+    with transaction.atomic(using=alias):
+        done = transition(alias, pk)
+        if done:
+            record("inbox", alias, actor_of_command(__name__), action, [subject], given)
+    return done
 
 
 def _is_known(handler: str) -> bool:

@@ -8,7 +8,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.store import accounting, heartbeats, operating
+from inbox.store import accounting, heartbeats, operating, pausing
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 
@@ -48,6 +48,7 @@ class Command(StatusCommand):
             "without_rows": _without_rows(),
             "consumers": [_as_json(consumer) for consumer in heartbeats.consumers.rows(alias)],
             "unattended": unattended(alias),
+            "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
         }
         if options["conflicts"]:
             found["conflicts"] = [
@@ -85,11 +86,30 @@ class Command(StatusCommand):
         drawn = [counts]
         if consumers:
             drawn.append(processes("consumer", consumers, _COLUMNS, _state))
+        if paused := list(pausing.paused_handlers(alias)):
+            drawn.append(_paused(paused))
         if names := unattended(alias):
             drawn.append(f"No consumer is running for: {', '.join(names)}. {what_to_start()}")
         if options["conflicts"]:
             drawn.append(_conflicts(alias))
         return "\n\n".join(drawn)
+
+
+def _paused(handlers: list[Any]) -> str:
+    head = ("paused handler", "since", "stored")
+    lines = [head, *((row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}") for row in handlers)]
+    said = ["why", *(" ".join(f"by {row.paused_by}: {row.reason}".split()) for row in handlers)]
+    return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _paused_as_json(row: Any) -> dict[str, Any]:
+    return {
+        "handler": row.handler,
+        "messages": row.messages,
+        "since": iso(row.paused_at),
+        "by": row.paused_by,
+        "reason": row.reason,
+    }
 
 
 def _state(consumer: Any) -> str:

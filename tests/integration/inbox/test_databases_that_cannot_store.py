@@ -26,6 +26,7 @@ from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
 
@@ -402,6 +403,37 @@ def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(h
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
     assert sorted(rows) == [("a", State.RECEIVED, 0, 0), ("b", State.RECEIVED, 0, 0)]
+
+
+def rows_of_each_transaction():
+    """How many rows each transaction has inserted, the smallest first."""
+    with connections["other"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM inbox_inboxmessage GROUP BY xmin::text ORDER BY 1")
+        return [count for (count,) in cursor.fetchall()]
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
+    handler = handles(effect_on_other, using="other", ordered=ordered)
+    names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
+    load = [(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS), True) for name in names_of_load]
+    with one_refused("23514", "%bad"):
+        became = admit(handler, load, OPTIONS)
+
+    assert became == [Received.STORED] * 11 + [Received.DEAD] + [Received.STORED] * 20
+    assert rows_of_each_transaction() == [1, 1, 2, 4, 8, 16]
+    stored = InboxMessage.objects.using("other").order_by("pk")
+    assert [row.biz_id for row in stored if row.state != State.DEAD] == [name for name in names_of_load if name != "m11-bad"]
+
+
+def test_group_that_the_database_refuses_is_halved(handles):
+    handler = handles(effect_on_other, using="other", group_commit=16)
+    envelopes = [an_envelope(id=f"m{number}", biz_id=f"m{number}") for number in range(15)]
+    with one_refused("P0001"):
+        became = receive_together(handler, [*envelopes, an_envelope(id="bad", biz_id="bad")])
+
+    assert became == [Received.HANDLED] * 15 + [Received.UNSTORED]
+    assert rows_of_each_transaction() == [1, 2, 4, 8]
 
 
 @contextmanager

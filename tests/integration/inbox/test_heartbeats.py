@@ -170,7 +170,7 @@ class TestThreads:
         with Heartbeats(lambda: Activity(handlers=[])).sending(["default"]):
             wait_until(lambda: not ConsumerHeartbeat.objects.filter(host="old"))
 
-        assert ConsumerHeartbeat.objects.get().host == "recent"
+        assert consumers.rows("default").get().host == "recent"
 
     def test_nothing_is_sent_inside_the_transaction_of_a_test(self):
         with transaction.atomic(), Heartbeats(pytest.fail).sending(["default"]):

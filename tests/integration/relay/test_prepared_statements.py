@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -11,14 +12,26 @@ from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
-from inbox.store import arrivals, sentinel
+from inbox.receiving.reading import read
+from inbox.store import inserting, sentinel
 from outbox.database import prepared_statements
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, effects, options, run_to_the_end, the_effect
+from tests.support.deliveries import (
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    effects,
+    options,
+    run_to_the_end,
+    the_effect,
+)
 from tests.support.servers import PgBouncer
 from tests.support.waiting import wait_until
 
@@ -60,7 +73,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (arrivals._BEGIN, sentinel._PROVE):
+    for statement in (inserting._DONE, sentinel._PROVE):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
@@ -99,6 +112,46 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
     assert len(rows[0]) == 3
     for one, other in zip(*rows, strict=True):
         assert {name for name in columns if one[name] != other[name]} == {"received_at", "settled_at"}
+
+
+def test_loads_of_any_size_are_stored_by_one_prepared_statement(handles):
+    handler = handles(the_effect, ordered=True)
+    for size in (1, 3, 40):
+        load = [(read(handler, an_envelope(biz_id=f"{size}-{n}", key="k"), OPTIONS), False) for n in range(size)]
+        assert admit(handler, load, OPTIONS) == [Received.STORED] * size
+
+    assert prepared() == {"inbox_insert"}
+    assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements") == [3]
+    assert InboxMessage.objects.count() == 44
+
+
+def test_load_is_stored_alike_with_and_without_prepared_statements(handles):
+    bodies = [b"", b"\x00\xff", b'"{}\\,', b"x" * 100_000]
+    columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
+    rows = []
+    for name, writing in {"tests.prepared": nullcontext, "tests.plain": plain_cursors}.items():
+        handler = handles(the_effect, name=name, ordered=True)
+        load = [
+            (replace(read(handler, an_envelope(id="i", biz_id=str(n), key="k"), OPTIONS), refused="no" * (n % 2)), False)
+            for n, body in enumerate(bodies)
+        ]
+        load = [
+            (replace(arrival, row=replace(arrival.row, body=body)), again)
+            for (arrival, again), body in zip(load, bodies, strict=True)
+        ]
+        with writing():
+            admit(handler, load, OPTIONS)
+        rows.append(list(InboxMessage.objects.filter(handler=name).order_by("pk").values(*columns)))
+
+    assert [bytes(row["body"]) for row in rows[0]] == bodies
+    assert [row["state"] for row in rows[0]] == [State.RECEIVED, State.DEAD, State.WAITING, State.DEAD]
+    for one, other in zip(*rows, strict=True):
+        assert {column for column in columns if one[column] != other[column]} <= {
+            "received_at",
+            "settled_at",
+            "next_attempt_at",
+            "created_at",
+        }
 
 
 def test_duplicate_is_found_with_and_without_prepared_statements(handles):

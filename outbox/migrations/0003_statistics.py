@@ -2,14 +2,20 @@
 
 from django.db import migrations, models
 
+from outbox.migrations._partitions import AddLiveIndex
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0001_initial'),
+        ('outbox', '0002_processes_audit_alerts'),
     ]
 
     operations = [
+        AddLiveIndex(
+            model_name='outboxmessage',
+            index=models.Index(condition=models.Q(('state__in', ['dead', 'waiting'])), fields=['state'], name='outbox_dead_or_waiting'),
+        ),
         migrations.CreateModel(
             name='MinuteStatistics',
             fields=[
@@ -17,23 +23,18 @@ class Migration(migrations.Migration):
                 ('minute', models.DateTimeField()),
                 ('process', models.CharField(max_length=255)),
                 ('subject', models.CharField(max_length=255)),
-                ('handled', models.PositiveIntegerField(default=0)),
-                ('failed', models.PositiveIntegerField(default=0)),
-                ('deferred', models.PositiveIntegerField(default=0)),
+                ('published', models.PositiveIntegerField(default=0)),
+                ('retried', models.PositiveIntegerField(default=0)),
                 ('dead', models.PositiveIntegerField(default=0)),
-                ('redeliveries', models.PositiveIntegerField(default=0)),
-                ('resends', models.PositiveIntegerField(default=0)),
-                ('replays', models.PositiveIntegerField(default=0)),
-                ('repeats', models.PositiveIntegerField(default=0)),
-                ('to_inbox', models.JSONField(default=dict)),
-                ('to_effect', models.JSONField(default=dict)),
+                ('expired', models.PositiveIntegerField(default=0)),
+                ('to_broker', models.JSONField(default=dict)),
             ],
             options={
                 'verbose_name': 'statistics of a minute',
                 'verbose_name_plural': 'statistics',
                 'abstract': False,
                 'default_permissions': (),
-                'indexes': [models.Index(fields=['subject', 'minute'], name='inbox_minute_subject'), models.Index(fields=['minute'], name='inbox_minute')],
+                'indexes': [models.Index(fields=['subject', 'minute'], name='outbox_minute_subject'), models.Index(fields=['minute'], name='outbox_minute')],
             },
         ),
         migrations.CreateModel(
@@ -48,7 +49,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('inbox.minutestatistics',),
+            bases=('outbox.minutestatistics',),
         ),
         migrations.CreateModel(
             name='Overview',
@@ -62,6 +63,6 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('inbox.minutestatistics',),
+            bases=('outbox.minutestatistics',),
         ),
     ]

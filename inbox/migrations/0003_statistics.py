@@ -2,20 +2,14 @@
 
 from django.db import migrations, models
 
-from outbox.migrations._partitions import AddLiveIndex
-
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0001_initial'),
+        ('inbox', '0002_processes_audit_alerts'),
     ]
 
     operations = [
-        AddLiveIndex(
-            model_name='outboxmessage',
-            index=models.Index(condition=models.Q(('state__in', ['dead', 'waiting'])), fields=['state'], name='outbox_dead_or_waiting'),
-        ),
         migrations.CreateModel(
             name='MinuteStatistics',
             fields=[
@@ -23,18 +17,23 @@ class Migration(migrations.Migration):
                 ('minute', models.DateTimeField()),
                 ('process', models.CharField(max_length=255)),
                 ('subject', models.CharField(max_length=255)),
-                ('published', models.PositiveIntegerField(default=0)),
-                ('retried', models.PositiveIntegerField(default=0)),
+                ('handled', models.PositiveIntegerField(default=0)),
+                ('failed', models.PositiveIntegerField(default=0)),
+                ('deferred', models.PositiveIntegerField(default=0)),
                 ('dead', models.PositiveIntegerField(default=0)),
-                ('expired', models.PositiveIntegerField(default=0)),
-                ('to_broker', models.JSONField(default=dict)),
+                ('redeliveries', models.PositiveIntegerField(default=0)),
+                ('resends', models.PositiveIntegerField(default=0)),
+                ('replays', models.PositiveIntegerField(default=0)),
+                ('repeats', models.PositiveIntegerField(default=0)),
+                ('to_inbox', models.JSONField(default=dict)),
+                ('to_effect', models.JSONField(default=dict)),
             ],
             options={
                 'verbose_name': 'statistics of a minute',
                 'verbose_name_plural': 'statistics',
                 'abstract': False,
                 'default_permissions': (),
-                'indexes': [models.Index(fields=['subject', 'minute'], name='outbox_minute_subject'), models.Index(fields=['minute'], name='outbox_minute')],
+                'indexes': [models.Index(fields=['subject', 'minute'], name='inbox_minute_subject'), models.Index(fields=['minute'], name='inbox_minute')],
             },
         ),
         migrations.CreateModel(
@@ -49,7 +48,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.minutestatistics',),
+            bases=('inbox.minutestatistics',),
         ),
         migrations.CreateModel(
             name='Overview',
@@ -63,6 +62,6 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.minutestatistics',),
+            bases=('inbox.minutestatistics',),
         ),
     ]
