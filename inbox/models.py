@@ -10,10 +10,9 @@ from django.db.models.functions import Coalesce
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from outbox.database.minutes import MinuteRow
-
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
+from outbox.database.minutes import MinuteRow
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
 

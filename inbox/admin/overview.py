@@ -13,7 +13,7 @@ from inbox.admin.health import health_link, health_warnings, size_of_tables
 from inbox.admin.messages import InboxMessageAdmin
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
-from inbox.models import Overview, State
+from inbox.models import Overview, PausedHandler, State
 from inbox.store import figures
 from inbox.store.heartbeats import consumers
 from inbox.store.statistics import minutes
@@ -36,6 +36,8 @@ from outbox.database.minutes import database_time
 _VIEW = "inbox.view_inboxmessage"
 _MESSAGES = "inbox_inboxmessage_changelist"
 _CONSUMERS = Link(page="inbox_consumerheartbeat_changelist", permission="inbox.view_consumerheartbeat")
+_PAUSED = Link(page="inbox_pausedhandler_changelist", permission="inbox.view_pausedhandler")
+_MOST_NAMED = 5
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
 
 
@@ -68,6 +70,10 @@ def _read(alias: str) -> Reading:
                 words = gettext("Consumer %(process)s waits for %(what)s.")
                 text = words % {"process": f"{process.host}:{process.pid}", "what": process.waits_for}
                 yield Attention(text=text, link=_CONSUMERS)
+        for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
+            words = gettext("Handler {} has been paused for {} by {}.")
+            names = identifier(paused.handler), duration(now - paused.paused_at), paused.paused_by
+            yield Attention(text=format_html(words, *names), link=_PAUSED)
         if counts[State.DEAD].number:
             words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead.number)
             yield Attention(text=words % {"count": count_text(dead)}, link=_of_state(State.DEAD))

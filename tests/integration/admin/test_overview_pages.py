@@ -8,6 +8,7 @@ from django.test import Client
 from django.urls import reverse
 
 from inbox.models import MinuteStatistics as InboxStatistics
+from inbox.models import PausedHandler
 from outbox.database.counts import LIMIT
 from outbox.kernel.clock import utcnow
 from outbox.models import MinuteStatistics as OutboxStatistics
@@ -193,6 +194,12 @@ def test_handlers_without_a_consumer_are_reported(handles):
 
     a_consumer(handlers=["shop.reserve_stock"])
     assert "No consumer is running" not in the_page().text
+
+
+def test_paused_handler_is_reported():
+    PausedHandler.objects.create(handler="shop.reserve", paused_by="ada", paused_at=utcnow() - timedelta(minutes=5))
+
+    assert "Handler shop.reserve has been paused for 5 min by ada." in the_page().text
 
 
 def test_scheduled_messages_of_the_future_are_not_overdue():
