@@ -7,10 +7,12 @@ from typing import ClassVar
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Coalesce
+from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
+from outbox.database.minutes import MinuteRow
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
 
@@ -290,3 +292,51 @@ class AlertLease(AlertLeaseRecord):
 
     class Meta:
         default_permissions = ()
+
+
+class MinuteStatistics(MinuteRow):
+    """What one process counted in one minute, of one handler or of all; see `outbox.database.minutes`.
+
+    `deferred` counts the attempts that ended with RetryLater, `repeats` the duplicates that were published again under the same
+    biz-id. `to_inbox` has the times from the due time in a message's header until it was received, `to_effect` those from then
+    until its effect was committed.
+    """
+
+    counted = ("handled", "failed", "deferred", "dead", "redeliveries", "resends", "replays", "repeats")
+    timed = ("to_inbox", "to_effect")
+
+    handled = models.PositiveIntegerField(default=0)
+    failed = models.PositiveIntegerField(default=0)
+    deferred = models.PositiveIntegerField(default=0)
+    dead = models.PositiveIntegerField(default=0)
+    redeliveries = models.PositiveIntegerField(default=0)
+    resends = models.PositiveIntegerField(default=0)
+    replays = models.PositiveIntegerField(default=0)
+    repeats = models.PositiveIntegerField(default=0)
+    to_inbox = models.JSONField(default=dict)
+    to_effect = models.JSONField(default=dict)
+
+    class Meta(MinuteRow.Meta):
+        verbose_name = "statistics of a minute"
+        verbose_name_plural = "statistics"
+
+
+class Overview(MinuteStatistics):
+    """The overview, a page of its own in the admin."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("overview")
+        # The admin sorts the pages of an app by name, and HTML ignores the space.
+        verbose_name_plural = format_lazy(" {}", _("Overview"))
+        default_permissions = ("view",)
+
+
+class DatabaseHealth(MinuteStatistics):
+    """The health of the database, a page of its own in the admin."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("database health")
+        verbose_name_plural = _("database health")
+        default_permissions = ("view",)

@@ -346,7 +346,7 @@ class Runner:
                 return
             self._swept_at[alias] = monotonic()
         for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
-            announce_dead_letter(dead_lettered)
+            announce_dead_letter(dead_lettered, alias)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:

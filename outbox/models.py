@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
+from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.fields import InstantField, ReadableJSONField
+from outbox.database.minutes import MinuteRow
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.identity import new_message_id
 from outbox.kernel.text import NAME_LENGTH
@@ -102,6 +104,8 @@ class OutboxMessage(models.Model):
                 name="outbox_holding",
                 condition=Q(state__in=["retrying", "dead", "paused", "waiting"]) & ~Q(key=""),
             ),
+            # To count dead and waiting messages, which the other indexes have only with a key.
+            models.Index(fields=["state"], name="outbox_dead_or_waiting", condition=Q(state__in=["dead", "waiting"])),
             # For a paused topic: the oldest messages to probe or to resume, and whether one of its messages is retrying.
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
@@ -290,3 +294,44 @@ class AlertLease(AlertLeaseRecord):
 
     class Meta:
         default_permissions = ()
+
+
+class MinuteStatistics(MinuteRow):
+    """What one relay counted in one minute, of one topic or of all; see `outbox.database.minutes`.
+
+    `to_broker` has the times from the due time of a message until the broker's confirm is stored.
+    """
+
+    counted = ("published", "retried", "dead", "expired")
+    timed = ("to_broker",)
+
+    published = models.PositiveIntegerField(default=0)
+    retried = models.PositiveIntegerField(default=0)
+    dead = models.PositiveIntegerField(default=0)
+    expired = models.PositiveIntegerField(default=0)
+    to_broker = models.JSONField(default=dict)
+
+    class Meta(MinuteRow.Meta):
+        verbose_name = "statistics of a minute"
+        verbose_name_plural = "statistics"
+
+
+class Overview(MinuteStatistics):
+    """The overview, a page of its own in the admin."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("overview")
+        # The admin sorts the pages of an app by name, and HTML ignores the space.
+        verbose_name_plural = format_lazy(" {}", _("Overview"))
+        default_permissions = ("view",)
+
+
+class DatabaseHealth(MinuteStatistics):
+    """The health of the database, a page of its own in the admin."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("database health")
+        verbose_name_plural = _("database health")
+        default_permissions = ("view",)

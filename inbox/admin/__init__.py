@@ -1,3 +1,11 @@
 """The inbox in Django's admin."""
 
-from inbox.admin import alerts, audit, consumers, messages, paused  # noqa: F401 - importing them registers the pages
+from inbox.admin import (  # noqa: F401 - importing them registers the pages
+    alerts,
+    audit,
+    consumers,
+    health,
+    messages,
+    overview,
+    paused,
+)

@@ -23,6 +23,7 @@ from itertools import repeat
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import maybe_iso8601
 from django.db import transaction
 
 from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
@@ -35,9 +36,10 @@ from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.transactional import Policy, run_claimed, run_fresh
-from inbox.store import tasks
-from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.store import statistics, tasks
+from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
+from outbox.kernel.clock import monotonic
 from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
@@ -106,6 +108,7 @@ class TaskPolicy(Policy):
         # A task that loses its session at every run is rerun once, and not again in each of Celery's retries.
         self.reruns = not call.task.request.retries
         self.returned: object = None
+        self._began_at = monotonic()
 
     def receive(self) -> Received:
         arrival, redelivered = self.call.arrival, self.call.redelivered
@@ -125,6 +128,7 @@ class TaskPolicy(Policy):
     def settle_success(self, message: Message) -> Received:
         # An eager task may be part of its caller's transaction; otherwise this is called at once.
         transaction.on_commit(partial(super().settle_success, message), using=self.handler.using)
+        transaction.on_commit(self._time, using=self.handler.using)
         return Received.HANDLED
 
     def settle_fresh_failure(self, row: NewRow, error: BaseException) -> NoReturn:
@@ -133,6 +137,8 @@ class TaskPolicy(Policy):
             super().settle_fresh_failure(row, error)
             headers = as_sent(self.call.task, *self.call.arguments())
             committed(partial(tasks.store_signature, self.handler.using, row, headers), self.handler.using)
+        else:
+            self._count_failure(error)
         raise error
 
     def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> NoReturn:
@@ -165,11 +171,28 @@ class TaskPolicy(Policy):
     def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
         ended = isinstance(error, TransactionEnded)
         if stored.state == State.RECEIVED and not ended:
+            self._count_failure(error)
             committed(partial(tasks.delete_failed, self.handler.using, stored.pk, stored.attempts), self.handler.using)
         elif ended or not _celery_retries(self.call.task, error):
             # It ended its transaction, or an operator had sent it again, who must see that it failed.
             failure = failure_of(self.handler, error, stored.attempts, self.options)
             fail_stored(self.handler, stored, replace(failure, retry_after=None, deferred=False))
+        else:
+            self._count_failure(error)
+
+    def _count_failure(self, error: BaseException) -> None:
+        """Count an attempt of which only Celery knows what comes next. `Ignore` and `Reject` are decisions of the task."""
+        if isinstance(error, Exception) and not isinstance(error, Ignore | Reject):
+            failure = Failure(error="", retry_after=timedelta(), attempts=1, deferred=isinstance(error, Retry))
+            statistics.count_failure(self.handler.using, self.handler.name, failure)
+
+    def _time(self) -> None:
+        """Count the latencies of a task that was run."""
+        request, seconds = self.call.task.request, monotonic() - self._began_at
+        if self.attempt == 1 and not request.retries:
+            due = maybe_iso8601(request.eta) or self.call.message.created_at
+            statistics.time_received(self.handler.using, self.handler.name, due, seconds)
+        statistics.time_effect(self.handler.using, self.handler.name, seconds)
 
 
 def _celery_retries(task: Any, error: Exception) -> bool:

@@ -27,6 +27,7 @@ from celery import shared_task
 from celery.contrib.django.task import DjangoTask
 from django.db import DEFAULT_DB_ALIAS
 
+from inbox.celery import statistics
 from inbox.celery.retrying import celery_options, refuse_impossible
 from inbox.errors import NotCallable
 from inbox.handlers.options import Retry
@@ -89,6 +90,8 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
             from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready before
 
+            if not request.is_eager:
+                statistics.begin(kind.using)
             with _marked_as_running(delivery):
                 return receive_task(self, function, signature, args, kwargs, sent_at=_sent_at(request))
 

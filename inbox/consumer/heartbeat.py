@@ -22,8 +22,10 @@ from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.runner import Runner
+from inbox.store import statistics
 from inbox.store.heartbeats import consumers
 from outbox.database.connections import drop_unusable_connections
+from outbox.database.minutes import MinuteWriter
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.heartbeat import (
@@ -100,7 +102,9 @@ class Heartbeats:
         # In a test's transaction, no other connection would see the row.
         outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         threads = [
-            threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True)
+            threading.Thread(
+                target=self._send_to, args=[alias, statistics.writer(alias)], name=f"heartbeat-{alias}", daemon=True
+            )
             for alias in outside_transactions
         ]
         for thread in threads:
@@ -114,12 +118,16 @@ class Heartbeats:
             for thread in threads:
                 thread.join(max(end_at - monotonic(), 0))
 
-    def _send_to(self, alias: str) -> None:
+    def _send_to(self, alias: str, minutes: MinuteWriter) -> None:
         sender, rate = _Sender(alias, self._identity, self._stop), Rate(self._started_at)
         try:
             while not self._end:
                 sender.send(self._state(alias, rate))
+                if not sender.is_failing:
+                    minutes.write_if_due()
                 self._end.wait(sender.pause_seconds)
+            if not sender.is_failing:
+                minutes.write()
             sender.retire()
         finally:
             connections.close_all()
@@ -149,6 +157,11 @@ class _Sender:
         self._delete_old_at = self._write_at = monotonic()
         self._database_seconds: float | None = None
         self._written = self._failing = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Could the last heartbeat not be written?"""
+        return self._failing
 
     @property
     def pause_seconds(self) -> float:
@@ -214,5 +227,8 @@ class RunnerHeartbeats:
                 pass
 
     def drain(self, stop: StopRequest) -> int:
-        """Heartbeats have no work to finish."""
+        """Write the statistics of what was run before; return 0, because it makes no message ready."""
+        for alias, tally in statistics.tallies.items():
+            if not tally.is_empty:
+                statistics.continued_writer(alias).write()
         return 0

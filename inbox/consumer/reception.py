@@ -27,6 +27,7 @@ from inbox.receiving.outcomes import Received, failure_of, store_failure
 from inbox.receiving.reading import Arrival, can_wait, message_of, read
 from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import read_counted, store_undecided
+from inbox.store import statistics
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic
@@ -55,6 +56,7 @@ class _Read:
 
 
 _REFUSAL_REMEDY = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses the row, and remove it."
+_TIMED = (Received.HANDLED, Received.STORED)
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
@@ -263,6 +265,7 @@ class Reception:
         with self._counting:
             self.received.update(outcomes)
         for one, received in zip(part, outcomes, strict=True):
+            _time(one, received)
             if not one.is_acknowledged:
                 self._answer(one.delivery, received)
         return True
@@ -355,6 +358,17 @@ class Reception:
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
             return read_counted(handler, envelope, self._options)
         return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
+
+
+def _time(one: _Read, received: Received) -> None:
+    """Count the latencies of a first delivery. The effect of a stored message is timed where it is run."""
+    handler, envelope = one.delivery.handler, one.arrival.envelope
+    if one.delivery.redelivered or received not in _TIMED:
+        return
+    seconds = monotonic() - one.delivery.at
+    statistics.time_received(handler.using, handler.name, envelope.deliver_at or envelope.created_at, seconds)
+    if received is Received.HANDLED:
+        statistics.time_effect(handler.using, handler.name, seconds)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

@@ -37,7 +37,7 @@ from inbox.receiving.reading import (
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.transactional import Policy, run_claimed, run_fresh
 from inbox.receiving.undecided import decide
-from inbox.store import claims, operating
+from inbox.store import claims, operating, statistics
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
 from inbox.transactions.persistence import committed
 from outbox.database.faults import is_collision
@@ -122,9 +122,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
         DatabaseUnavailable: the database does not answer.
     """
     try:
-        return _run_claimed(handler, stored, options, follower)
+        outcome = _run_claimed(handler, stored, options, follower)
     finally:
         quarantine.leave()
+    if outcome is Received.HANDLED:
+        statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
+    return outcome
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:

@@ -20,7 +20,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import Arrival
-from inbox.store import arrivals, claims, dialect, rows
+from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.intake import Taken
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
@@ -241,19 +241,20 @@ def _age(handler: Handler, row: int | None) -> timedelta:
 
 
 def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
-    return _announce(handler.name, message_id, biz_id, failure)
+    return _announce(handler.name, handler.using, message_id, biz_id, failure)
 
 
-def announce_dead_letter(dead_lettered: claims.DeadLettered) -> Received:
+def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Received:
     """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
-    return _announce(dead_lettered.handler, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
+    return _announce(dead_lettered.handler, alias, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
 
 
 def _abandoned() -> Failure:
     return Failure(error=rows.ABANDONED, retry_after=None, attempts=1)
 
 
-def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:
+def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Received:
+    statistics.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
     if dead:
@@ -275,6 +276,7 @@ def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> R
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
+    statistics.count_duplicate(handler.using, handler.name, earlier.cause)
     names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
     if earlier.conflicting:
         logger.error(
@@ -296,6 +298,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
 
 
 def handled(handler: Handler, message: Message) -> Received:
+    statistics.count_handled(handler.using, handler.name)
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
     metrics.HANDLED.add(1, handler.name)
     _send(signals.message_handled, message=message, handler=handler.name)

@@ -341,7 +341,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
-        subject = Subject(kind=self.noun, id=self.audited_id(row), name=self.subject(row))
+        subject = Subject(kind=str(self.noun), id=self.audited_id(row), name=self.subject(row))
         record(self.opts.app_label, alias, actor_of(request), action, [subject], posted(request))
 
     def audited_id(self, row: Any) -> str:

@@ -142,7 +142,7 @@ class ProcessAdmin(ActingAdmin):
         self, request: HttpRequest, queryset: QuerySet[Any], asked: Request, question: Any, button: Any
     ) -> HttpResponse | None:
         if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done=_ASKED[asked], transition=self._requesting(request, asked))
+            return self.carry_out(request, queryset, done=str(_ASKED[asked]), transition=self._requesting(request, asked))
         return self.ask(request, queryset, action=asked, question=question, button=button)
 
     def _requesting(self, request: HttpRequest, asked: Request) -> Any:

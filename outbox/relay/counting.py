@@ -1,20 +1,22 @@
-"""The metrics of a pass; see `outbox.metrics`. Nothing is computed while no exporter is attached."""
+"""Count what a pass has settled, after its commit: for `outbox.metrics`, and for the statistics (`kernel.statistics`)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from outbox import metrics
 from outbox.kernel.clock import utcnow
 from outbox.kernel.meter import Instrument
+from outbox.kernel.statistics import Tally
+from outbox.kernel.transport import OutgoingMessage
 from outbox.store.claiming import DamagedRow, RelayedMessage
 from outbox.store.settling import Settlement
 
 
 def count_pass(rows: Sequence[RelayedMessage], settlement: Settlement, seconds: float) -> None:
-    """Count what a pass has settled, and how long it took."""
+    """Count for the metrics what a pass has settled, and its duration. Nothing is computed while no exporter is attached."""
     if not (metrics.PUBLISHED.is_attached and rows):
         return
     metrics.PASS_MESSAGES.observe(len(rows))
@@ -37,3 +39,25 @@ def count_pass(rows: Sequence[RelayedMessage], settlement: Settlement, seconds: 
 def _count(instrument: Instrument, positions: Sequence[int], by_position: Mapping[int, RelayedMessage]) -> None:
     for topic, count in Counter(by_position[position].topic for position in positions).items():
         instrument.add(count, topic)
+
+
+def count_settled(
+    tally: Tally, rows: Sequence[RelayedMessage], settlement: Settlement, sent: Mapping[int, OutgoingMessage]
+) -> None:
+    """Count the settled messages by topic, and how long after their due time the published ones were settled."""
+    now = tally.now()
+    topics = {row.position: row.topic for row in rows}
+    published: defaultdict[str, list[float]] = defaultdict(list)
+    for position in settlement.published:
+        envelope = sent[position].envelope
+        due = envelope.deliver_at or envelope.created_at
+        published[topics[position]].append((now - due).total_seconds() if now and due else 0.0)
+    for topic, seconds in published.items():
+        tally.count(topic, "published", len(seconds))
+        if now:
+            tally.time(topic, "to_broker", seconds)
+    for position in settlement.expired:
+        tally.count(topics[position], "expired")
+    for failure in settlement.failed:
+        for position in failure.positions:
+            tally.count(topics[position], "dead" if failure.retry_after is None else "retried")

@@ -30,7 +30,8 @@ from outbox.kernel.heartbeat import (
 )
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.requests import Request
-from outbox.store import heartbeats
+from outbox.kernel.statistics import Tally
+from outbox.store import heartbeats, statistics
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,17 @@ class Heartbeat:
 
     Args:
         stop: carries out the requests of operators.
+
+    Attributes:
+        tally: the statistics of this process, which `beat` writes once a minute.
     """
 
     def __init__(self, alias: str, stop: StopRequest | None = None) -> None:
         self._alias = alias
         self._stop = StopRequest() if stop is None else stop
         self._identity = ProcessIdentity()
+        self.tally = Tally()
+        self._statistics = statistics.writer(alias, self.tally)
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
@@ -104,6 +110,8 @@ class Heartbeat:
             if now >= self._due_at and not self._ended:
                 self._due_at = now + HEARTBEAT_SECONDS
                 self._beat(now)
+                if not self._failing:
+                    self._statistics.write_if_due()
         finally:
             self._writing.release()
 
@@ -113,6 +121,7 @@ class Heartbeat:
             self._ended = True
             if self._written is None or self._failing:
                 return  # It would only wait for an unavailable database; silent rows are deleted later.
+            self._statistics.write()
             try:
                 heartbeats.relays.mark_stopped(self._alias, self._identity.id)
             except Error as error:

@@ -24,10 +24,11 @@ from outbox.conf import OutboxOptions
 from outbox.kernel import tracing
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
+from outbox.kernel.statistics import Tally
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
-from outbox.relay.counting import count_pass
+from outbox.relay.counting import count_pass, count_settled
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
@@ -105,12 +106,13 @@ class _Batch:
 class Pass:
     """Runs passes over one database and one connected transport."""
 
-    def __init__(self, alias: str, transport: Transport, options: OutboxOptions) -> None:
+    def __init__(self, alias: str, transport: Transport, options: OutboxOptions, tally: Tally | None = None) -> None:
         self._alias = alias
         self._transport = transport
         self._options = options
         self._system = tracing.system_of(options.BROKER_URL)
         self._begun_at = 0.0
+        self._tally = tally or Tally()
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
@@ -369,6 +371,7 @@ class Pass:
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
         count_pass(batch.rows, settlement, monotonic() - self._begun_at)
+        count_settled(self._tally, batch.rows, settlement, batch.outgoing)
         self._announce(batch, settlement)
         return PassReport(
             claimed=len(batch.rows),

@@ -82,7 +82,7 @@ class Relay:
         self._stop = stop
         self._watchdog = watchdog
         self._heartbeat = heartbeat
-        self._pass = Pass(alias, transport, options)
+        self._pass = Pass(alias, transport, options, heartbeat.tally)
         self._shards = tuple(shards)
         self._timed = timed
         stuck_rows = partial(StuckRows, alias, "relay", Reminder())

@@ -105,6 +105,22 @@ def days(alias: str) -> list[int]:
     return sorted((date(*map(int, match.groups())) - _EPOCH).days for match in named if match)
 
 
+def first_day(alias: str) -> int | None:
+    """The first day that has rows. A large default partition is left out, because it has no index to search."""
+    with connections[alias].cursor() as cursor:
+        found: list[int] = []
+        for day in days(alias):
+            cursor.execute(f"SELECT 1 FROM {_name(day)} LIMIT 1")
+            if cursor.fetchone():
+                found.append(day)
+                break
+        cursor.execute(f"SELECT pg_relation_size('{_DEFAULT}')")
+        if cursor.fetchone()[0] <= _COUNTED_EXACTLY_BYTES:
+            cursor.execute(f"SELECT min(day) FROM {_DEFAULT}")
+            found += [day for (day,) in cursor.fetchall() if day is not None]
+    return min(found, default=None)
+
+
 def day_of(alias: str, ago: timedelta = timedelta()) -> int:
     """The present day by the database's clock, or the day `ago` before now."""
     connection = connections[alias]

@@ -98,7 +98,10 @@ assert "message-empty" not in visit(f"{half}message/")
 assert "message-life" in visit(f"{half}message/1/change/")
 assert "No, take me back" in visit(f"{half}message/", {"action": action, "_selected_action": 1})
 assert "is shown as silent" in visit(f"{process}heartbeat/")
+assert f'aria-labelledby="overview-{half}"' in visit("overview/")
+assert "Size of the database" in visit("databasehealth/")
 assert finders.find(f"{half}/admin.css")
+assert finders.find(f"{half}/uplot/uPlot.iife.min.js")
 """
 MODELS = """\
 from django.db import models

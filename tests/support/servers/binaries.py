@@ -143,6 +143,22 @@ def _prometheus_tool(name: str) -> Path:
     )
 
 
+def chromium() -> Path:
+    """The browser. Playwright's own browsers are not used, because they are downloaded from elsewhere."""
+    return _first(
+        "Chromium",
+        [
+            ("on this machine", _chromium_on_the_machine),
+            ("from the system's packages", lambda: _with_apt("chromium", _chromium_on_the_machine)),
+        ],
+        remedy="apt-get install chromium, dnf install chromium, or brew install chromium",
+    )
+
+
+def _chromium_on_the_machine() -> Path | None:
+    return _executable("chromium") or _executable("chromium-browser") or _executable("google-chrome")
+
+
 def faketime() -> Path:
     """The `faketime` executable, which shows a process another clock."""
     return _first(

@@ -1,0 +1,117 @@
+// Refreshes the figures of the overview and draws its charts. The same file in both apps, because each can be installed alone.
+"use strict";
+document.addEventListener("DOMContentLoaded", function () {
+    const FIGURES_MS = 5000, CHARTS_MS = 60000, HEIGHT = 180;
+    const root = document.getElementById("overview");
+    if (!root) return;
+    const stale = document.getElementById("overview-stale");
+    const buttons = [...root.querySelectorAll("[data-range]")];
+    let range = "hour", data = {}, charts = {}, plots = [], chartsAt = -Infinity, isLoading = false;
+
+    function color(name) {
+        return getComputedStyle(root).getPropertyValue(name).trim();
+    }
+
+    function clock(seconds) {
+        return new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+    }
+
+    function axis(values) {
+        const line = { stroke: color("--overview-grid"), width: 1 };
+        return { stroke: color("--overview-text"), grid: line, ticks: line, values: values, size: 54 };
+    }
+
+    function series(label, index) {
+        const stroke = color("--overview-" + (index + 1));
+        const value = (plot, number) => (number === null || number === undefined ? "-" : number.toLocaleString());
+        return { label: label, stroke: stroke, width: 2, points: { show: false }, value: value, spanGaps: false };
+    }
+
+    function draw(place, chart) {
+        const figure = document.createElement("figure"), title = document.createElement("figcaption");
+        title.textContent = chart.title;
+        figure.append(title);
+        place.append(figure);
+        if (!chart.times.length) {
+            const unknown = document.createElement("p");
+            unknown.className = "overview-quiet";
+            unknown.textContent = root.dataset.unknown;
+            figure.append(unknown);
+            return;
+        }
+        const options = {
+            width: figure.clientWidth,
+            height: HEIGHT,
+            padding: [8, 28, 0, 0],
+            legend: { live: true },
+            cursor: { drag: { setScale: false } },
+            scales: { y: { range: (plot, low, high) => [0, high > 0 ? 1.1 * high : 1] } },
+            axes: [
+                axis((plot, splits) => splits.map(clock)),
+                axis((plot, splits) => splits.map((number) => number.toLocaleString())),
+            ],
+            series: [{ label: root.dataset.time, value: (plot, seconds) => (seconds ? clock(seconds) : "-") }, ...chart.series.map((one, index) => series(one.label, index))],
+        };
+        options.axes[0].size = 30;
+        options.axes[0].space = 80;
+        const plot = new uPlot(options, [chart.times, ...chart.series.map((one) => one.values)], figure);
+        plots.push({ plot: plot, figure: figure });
+    }
+
+    function drawAll() {
+        plots.forEach((one) => one.plot.destroy());
+        plots = [];
+        for (const place of root.querySelectorAll("[data-charts]")) {
+            place.replaceChildren();
+            for (const chart of charts[place.dataset.charts] || []) draw(place, chart);
+        }
+    }
+
+    function fill() {
+        for (const place of root.querySelectorAll("[data-figures]")) {
+            // A link that has the focus must not vanish under the keyboard.
+            const half = data[place.dataset.figures];
+            if (half && !place.contains(document.activeElement)) place.innerHTML = half.figures;
+        }
+    }
+
+    async function load() {
+        if (isLoading || document.hidden) return;
+        isLoading = true;
+        const withCharts = performance.now() - chartsAt >= CHARTS_MS, wanted = range;
+        try {
+            const response = await fetch(root.dataset.url + (withCharts ? "?charts=" + wanted : ""), { redirect: "error" });
+            if (!response.ok) throw new Error(response.statusText);
+            data = await response.json();
+            stale.hidden = true;
+            fill();
+            if (withCharts && wanted === range) {
+                chartsAt = performance.now();
+                charts = Object.fromEntries(Object.entries(data).map(([half, found]) => [half, found.charts]));
+                drawAll();
+            }
+        } catch (error) {
+            stale.hidden = false;
+        } finally {
+            isLoading = false;
+        }
+        if (wanted !== range) load();
+    }
+
+    function choose(button) {
+        range = button.dataset.range;
+        buttons.forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
+        chartsAt = -Infinity;
+        load();
+    }
+
+    buttons.forEach((button) => button.addEventListener("click", () => choose(button)));
+    new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+    document.addEventListener("visibilitychange", load);
+    window.addEventListener("resize", () =>
+        plots.forEach((one) => one.plot.setSize({ width: one.figure.clientWidth, height: HEIGHT }))
+    );
+    setInterval(load, FIGURES_MS);
+    load();
+});

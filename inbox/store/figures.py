@@ -1,0 +1,39 @@
+"""The figures of the overview: counts by state, and the message that has waited longest. None of them reads all messages."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from inbox.models import SETTLED, InboxMessage, State, TrailEntry
+from inbox.store.dialect import TABLE
+from outbox.database.counts import Count, count_up_to_limit, estimated
+
+_INDEXES = {
+    **dict.fromkeys(State, "state IN ('received', 'retrying', 'waiting', 'running', 'dead')"),
+    State.DONE: "state IN ('done', 'skipped', 'shed')",
+    State.SKIPPED: "state IN ('skipped', 'shed')",
+    State.SHED: "state IN ('skipped', 'shed')",
+}
+"""The condition of the index of each state."""
+
+
+def counts(alias: str) -> dict[State, Count]:
+    """The number of messages in each state, up to a limit; of settled messages beyond it the planner's estimate."""
+    sources = {state: [f"FROM {TABLE} WHERE state = '{state}' AND {_INDEXES[state]}"] for state in State}
+    found = count_up_to_limit(alias, {str(state): clauses for state, clauses in sources.items()}, column="received_at")
+    by_state = {state: found[state] for state in State}
+    for state in SETTLED:
+        if by_state[state].is_cut:
+            by_state[state] = estimated(alias, f"FROM {TABLE} WHERE state = '{state}'") or by_state[state]
+    return by_state
+
+
+def oldest_settled(alias: str) -> datetime | None:
+    """When the oldest settled message that is still stored was settled."""
+    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__isnull=False)
+    return settled.order_by("settled_at").values_list("settled_at", flat=True).first()
+
+
+def oldest_entry(alias: str) -> datetime | None:
+    """The instant of the oldest entry of the trail."""
+    return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()

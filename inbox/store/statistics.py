@@ -1,0 +1,75 @@
+"""The statistics of each minute; see `outbox.database.minutes`.
+
+Everything that handles messages counts here, in memory. The processes that send heartbeats, and Celery's workers, write what
+was counted; in any other process it is never written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime
+
+from inbox.models import MinuteStatistics
+from inbox.store.rows import DuplicateCause, Failure
+from outbox.database.minutes import Minutes, MinuteWriter
+from outbox.kernel.statistics import Tally
+
+_CAUSES = {
+    DuplicateCause.REDELIVERY: "redeliveries",
+    DuplicateCause.RESEND: "resends",
+    DuplicateCause.REPLAY: "replays",
+    DuplicateCause.BUSINESS: "repeats",
+}
+
+minutes = Minutes(MinuteStatistics)
+tallies: defaultdict[str, Tally] = defaultdict(Tally)
+"""What this process has counted, by database."""
+
+
+def writer(alias: str) -> MinuteWriter:
+    """Writes what is counted from now on."""
+    tallies[alias].take()
+    return continued_writer(alias)
+
+
+def continued_writer(alias: str) -> MinuteWriter:
+    """Writes what has been counted, and what is counted from now on."""
+    return MinuteWriter(MinuteStatistics, alias, tallies[alias])
+
+
+def count_handled(alias: str, handler: str) -> None:
+    tallies[alias].count(handler, "handled")
+
+
+def count_failure(alias: str, handler: str, failure: Failure) -> None:
+    """Count an attempt that failed or was deferred, and a dead letter. A delivery that was refused has had no attempt."""
+    tally = tallies[alias]
+    if failure.deferred:
+        tally.count(handler, "deferred")
+    elif failure.attempts:
+        tally.count(handler, "failed")
+    if failure.retry_after is None:
+        tally.count(handler, "dead")
+
+
+def count_duplicate(alias: str, handler: str, cause: DuplicateCause) -> None:
+    tallies[alias].count(handler, _CAUSES[cause])
+
+
+def time_received(alias: str, handler: str, due: datetime | None, seconds_ago: float) -> None:
+    """Count how long after its due time a message was received, `seconds_ago`; nothing if that is unknown."""
+    tally = tallies[alias]
+    if due is not None and (now := tally.now()) is not None:
+        tally.time(handler, "to_inbox", [(now - due).total_seconds() - seconds_ago])
+
+
+def time_effect(alias: str, handler: str, seconds: float) -> None:
+    """Count how long after it was received the effect of a message was committed."""
+    tallies[alias].time(handler, "to_effect", [seconds])
+
+
+def time_stored_effect(alias: str, handler: str, received_at: datetime) -> None:
+    """Count the same of a stored message."""
+    tally = tallies[alias]
+    if (now := tally.now()) is not None:
+        tally.time(handler, "to_effect", [(now - received_at).total_seconds()])

@@ -1,0 +1,271 @@
+"""The overview: what each app says about its messages, its processes and the last hour.
+
+Each installed app registers one half when Django starts, so the console knows neither app. A half only reads figures that cost
+little: counts up to a limit, and the statistics of each minute that the processes write (`database.minutes`). A figure that
+cannot be had is shown as unknown, never as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from django.contrib.admin import AdminSite
+from django.http import HttpRequest
+from django.urls import NoReverseMatch, reverse
+from django.utils.functional import Promise
+from django.utils.http import urlencode
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from outbox.console.display import Tone, badge, identifier
+from outbox.database.counts import Count
+from outbox.database.minutes import MINUTE, OTHER, Minutes, Step
+from outbox.kernel.statistics import Counted, percentile
+
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+_DAY_STEP = timedelta(minutes=10)
+_SHARES = (0.5, 0.95, 0.99)
+_MOST_FAILING = 5
+_ONE_DIGIT = 10
+
+Text = str | SafeString | Promise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A page of the admin, if the user may view it.
+
+    Attributes:
+        page: the name of its URL, without the site's namespace.
+        permission: what the user needs for it.
+        query: its query string.
+    """
+
+    page: str
+    permission: str
+    query: Mapping[str, str] = field(default_factory=dict)
+
+    def url(self, site: AdminSite, request: HttpRequest) -> str:
+        """ "" if the page does not exist or the user may not view it."""
+        if not request.user.has_perm(self.permission):
+            return ""
+        try:
+            address = reverse(f"{site.name}:{self.page}")
+        except NoReverseMatch:
+            return ""
+        return f"{address}?{urlencode(self.query)}" if self.query else address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Something that needs a person."""
+
+    text: Text
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCount:
+    """The number of messages in one state."""
+
+    label: Text
+    tone: Tone
+    count: Count
+    link: Link
+
+    @property
+    def badge(self) -> SafeString:
+        return badge(str(self.label), self.tone)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """One line of the overview: a name and its value."""
+
+    name: Text
+    value: Text
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """How the statistics of an app are shown.
+
+    Attributes:
+        minutes: its statistics.
+        numbers: its counts: a label and the names whose sum it shows.
+        plotted: the labels of `numbers` that are drawn.
+        latencies: its histograms by name, with their labels.
+        lag: the name of the histogram whose 95th percentile is drawn, and the title of that chart.
+        failures: the counts that are failures.
+        failing: the heading of the subjects with the most failures, and the link of one of them.
+    """
+
+    minutes: Minutes
+    numbers: Sequence[tuple[Text, Sequence[str]]]
+    plotted: Sequence[int]
+    latencies: Mapping[str, Text]
+    lag: tuple[str, Text]
+    failures: Sequence[str]
+    failing: Text
+    link_of: Callable[[str], Link]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """What one app shows.
+
+    Attributes:
+        app: its label.
+        read: reads the present figures from the database of this alias.
+    """
+
+    app: str
+    title: Text
+    measured: Measured
+    read: Callable[[str], Reading]
+
+    @property
+    def permission(self) -> str:
+        return f"{self.app}.view_overview"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What an app reads for one view of the page.
+
+    Attributes:
+        facts: further figures, for example the oldest message that is not settled.
+        attention: what needs a person.
+    """
+
+    states: Sequence[StateCount]
+    facts: Sequence[Fact]
+    attention: Sequence[Attention]
+
+
+_halves: dict[str, Half] = {}
+
+
+def register(half: Half) -> None:
+    _halves[half.app] = half
+
+
+def halves(request: HttpRequest) -> list[Half]:
+    """The halves that the user may view, the outbox first."""
+    return [_halves[app] for app in sorted(_halves, reverse=True) if request.user.has_perm(_halves[app].permission)]
+
+
+# --------------------------------------------------------------------------------------------------------------- in words
+
+
+def count_text(count: Count | None) -> str:
+    if count is None:
+        return gettext("unknown")
+    number = f"{count.number:,}"
+    if count.is_estimate:
+        return gettext("about %(number)s") % {"number": number}
+    return gettext("more than %(number)s") % {"number": number} if count.is_cut else number
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A latency, in two significant digits; a percentile has no more."""
+    if seconds is None:
+        return gettext("unknown")
+    for factor, unit in ((1 / 3600, "h"), (1 / 60, "min"), (1.0, "s")):
+        if seconds * factor >= 1:
+            return f"{_rounded(seconds * factor)} {unit}"
+    return f"{_rounded(seconds * 1000)} ms"
+
+
+def bytes_text(size: int | None) -> str:
+    if size is None:
+        return gettext("unknown")
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.1f} {unit}"
+    return f"{size} B"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.1f}" if number < _ONE_DIGIT else f"{number:.0f}"
+
+
+# ------------------------------------------------------------------------------------------------------------- for a page
+
+
+def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict[str, Any]:
+    """The figures of a half for the template, with links that the user may follow."""
+    reading, measured = half.read(alias), half.measured
+    is_kept = measured.minutes.is_kept(alias)
+    hour = measured.minutes.sum(alias, HOUR) if is_kept else None
+    day = measured.minutes.counts(alias, DAY) if is_kept else None
+
+    def address(link: Link | None) -> str:
+        return "" if link is None else link.url(site, request)
+
+    return {
+        "app": half.app,
+        "title": half.title,
+        "is_kept": is_kept,
+        "attention": [(each.text, address(each.link)) for each in reading.attention],
+        "states": [(each.badge, count_text(each.count), address(each.link)) for each in reading.states],
+        "facts": [(each.name, each.value, address(each.link)) for each in reading.facts],
+        "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in measured.numbers],
+        "latencies": [
+            (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES])
+            for name, label in measured.latencies.items()
+        ],
+        "failing_title": measured.failing,
+        "failing": [
+            (
+                gettext("others") if each.subject == OTHER else identifier(each.subject),
+                f"{each.failed:,}",
+                "" if each.subject == OTHER else address(measured.link_of(each.subject)),
+            )
+            for each in measured.minutes.failing(alias, HOUR, measured.failures, _MOST_FAILING)
+        ],
+    }
+
+
+def _number(counted: Counted | None, names: Sequence[str]) -> str:
+    return gettext("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
+
+
+def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
+    return None if counted is None else percentile(counted.times.get(name, {}), share)
+
+
+def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
+    """The charts of a half for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
+    measured = half.measured
+    step = MINUTE if duration <= HOUR else _DAY_STEP
+    steps = measured.minutes.steps(alias, duration, step) if measured.minutes.is_kept(alias) else []
+    lag, lag_title = measured.lag
+    return [
+        {
+            "title": str(_("Messages per minute")),
+            "times": _times(steps),
+            "series": [
+                {"label": str(label), "values": [_rate(each, names, step) for each in steps]}
+                for label, names in (measured.numbers[index] for index in measured.plotted)
+            ],
+        },
+        {
+            "title": str(lag_title),
+            "times": _times(steps),
+            "series": [{"label": "p95", "values": [_percentile(each.counted, lag, 0.95) for each in steps]}],
+        },
+    ]
+
+
+def _times(steps: Sequence[Step]) -> list[int]:
+    return [int(step.at.timestamp()) for step in steps]
+
+
+def _rate(step: Step, names: Sequence[str], length: timedelta) -> float:
+    return round(sum(step.counted.counts[name] for name in names) / (length / MINUTE), 2)

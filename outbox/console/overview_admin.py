@@ -1,0 +1,74 @@
+"""The overview in the admin: one page for all installed apps, refreshed by a script; see `overview`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.exceptions import PermissionDenied
+from django.forms import Media
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import mark_safe
+from django.utils.translation import gettext as _
+
+from outbox.console.acting_admin import ReadOnlyAdmin
+from outbox.console.overview import DAY, HOUR, Half, charts, halves, shown
+from outbox.console.pages import Page
+
+_PAGE: Any = Page("overview.html")
+_FIGURES = Page("overview_figures.html")
+_RANGES = {"hour": HOUR, "day": DAY}
+
+
+class OverviewAdmin(ReadOnlyAdmin):
+    """Shows a half for each installed app that the user may view."""
+
+    actions = None
+
+    @property
+    def media(self) -> Media:
+        app = self.opts.app_label
+        return Media(
+            css={"all": [f"{app}/admin.css", f"{app}/uplot/uPlot.min.css", f"{app}/overview.css"]},
+            js=[f"{app}/uplot/uPlot.iife.min.js", f"{app}/overview.js"],
+        )
+
+    def get_urls(self) -> list[URLPattern]:
+        view = self.admin_site.admin_view(self.figures_view)
+        return [path("figures/", view, name=f"{self.opts.app_label}_overview_figures"), *super().get_urls()]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        self._require_permission(request)
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Overview"),
+            "opts": self.opts,
+            "media": self.media,
+            "halves": [(half, self._figures(half, request)) for half in halves(request)],
+            "figures_url": reverse(f"{self.admin_site.name}:{self.opts.app_label}_overview_figures"),
+            **(extra_context or {}),
+        }
+        return TemplateResponse(request, _PAGE, context)
+
+    def figures_view(self, request: HttpRequest) -> HttpResponse:
+        """The figures for the script: as HTML, and with `charts` the series of the last hour or day."""
+        self._require_permission(request)
+        duration = _RANGES.get(request.GET.get("charts", ""))
+        found: dict[str, Any] = {}
+        for half in halves(request):
+            found[half.app] = {"figures": self._figures(half, request)}
+            if duration is not None:
+                found[half.app]["charts"] = charts(half, self.using, duration)
+        response = JsonResponse(found)
+        response["Cache-Control"] = "no-store"
+        return response
+
+    def _require_permission(self, request: HttpRequest) -> None:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+
+    def _figures(self, half: Half, request: HttpRequest) -> str:
+        context = shown(half, self.using, self.admin_site, request)
+        return mark_safe(_FIGURES.render(context, request))  # noqa: S308 - rendered by a template, which escapes

@@ -1,0 +1,94 @@
+"""The figures of the overview: counts by state, and the message that has waited longest. None of them reads all messages."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, time
+
+from django.db import connections
+
+from outbox.database.connections import is_postgresql
+from outbox.database.counts import Count, count_up_to_limit, estimated, instant
+from outbox.database.minutes import database_time
+from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
+from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.store import history
+from outbox.store.claiming import SECONDARY, STREAM
+from outbox.store.dialect import HISTORY, TABLE, live
+
+WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)
+"""States whose earliest due time is of interest, once it has passed."""
+
+
+def counts(alias: str) -> dict[State, Count]:
+    """The number of messages in each state, up to a limit; of published messages beyond it the planner's estimate."""
+    connection = connections[alias]
+    table, is_partitioned = live(connection), is_postgresql(connection)
+    settled_in = HISTORY if is_partitioned else TABLE
+    sources: dict[str, list[str]] = {}
+    for state in State:
+        if state in SETTLED:
+            # The index of the others has this condition.
+            others = "" if state is State.PUBLISHED else " AND state <> 'published'"
+            sources[state] = [f"FROM {settled_in} WHERE state = '{state}' AND day >= {FIRST_DAY}{others}"]
+        elif state is State.READY:
+            sources[state] = [f"FROM {table} m WHERE {condition} AND day = {LIVE}" for condition in (STREAM, SECONDARY)]
+        else:
+            # In the order of an index, so that the planner needs no other reason to use it.
+            sources[state] = [f"FROM {table} WHERE state = '{state}' AND day = {LIVE}{_ORDER.get(state, '')}"]
+    found = count_up_to_limit(alias, sources, column="available_at")
+    by_state = {state: found[state] for state in State}
+    for state in SETTLED:
+        if by_state[state].is_cut:
+            estimate = estimated(alias, f"FROM {settled_in} WHERE state = '{state}'")
+            by_state[state] = estimate or by_state[state]
+    return by_state
+
+
+_ORDER = {
+    State.SCHEDULED: " ORDER BY available_at, id",
+    State.RETRYING: " ORDER BY available_at, id",
+    State.PREPARED: " ORDER BY available_at, id",
+    State.STUCK: " ORDER BY available_at, id",
+}
+
+
+def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
+    """The due time of the message that is longest overdue; None if none is due.
+
+    Among more messages than are counted it is the earliest of those that the relays send next.
+    """
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        cursor.execute(_HEADS.format(live=live(connection)))
+        (head,) = cursor.fetchone()
+    at = [instant(head), *(counted[state].oldest for state in WAITING)]
+    return min((found for found in at if found is not None and found <= database_time(alias)), default=None)
+
+
+_HEADS = (
+    f"WITH RECURSIVE shards(shard) AS (SELECT 0 UNION ALL SELECT shard + 1 FROM shards WHERE shard < {SHARDS - 1}) "
+    "SELECT min((SELECT m.available_at FROM {live} m "
+    f"WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1)) FROM shards"
+)
+"""The first message of the stream in each shard."""
+
+
+def paused_topics(alias: str, most: int) -> list[PausedTopic]:
+    """Topics that are paused and not being resumed, the longest first."""
+    return list(PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:most])
+
+
+def oldest_entry(alias: str) -> datetime | None:
+    """The instant of the oldest entry of the trail."""
+    return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()
+
+
+def oldest_settled(alias: str) -> datetime | None:
+    """The beginning of the oldest day of history that is still stored; None without any."""
+    connection = connections[alias]
+    if is_postgresql(connection):
+        first = history.first_day(alias)
+    else:
+        settled = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).order_by("day")
+        first = settled.values_list("day", flat=True).first()
+    return None if first is None else datetime.combine(history.date_of(first), time(), UTC)

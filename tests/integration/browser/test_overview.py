@@ -1,0 +1,80 @@
+"""The overview in a real browser, with a real relay and a real consumer."""
+
+import pytest
+
+from inbox.models import MinuteStatistics as InboxStatistics
+from outbox.kernel.statistics import ALL
+from outbox.models import MinuteStatistics as OutboxStatistics
+from tests.support.apps.worker import JOB
+from tests.support.relaying import published
+from tests.support.workers import GROUP, Process, as_environment
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+OVERVIEW, HEALTH = "admin:outbox_overview_changelist", "admin:outbox_databasehealth_changelist"
+CHARTS = 4
+
+
+@pytest.fixture
+def running(process_environment, rabbitmq_url, tmp_path):
+    """A relay and a consumer."""
+    given = as_environment(OUTBOX={"BROKER_URL": rabbitmq_url}, INBOX={"GROUP": GROUP})
+    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
+    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
+    relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
+    with consumer, relay:
+        consumer.until(lambda: "receiving from" in consumer.said())
+        yield consumer
+
+
+def settled(running):
+    """Have messages published and handled, and wait until both processes have written their statistics."""
+    for number in range(5):
+        published(topic=JOB, payload={"do": "fail"} if number == 0 else {})
+    running.until(lambda: OutboxStatistics.objects.filter(subject=ALL, published__gt=0).exists())
+    running.until(lambda: InboxStatistics.objects.filter(subject=ALL, handled__gt=0).exists())
+
+
+def test_overview_draws_charts_and_refreshes_its_figures(operator, running):
+    settled(running)
+
+    page = operator.visit(OVERVIEW)
+    page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
+    assert page.locator(".overview-charts canvas").count() == CHARTS
+    page.get_by_role("button", name="Last day").click()
+    page.locator("[data-range=day][aria-pressed=true]").wait_for()
+    page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
+
+    published(topic="nobody.listens", payload={})
+    page.locator(".overview-figures", has_text="Failing topics").get_by_text("Retrying").first.wait_for()
+    page.locator(".overview-states a[href*='outbox'][href*='state=retrying']", has_text="1").wait_for()
+
+
+def test_count_of_a_state_leads_to_the_messages_of_that_state(operator, running):
+    settled(running)
+
+    page = operator.visit(OVERVIEW)
+    page.locator("[data-figures=outbox] a[href*='state=published']").click()
+
+    page.wait_for_url("**/outboxmessage/?state=published")
+    assert page.locator("#result_list tbody tr").count() >= 4
+
+
+@pytest.mark.parametrize("name", [OVERVIEW, HEALTH, "admin:inbox_databasehealth_changelist"])
+def test_page_is_not_wider_than_a_phone_or_a_desktop(operator, name, tmp_path):
+    for size in ({"width": 390, "height": 844}, {"width": 1280, "height": 900}):
+        operator.page.set_viewport_size(size)
+        operator.visit(name)
+        assert operator.overflow() == 0
+
+
+def test_overview_says_so_if_it_cannot_be_refreshed(operator):
+    page = operator.visit(OVERVIEW)
+    page.locator(".overview-charts figure").first.wait_for()
+
+    page.context.clear_cookies()
+
+    page.get_by_text("These figures could not be refreshed.").wait_for()
+    # The browser reports the redirect to the login page, which the script refuses to follow.
+    page.goto("about:blank")
+    operator.errors.clear()

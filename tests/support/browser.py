@@ -1,0 +1,121 @@
+"""A real browser for tests of the admin: headless Chromium, driven by Playwright, on a live server with the test's database.
+
+    def test_something(operator):
+        page = operator.visit("admin:outbox_overview_changelist")
+        page.get_by_text("Outbox").click()
+
+Import the fixtures into the `conftest.py` of a directory. At the end of a test the fixture requires that no page has logged an
+error or violated the Content-Security-Policy, and that no request left the live server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
+
+from tests.support.servers import binaries
+
+POLICY = "default-src 'self'"
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+LONGEST_MS = 30_000.0
+
+
+def strict_content_security_policy(get_response):
+    """Middleware: the strictest policy that a project may set."""
+
+    def respond(request):
+        response = get_response(request)
+        response["Content-Security-Policy"] = POLICY
+        return response
+
+    return respond
+
+
+class Operator:
+    """A member of staff with a browser.
+
+    Attributes:
+        page: Playwright's page.
+        errors: what the console has reported, and exceptions of scripts.
+        requests: the URLs of all requests.
+    """
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self._address = address
+        page.set_default_timeout(LONGEST_MS)
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def _note(self, message: Any) -> None:
+        # A browser asks every site for its icon.
+        if message.type in {"error", "warning"} and not message.location["url"].endswith("/favicon.ico"):
+            self.errors.append(message.text)
+
+    def visit(self, name: str, query: str = "", **arguments: Any) -> Any:
+        """Open the page with this URL name."""
+        response = self.page.goto(f"{self._address}{reverse(name, **arguments)}{query}")
+        assert response.ok, response.status
+        assert response.headers["content-security-policy"] == POLICY
+        return self.page
+
+    def screenshots(self, directory: Path, name: str) -> list[Path]:
+        """The whole page on a desktop and on a phone, light and dark."""
+        taken = []
+        for size, viewport in (("1280", DESKTOP), ("390", PHONE)):
+            for scheme in ("light", "dark"):
+                self.page.emulate_media(color_scheme=scheme)
+                self.page.set_viewport_size(viewport)
+                self.page.wait_for_timeout(500)  # the script draws the charts in the other colours
+                taken.append(directory / f"{name}-{size}-{scheme}.png")
+                self.page.screenshot(path=taken[-1], full_page=True)
+        return taken
+
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than its window."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+    def require_no_complaint(self) -> None:
+        assert not self.errors, self.errors
+        left = [url for url in self.requests if not url.startswith((self._address, "data:", "blob:", "about:"))]
+        assert not left, left
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser for the tests of a module."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - tests without a browser need not have it
+
+    with pytest.MonkeyPatch.context() as patch, sync_playwright() as playwright:
+        # Playwright's event loop runs in this thread, in which the tests use the database.
+        patch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
+        # Root may not have Chromium's sandbox. The pages are our own.
+        options = ["--no-sandbox", "--disable-dev-shm-usage"]
+        running = playwright.chromium.launch(executable_path=binaries.chromium(), args=options)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def operator(browser: Any, live_server: Any) -> Iterator[Operator]:
+    """An operator with all permissions. The live server sees committed rows."""
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    cookie = client.cookies[settings.SESSION_COOKIE_NAME].value
+    with browser.new_context(viewport=DESKTOP) as context:
+        host = urlsplit(live_server.url).hostname
+        context.add_cookies([{"name": settings.SESSION_COOKIE_NAME, "value": cookie, "domain": host, "path": "/"}])
+        found = Operator(context.new_page(), live_server.url)
+        yield found
+        found.require_no_complaint()
