@@ -6,6 +6,7 @@ from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Coalesce
 
+from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
 from outbox.kernel.text import NAME_LENGTH
 
 
@@ -72,6 +73,13 @@ class InboxMessage(models.Model):
     # Refused by the maximum message age: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
+    # What failed and where, see `outbox.kernel.failures`; since when it fails so, and when it last did. A deferred message has
+    # a class, but does not fail. The latest failed attempts, each with its traceback, stay when the message is done.
+    error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    error_place = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    failing_since = models.DateTimeField(null=True)
+    failed_at = models.DateTimeField(null=True)
+    failures = models.JSONField(null=True)
     traceback = models.TextField(default="", db_default="")
     # The handler's return value, if it may be asked for again (Celery).
     result = models.JSONField(null=True)
@@ -90,6 +98,7 @@ class InboxMessage(models.Model):
             ("skip_inboxmessage", "Can skip a message that is not done"),
             ("edit_inboxmessage", "Can correct the payload of a dead message and run it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
+            ("dry_run_inboxmessage", "Can run a handler without its effect, in the web process"),
         )
         constraints = (
             models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),
@@ -121,6 +130,11 @@ class InboxMessage(models.Model):
                 condition=Q(ordered=True, state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
             models.Index(fields=["handler", "id"], name="inbox_conflicts", condition=Q(conflicts__gt=0)),
+            models.Index(
+                fields=["error_class", "error_place", "failing_since"],
+                name="inbox_failures",
+                condition=Q(state__in=["retrying", "dead"], failing_since__isnull=False),
+            ),
         )
 
     def __str__(self) -> str:
@@ -223,3 +237,27 @@ class ConsumerHeartbeat(models.Model):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
+
+
+class Operation(AbstractOperation):
+    """A bulk operation on messages of the inbox."""
+
+    class Meta(AbstractOperation.Meta):
+        indexes = (models.Index(fields=["state"], name="inbox_operation_open", condition=Q(state__in=["planned", "running"])),)
+
+
+class OperationPart(AbstractOperationPart):
+    """Some rows of an operation that are not processed yet."""
+
+    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="parts")
+
+    class Meta(AbstractOperationPart.Meta):
+        pass
+
+
+class FailureNote(AbstractFailureNote):
+    """A note on the messages that fail for one reason at one place in the code."""
+
+    class Meta(AbstractFailureNote.Meta):
+        permissions = (("note_failurenote", "Can write notes on failure groups"),)
+        constraints = (models.UniqueConstraint(fields=["error_class", "place"], name="inbox_failure_note_once"),)

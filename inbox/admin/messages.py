@@ -15,7 +15,9 @@ from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
+from inbox.admin.failures import InboxFailureFilter, planner
 from inbox.admin.forms import EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
 from inbox.editing import replace_message
@@ -27,6 +29,7 @@ from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
 from inbox.store import operating
 from outbox.console.acting_admin import by, counted
+from outbox.console.attempts import attempts
 from outbox.console.display import (
     NOTHING,
     Tone,
@@ -42,9 +45,11 @@ from outbox.console.display import (
     visible,
     warning,
 )
+from outbox.console.failure_admin import failure_text
 from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
+from outbox.kernel.failures import DEFERRED
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -52,11 +57,18 @@ _STEPS = 100
 _NOT_KEPT = 'It was not kept: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
 
 
+IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
+"""Its handler deferred it. That is not a failure."""
+
+
 class InboxStuckFilter(StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         return [*super().lookups(request, model_admin), ("quarantined", "In quarantine")]
+
+    def failed(self) -> Q:
+        return super().failed() & ~IS_DEFERRED
 
     def overdue(self) -> Q:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
@@ -68,6 +80,23 @@ class InboxStuckFilter(StuckFilter):
         if self.value() == "quarantined":
             return queryset.filter(state=State.DEAD, quarantined=True)
         return super().queryset(request, queryset)
+
+
+class InboxStateFilter(StateFilter):
+    """Deferred messages, which are `retrying` as well, are listed apart from those that failed."""
+
+    later = "later"
+
+    def states(self, model_admin: Any) -> list[tuple[str, str]]:
+        states = super().states(model_admin)
+        after = 1 + [state for state, _label in states].index(State.RETRYING)
+        return [*states[:after], (self.later, _("Later")), *states[after:]]
+
+    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
+        if state == self.later:
+            return queryset.filter(IS_DEFERRED)
+        chosen = super().of(queryset, state)
+        return chosen.exclude(IS_DEFERRED) if state == State.RETRYING else chosen
 
 
 class DuplicatesFilter(admin.SimpleListFilter):
@@ -115,10 +144,11 @@ class InboxMessageAdmin(MessageAdmin):
         State.SKIPPED: Tone.OVER,
         State.SHED: Tone.OVER,
     }
-    large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
     counterpart = Counterpart(
         changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
     )
+    planner = planner
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
@@ -129,7 +159,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
+    list_filter = (InboxStuckFilter, InboxStateFilter, InboxFailureFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
     actions = ("retry", "edit", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
@@ -143,7 +173,8 @@ class InboxMessageAdmin(MessageAdmin):
         "replacing_row",
         "attempts",
         "error_text",
-        "traceback_text",
+        "failing",
+        "failed_attempts",
         "content_type",
         "payload",
         "headers_text",
@@ -162,7 +193,7 @@ class InboxMessageAdmin(MessageAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        ("Attempts", {"fields": ("attempts", "error_text", "traceback_text")}),
+        ("Attempts", {"fields": ("attempts", "error_text", "failing", "failed_attempts")}),
         ("Correction", {"fields": ("replaced_row", "replacing_row")}),
         ("Further deliveries", {"fields": ("further_deliveries", "conflict")}),
         ("Content", {"fields": ("content_type", "payload", "headers_text")}),
@@ -205,6 +236,11 @@ class InboxMessageAdmin(MessageAdmin):
         return super().why_not(request, alias, pk)
 
     # what is shown
+
+    def badge_of(self, row: Any) -> SafeString:
+        if row.state == State.RETRYING and row.error_class == DEFERRED:
+            return badge(_("Later"), Tone.LATER)
+        return super().badge_of(row)
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Without the parts that would have nothing to say, as most messages come once and in one step."""
@@ -383,9 +419,15 @@ class InboxMessageAdmin(MessageAdmin):
     def error_text(self, row: Any) -> SafeString:
         return super().error_text(row)
 
-    @admin.display(description="traceback")
-    def traceback_text(self, row: Any) -> SafeString:
-        return as_text(row.traceback).as_html()
+    @admin.display(description=_("class and place"))
+    def failing(self, row: Any) -> SafeString:
+        """What failed and where; a link to the other messages that fail so."""
+        return failure_text(self, row, row.error_class, row.error_place)
+
+    @admin.display(description=_("failed attempts"))
+    def failed_attempts(self, row: Any) -> SafeString:
+        """Each with its traceback, the newest first."""
+        return attempts(row.failures) if row.failures else as_text(row.traceback).as_html()
 
     @admin.display(description="received")
     def received(self, row: Any) -> SafeString:

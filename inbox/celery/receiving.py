@@ -16,7 +16,6 @@ import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -31,13 +30,14 @@ from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
-from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
+from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, failure_from, handled, store_failure
 from inbox.store import arrivals, claims
 from inbox.store.rows import ConcurrentDuplicate, Failure, Guard
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
 from inbox.transactions.handler_transaction import call as call_handler
 from inbox.transactions.handler_transaction import in_transaction
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
+from outbox.kernel.failures import NEVER_ENDED
 from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
@@ -123,7 +123,8 @@ def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answ
     attempt = stored.attempts
     if attempt > call.handler.retry.over(options.retry).max_attempts:
         error = f"It was begun {attempt - 1} times and never ended: its worker died, or lost its database."
-        fail_stored(call.handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+        failure = Failure(error=error, error_class=NEVER_ENDED, retry_after=None, attempts=attempt - 1)
+        fail_stored(call.handler, stored, failure)
         raise NotRun(f"{call.handler.name} is a dead letter now. {error}")
     try:
         answer = _run(
@@ -217,9 +218,9 @@ def _celery_tries_again(task: Any, error: Exception) -> bool:
 
 
 def _last_failure(error: Exception, attempts: int) -> Failure:
-    return Failure(
+    return failure_from(
+        error,
         error=f"{type(error).__name__}: {describe(error)}",
-        traceback="".join(traceback.format_exception(error)),
         retry_after=None,
         attempts=attempts,
         is_stored=isinstance(error, TransactionEnded) and error.is_stored,

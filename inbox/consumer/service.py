@@ -11,6 +11,7 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
+from inbox.operations import executing, executor
 from inbox.runner import Runner
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
@@ -51,7 +52,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
         consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
     heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
     aliases = {handler.using for handler in registry.all()}
-    with watchdog.watching(), heartbeats.sending(aliases):
+    bulk = executor()
+    with watchdog.watching(), heartbeats.sending(aliases), executing(bulk, stop, drain=drain):
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
@@ -60,7 +62,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             _run_stored(runner, size, stop, watchdog)
         if drain:
             with watchdog.suspended():
-                runner.drain(stop)
+                while runner.drain(stop) + bulk.drain(stop):
+                    pass
         logger.info("The runner has ended; it ran %d stored messages.", runner.ran)
 
 

@@ -53,6 +53,7 @@ from inbox.transactions.persistence import DatabaseUnavailable, committed, run_w
 from outbox.database.faults import is_collision
 from outbox.kernel.body import Undecodable
 from outbox.kernel.envelope import Envelope
+from outbox.kernel.failures import NEVER_ENDED
 
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 
@@ -143,7 +144,14 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     attempt = stored.attempts
     if attempt > handler.retry.over(options.retry).max_attempts:
         error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
-        return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+        failure = Failure(
+            error=error,
+            error_class=stored.error_class or NEVER_ENDED,
+            error_place=stored.error_place,
+            retry_after=None,
+            attempts=attempt - 1,
+        )
+        return fail_stored(handler, stored, failure)
     if is_undecided(stored.biz_id):
         ended = decide(handler, stored, read(handler, undecided_envelope(stored), options))
         if ended is not None:

@@ -11,6 +11,7 @@ from django.db import connections
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
+from inbox.store.failures import FAILED_NOW, as_inserted, failed_now
 from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, emptied, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
@@ -18,7 +19,6 @@ from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import now, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
 from outbox.kernel.clock import utcnow
-from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -158,19 +158,20 @@ def insert(
     at = now(connection)
     values: dict[str, Any] = {column: adapted(connection, getattr(row, column)) for column in COLUMNS} | {
         "state": state.value,
-        "last_error": printable(failure.error, ERROR_LENGTH) if failure else "",
-        "traceback": printable(failure.traceback, TRACEBACK_LENGTH) if failure else "",
+        **(as_inserted(failure) if failure else {}),
         "quarantined": failure is not None and failure.quarantined,
         **(also or {"attempts": failure.attempts if failure else 0}),
     }
-    columns = ", ".join([*values, "received_at", "settled_at", "next_attempt_at"])
+    columns = ", ".join([*values, *FAILED_NOW, "received_at", "settled_at", "next_attempt_at"])
     parameters = [*values.values()]
+    failed, recorded = failed_now(connection, failure)
+    parameters += recorded
     due = "NULL"
     if due_after is not None:
         due = now_after(connection)
         parameters.append(due_after.total_seconds())
     each = (binary(connection) if column == "body" else "%s" for column in values)
-    places = ", ".join([*each, at, at if state in {State.DEAD, State.SHED} else "NULL", due])
+    places = ", ".join([*each, *failed, at, at if state in {State.DEAD, State.SHED} else "NULL", due])
     if not is_postgresql(connection):
         sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
         return _guard(alias, fetch_all(connection, sql, parameters))

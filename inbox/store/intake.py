@@ -12,6 +12,7 @@ from django.db import connections
 from inbox.models import State
 from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import TABLE, adapted, fetch_all
+from inbox.store.failures import refused_now
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.rows import COLUMNS, Earlier, NewRow, locked_means_busy
 from inbox.store.together import IN_JSON, VALUES, as_json, rows_of
@@ -202,12 +203,16 @@ def _settled_as(place: _Place) -> str:
 
 
 def _columns() -> str:
-    return f"{', '.join(COLUMNS)}, ordered, quarantined, last_error, state, received_at, settled_at, next_attempt_at"
+    return (
+        f"{', '.join(COLUMNS)}, ordered, quarantined, last_error, state, "
+        "received_at, settled_at, next_attempt_at, error_class, failing_since, failed_at"
+    )
 
 
 def _times(state: str, connection: BaseDatabaseWrapper) -> str:
     at = now(connection)
-    return f"{at}, CASE WHEN {state} IN ('dead', 'shed') THEN {at} END, CASE WHEN {state} = 'received' THEN {at} END"
+    due = f"CASE WHEN {state} = 'received' THEN {at} END"
+    return f"{at}, CASE WHEN {state} IN ('dead', 'shed') THEN {at} END, {due}, {refused_now(state, at)}"
 
 
 def _as_json(place: _Place) -> dict[str, Any]:

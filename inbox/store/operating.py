@@ -26,7 +26,7 @@ _OPERATORS_WAIT = timedelta(seconds=10)
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
 """A running one only when its lease has ended."""
-_TRIED_AGAIN: Mapping[str, Any] = {
+TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
     "next_attempt_at": DatabaseTime(),
@@ -44,7 +44,7 @@ def retry(alias: str, row: int, *, reason: str = "") -> bool:
     Args:
         reason: for the trail: who did it.
     """
-    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=_TRIED_AGAIN)
+    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=TRIED_AGAIN)
 
 
 def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
@@ -57,7 +57,7 @@ def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
         reason: for the trail: who did it, and why.
     """
     told = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    return _decide(alias, row, [State.DEAD], told, quarantined=True, written={**_TRIED_AGAIN, "quarantined": False})
+    return _decide(alias, row, [State.DEAD], told, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
 
 
 def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
@@ -73,7 +73,7 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
         reason: stored in the row.
         by: for the trail, beside the reason: who did it.
     """
-    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=_skipped(reason))
+    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason))
 
 
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
@@ -116,14 +116,14 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         return None
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
-    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**_skipped(reason))
+    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**skipped(reason))
     record(alias, [replaced.pk], was=State.DEAD, reason=reason)
     origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
     record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
     return row
 
 
-def _skipped(reason: str) -> Mapping[str, Any]:
+def skipped(reason: str) -> Mapping[str, Any]:
     return {
         "state": State.SKIPPED,
         "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),

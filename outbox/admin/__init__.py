@@ -1,6 +1,7 @@
 """The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
 
 from outbox.admin.callbacks import PendingCallbackAdmin
+from outbox.admin.failures import OutboxFailureGroupAdmin, OutboxOperationAdmin
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.admin.paused import PausedTopicAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
@@ -8,7 +9,9 @@ from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
 __all__ = [
+    "OutboxFailureGroupAdmin",
     "OutboxMessageAdmin",
+    "OutboxOperationAdmin",
     "PausedTopicAdmin",
     "PendingCallbackAdmin",
     "PreparedMessageAdmin",

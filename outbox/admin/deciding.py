@@ -13,6 +13,7 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 
 from outbox import doorbell
+from outbox.admin.failures import planner
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.console.acting_admin import Transition, by
 from outbox.console.display import Tone, age, exact
@@ -41,6 +42,7 @@ class DecidingAdmin(MessageAdmin):
         State.CANCELLED: Tone.OVER,
         State.ROLLED_BACK: Tone.OVER,
     }
+    planner = planner
     counterpart = Counterpart(
         changelist="inbox_inboxmessage_changelist", title="inbox messages", permission="inbox.view_inboxmessage"
     )

@@ -13,8 +13,10 @@ from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.deciding import DecidingAdmin
+from outbox.admin.failures import OutboxFailureFilter
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.console.acting_admin import counted
@@ -31,6 +33,7 @@ from outbox.console.display import (
     stacked,
     warning,
 )
+from outbox.console.failure_admin import failure_text
 from outbox.console.message_admin import StateFilter, StuckFilter
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
@@ -78,7 +81,7 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter)
+    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter, OutboxFailureFilter)
     # They grow with time, and history has no index by position.
     ordering: ClassVar[Any] = ("-message_id",)
     readonly_fields: ClassVar[Any] = (
@@ -92,6 +95,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         "headers_text",
         "form_text",
         "error_text",
+        "failing",
         "callbacks",
         "created",
         "deliver",
@@ -107,7 +111,7 @@ class OutboxMessageAdmin(DecidingAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        ("Failure", {"fields": ("attempts", "error_text")}),
+        ("Failure", {"fields": ("attempts", "error_text", "failing")}),
         ("Content", {"fields": ("payload", "headers_text", "form_text")}),
         ("Callbacks", {"fields": ("callbacks",)}),
         ("Times", {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
@@ -223,6 +227,11 @@ class OutboxMessageAdmin(DecidingAdmin):
                 for one in pending
             )
         )
+
+    @admin.display(description=_("failure group"))
+    def failing(self, row: Any) -> SafeString:
+        """The broker's answer and the topic; a link to the other messages that fail so."""
+        return failure_text(self, row, row.error_class, row.topic)
 
     @admin.display(description="deliver at")
     def deliver(self, row: Any) -> SafeString:

@@ -26,9 +26,11 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
 
 from outbox.console.display import visible
 from outbox.console.pages import Page
+from outbox.console.planning import Planner
 from outbox.database.now import DatabaseTime
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ else:
 Transition = Callable[[str, int], bool]
 """Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
 _CONFIRM: Any = Page("confirm.html")
+_NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
 
 class BoundedPaginator(_Paginator):
@@ -141,6 +144,9 @@ class ActingAdmin(ReadOnlyAdmin):
     hint: ClassVar[str] = ""
     """An explanation of the list's order and columns."""
 
+    planner: ClassVar[Planner | None] = None
+    """Makes operations of the actions on all matching rows; None refuses them above the limit."""
+
     ACTION_LIMIT: ClassVar[int] = 500
     """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
     LINE_LIMIT: ClassVar[int] = 20
@@ -206,6 +212,18 @@ class ActingAdmin(ReadOnlyAdmin):
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
 
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        """On all matching rows, plan an operation, if the action can be one."""
+        action = self.planner and self.planner.actions.get(request.POST.get("action", ""))
+        if action and self.planner and request.POST.get("select_across") == "1" and action.name in self.get_actions(request):
+            return self.planner.respond(self, request, queryset, action, self.selection_text(request), request.get_full_path())
+        return super().response_action(request, queryset)
+
+    def selection_text(self, request: HttpRequest) -> str:
+        """What "all matching" are, for people: the search and the filters."""
+        given = [f"{name} {value}" for name, value in request.GET.items() if value and name not in _NO_FILTERS]
+        return visible(_("all messages with %s") % ", ".join(given)) if given else str(_("all messages"))
+
     def is_confirmed(self, request: HttpRequest) -> bool:
         return request.POST.get("confirmed") == "yes"
 
@@ -234,6 +252,8 @@ class ActingAdmin(ReadOnlyAdmin):
                 if row is not None
             ],
             "noun": self.noun,
+            "applies": sum(row is not None and self.offers(action, row) for row in picked.values()),
+            "selected": len(picked),
             "action": action,
             "button": button,
             "form": form,

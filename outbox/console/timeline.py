@@ -8,6 +8,7 @@ from itertools import chain
 
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
 from outbox.console.trail import Life, Moment, Standing
@@ -88,7 +89,7 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
     """The present states of the message, one line each."""
     rows = (
         (
-            badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER)),
+            _standing_badge(standing),
             _where(standing),
             ", ".join(chain([_attempts(standing)], filter(None, [visible(standing.also)]))),
             format_html(", {}", age(standing.due, utcnow(), "due ")) if standing.due else "",
@@ -99,6 +100,12 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
         '<h3 class="message-now">Now</h3><ul class="message-standings">{}</ul>',
         format_html_join("", "<li>{} {}: {}{}</li>", rows),
     )
+
+
+def _standing_badge(standing: Standing) -> SafeString:
+    if standing.deferred:
+        return badge(_("Later"), Tone.LATER)
+    return badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER))
 
 
 def _where(of: Moment | Standing) -> SafeString:

@@ -12,7 +12,7 @@ History is partitioned again, so that creating and dropping a day locks neither 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from django.db import migrations, transaction
@@ -72,6 +72,23 @@ class CreateMessages(migrations.CreateModel):
             schema_editor.create_model(model)
         for statement in partitioning(table):
             schema_editor.execute(statement, params=None)
+
+
+class AddLiveIndex(migrations.AddIndex):
+    """Add an index of Django's model to the live partition only, as `CreateMessages` does."""
+
+    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        with self._on_live_part(app_label, schema_editor, to_state):
+            super().database_forwards(app_label, schema_editor, from_state, to_state)
+
+    def database_backwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        with self._on_live_part(app_label, schema_editor, from_state):
+            super().database_backwards(app_label, schema_editor, from_state, to_state)
+
+    def _on_live_part(self, app_label: str, schema_editor: Any, state: Any) -> AbstractContextManager[None]:
+        model = state.apps.get_model(app_label, self.model_name)
+        is_postgresql = schema_editor.connection.vendor == "postgresql"
+        return _called(model, f"{model._meta.db_table}_live") if is_postgresql else nullcontext()
 
 
 def partition_plain_table(connection: BaseDatabaseWrapper, table: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from django.db import connections
 
+from outbox import operations
 from outbox.conf import outbox_options
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -74,6 +75,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         calling = callers(alias, options)
         companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]
+        if not connections[alias].in_atomic_block:  # as in a test
+            companions.append(operations.executor(alias))
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:
