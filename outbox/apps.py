@@ -13,10 +13,12 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         from outbox import checks  # noqa: F401 - registers itself
+        from outbox.console import dry_run as publishing
         from outbox.console.trail import register
-        from outbox.store import life
+        from outbox.store import dry_run, life
 
         register("outbox", life)
+        publishing.register("outbox", dry_run)
 
         post_migrate.connect(_partition, sender=self)
         autodiscover_modules("callbacks")

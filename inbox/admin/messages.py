@@ -13,13 +13,17 @@ from django.contrib import admin, messages
 from django.db.models import BigIntegerField, Q, QuerySet
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from inbox.admin.dry_run import DRY_RUN, shown_dry_run
 from inbox.admin.failures import InboxFailureFilter, planner
-from inbox.admin.forms import EditForm, OverrideForm, SkipForm
+from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
+from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
+from inbox.dry_run import why_not as why_not_dry
 from inbox.editing import replace_message
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
@@ -155,13 +159,14 @@ class InboxMessageAdmin(MessageAdmin):
         "edit": (State.DEAD,),
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
+        "dry_run": RUNNABLE,
     }
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, InboxStateFilter, InboxFailureFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
-    actions = ("retry", "edit", "skip", "override_maximum_age")
+    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -220,6 +225,8 @@ class InboxMessageAdmin(MessageAdmin):
         return super().called(term) | Q(handler=term) | named
 
     def offers(self, action: str, row: Any) -> bool:
+        if action == "dry_run":
+            return not why_not_dry(row)
         if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
             return bool(row.quarantined == (action == "override_maximum_age"))
         if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
@@ -485,6 +492,47 @@ class InboxMessageAdmin(MessageAdmin):
             button="Replace the message and run it" if form.changes else "Show the changes",
             form=form,
         )
+
+    @admin.action(permissions=["dry_run"], description=_("Dry run…"))
+    def dry_run(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        """Of one message: what its handler would write and publish; nothing is stored."""
+        picked = self._picked(request, queryset) or {}
+        row = next(iter(picked.values()), None)
+        if len(picked) != 1 or row is None:
+            self.message_user(request, _("Nothing was run: choose one message."), messages.ERROR)
+            return None
+        form = DryRunForm(request.POST if self.is_confirmed(request) else None)
+        if not form.is_valid():
+            return self.ask(
+                request,
+                queryset,
+                action="dry_run",
+                question=_("Run the handler without its effect?"),
+                button=_("Run it dry"),
+                form=form,
+            )
+        try:
+            result = dry_run(queryset.db, row.pk, timedelta(seconds=form.cleaned_data["seconds"]))
+        except DryRunRefused as refused:
+            words = _("Message %(message)s: not run: %(why)s") % {"message": self.subject(row), "why": refused}
+            self.message_user(request, visible(words), messages.ERROR)
+            return HttpResponseRedirect(self.own_url(row.pk))
+        self.log_change(request, row, f"Dry run: {result.outcome}.")
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            **shown_dry_run(result),
+            "title": _("Dry run"),
+            "opts": self.opts,
+            "media": self.media,
+            "subject": self.subject(row),
+            "message_url": self.own_url(row.pk),
+            "changelist_url": self._changelist_url(),
+        }
+        return TemplateResponse(request, DRY_RUN, context)
+
+    def has_dry_run_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.dry_run_inboxmessage")
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:

@@ -16,6 +16,7 @@ from outbox.database.connections import is_postgresql
 from outbox.kernel.failures import without_line
 from outbox.kernel.wire import CELERY_TOPICS
 
+LOCKED = "a process is working on it"
 _NAMED = ("pk", "state", "ordered", "quarantined", "handler", "topic", "message_id", "biz_id")
 
 
@@ -76,7 +77,7 @@ def _decide_some(
         missing = [row for row in rows if row not in found]
         names = {row: _name(values) for row, values in found.items()}
         for values in messages.filter(pk__in=missing).values(*_NAMED):
-            unchanged[values["pk"]] = "a process is working on it"
+            unchanged[values["pk"]] = LOCKED
             names[values["pk"]] = _name(values)
         unchanged |= dict.fromkeys((row for row in missing if row not in unchanged), "it no longer exists")
     return Decided(

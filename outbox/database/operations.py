@@ -26,7 +26,7 @@ from outbox.database.operation_models import OPEN, AbstractOperation, OperationS
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 
-LEASE = timedelta(seconds=30)
+LEASE = timedelta(seconds=10)
 """A process that has not recorded a batch for this long is taken to be dead."""
 UNCHANGED_KEPT = 1_000
 """Unchanged messages that an operation names one by one; all of them are counted by reason."""

@@ -1,16 +1,19 @@
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
 from inbox.store import operating
+from inbox.store.bulk import LOCKED
+from outbox.console.operations import BATCH
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
@@ -57,22 +60,12 @@ class Command(BaseCommand):
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
         progress = Progress("retried", left)
-        unsent: list[TaskNotSent] = []
+        unsent: list[str] = []
+        for chunk in _chunks([pk for pk, quarantined, *_ in rows if not quarantined]):
+            progress.advance(_retry(options["database"], chunk, states, unsent))
         for pk, quarantined, message_id, handler in rows:
-            if pk not in held_back:
-                decide = operating.override_maximum_age if quarantined else operating.retry
-                transition = resending(partial(decide, reason="inbox_retry"))
-                try:
-                    done = transition(options["database"], pk)
-                except TaskNotSent as error:
-                    unsent.append(error)
-                    continue
-                if done and quarantined:
-                    # Whoever asks later why an effect happened twice must find it.
-                    logger.warning(
-                        "The maximum message age was overridden for message %s of %s.", message_id or "without id", handler
-                    )
-                progress.advance(int(done))
+            if quarantined and pk not in held_back:
+                progress.advance(_override(options["database"], pk, f"{message_id or 'without id'} of {handler}", unsent))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
@@ -81,6 +74,33 @@ class Command(BaseCommand):
             raise CommandError("Not every message that was named is run.")
         if unsent:
             raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
+
+
+def _chunks(rows: list[int]) -> Iterator[list[int]]:
+    return (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
+
+
+def _retry(alias: str, rows: Sequence[int], states: Collection[str], unsent: list[str]) -> int:
+    """Retry some messages in one transaction; those that another transaction has locked, one by one; how many were."""
+    with transaction.atomic(using=alias):
+        outcomes = bulk_retry(alias, rows, sources=states, given={}, by="inbox_retry", reason="")
+    unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
+    locked = [outcome.row for outcome in outcomes if outcome.unchanged == LOCKED]
+    waited = sum(operating.retry(alias, row, reason="inbox_retry") for row in locked)
+    return waited + sum(not outcome.unchanged for outcome in outcomes)
+
+
+def _override(alias: str, pk: int, name: str, unsent: list[str]) -> int:
+    """Retry a message in quarantine; 1 if it was."""
+    try:
+        done = resending(partial(operating.override_maximum_age, reason="inbox_retry"))(alias, pk)
+    except TaskNotSent as error:
+        unsent.append(str(error))
+        return 0
+    if done:
+        # The answer to a later question why an effect happened twice.
+        logger.warning("The maximum message age was overridden for message %s.", name)
+    return int(done)
 
 
 def _is_known(handler: str) -> bool:
