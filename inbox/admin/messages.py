@@ -94,7 +94,7 @@ class InboxStateFilter(StateFilter):
     def states(self, model_admin: Any) -> list[tuple[str, str]]:
         states = super().states(model_admin)
         after = 1 + [state for state, _label in states].index(State.RETRYING)
-        return [*states[:after], (self.later, _("Later")), *states[after:]]
+        return [*states[:after], (self.later, str(_("Later"))), *states[after:]]
 
     def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
         if state == self.later:
@@ -507,8 +507,8 @@ class InboxMessageAdmin(MessageAdmin):
                 request,
                 queryset,
                 action="dry_run",
-                question=_("Run the handler without its effect?"),
-                button=_("Run it dry"),
+                question=str(_("Run the handler without its effect?")),
+                button=str(_("Run it dry")),
                 form=form,
             )
         try:

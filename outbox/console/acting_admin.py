@@ -212,12 +212,12 @@ class ActingAdmin(ReadOnlyAdmin):
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
         """On all matching rows, plan an operation, if the action can be one."""
         action = self.planner and self.planner.actions.get(request.POST.get("action", ""))
         if action and self.planner and request.POST.get("select_across") == "1" and action.name in self.get_actions(request):
             return self.planner.respond(self, request, queryset, action, self.selection_text(request), request.get_full_path())
-        return super().response_action(request, queryset)
+        return super().response_action(request, queryset, *args, **kwargs)
 
     def selection_text(self, request: HttpRequest) -> str:
         """What "all matching" are, for people: the search and the filters."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.core.paginator import Paginator
 from django.utils import timezone
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
@@ -150,7 +151,7 @@ class Tone(Enum):
     OVER = "○"
 
 
-def badge(label: str, tone: Tone) -> SafeString:
+def badge(label: str | Promise, tone: Tone) -> SafeString:
     return format_html(
         '<span class="message-state message-state-{}"><span aria-hidden="true">{}</span> {}</span>',
         tone.name.lower(),
@@ -217,12 +218,12 @@ def identifier(text: str) -> SafeString:
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
 
 
-def note(words: str) -> SafeString:
+def note(words: str | Promise) -> SafeString:
     """A remark of the console."""
     return format_html('<p class="message-note">{}</p>', words)
 
 
-def warning(words: str) -> SafeString:
+def warning(words: str | Promise) -> SafeString:
     """A warning of the console."""
     return format_html('<p class="message-warning">{}</p>', words)
 

@@ -170,7 +170,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
 
     def _row(self, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        note = notes.get((group.error_class, group.place))
+        note: Any = notes.get((group.error_class, group.place))
         named = [identifier(name) for name in group.who[:_MOST_NAMED]]
         if len(group.who) > _MOST_NAMED:
             named.append(format_html("{}", _("and %s more") % (len(group.who) - _MOST_NAMED)))

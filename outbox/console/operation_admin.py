@@ -99,7 +99,8 @@ class OperationAdmin(ReadOnlyAdmin):
         ]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return self.table.rows(self.using).annotate(database_now=DatabaseTime())
+        rows: QuerySet[Any] = self.table.rows(self.using).annotate(database_now=DatabaseTime())
+        return rows
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return request.user.has_perm(self.view_permission)
@@ -246,7 +247,7 @@ class OperationAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("rate limit"))
     def rate_text(self, row: Any) -> str:
-        return _("%s messages per second") % row.rate
+        return str(_("%s messages per second") % row.rate)
 
     @admin.display(description=_("executed by"))
     def holder_name(self, row: Any) -> SafeString:

@@ -145,7 +145,8 @@ class Notes:
 
     def all(self, alias: str) -> dict[tuple[str, str], Any]:
         """The notes by class and place."""
-        return {(note.error_class, note.place): note for note in QuerySet(self._model, using=alias)[: 10 * MOST_GROUPS]}
+        found: QuerySet[Any] = QuerySet(self._model, using=alias)
+        return {(note.error_class, note.place): note for note in found[: 10 * MOST_GROUPS]}
 
     def write(self, alias: str, error_class: str, place: str, note: str, *, by: str) -> None:
         """Write the note of a group; an empty one deletes it."""
