@@ -60,7 +60,7 @@ class FailureFilter(admin.SimpleListFilter):
         return [(chosen, " ".join(chosen.split(_SEPARATOR, 1)))] if chosen else []
 
     def has_output(self) -> bool:
-        return True
+        return bool(self.value())
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()

@@ -195,7 +195,7 @@ class OperationAdmin(ReadOnlyAdmin):
             '<progress class="message-progress" value="{}" max="{}"></progress>', row.processed, max(row.total, 1)
         )
         lines = [bar, format_html("{}", counts)]
-        if row.is_open and row.started_at and row.processed:
+        if row.is_open and row.started_at and row.processed and not row.is_canary:
             seconds = max((row.database_now - row.started_at).total_seconds(), 0.001)
             rate = row.processed / seconds
             left = duration(timedelta(seconds=(row.total - row.processed) / rate))
@@ -212,7 +212,7 @@ class OperationAdmin(ReadOnlyAdmin):
             "failed": f"{row.failed_again:,}",
         }
         if row.is_open and row.wave_rows:
-            text += "; " + _("waiting for the %s messages of the last wave") % f"{len(row.wave_rows):,}"
+            text += "; " + _("messages of the last wave that are awaited: %s") % f"{len(row.wave_rows):,}"
         return text
 
     @admin.display(description=_("unchanged, by reason"))
