@@ -6,13 +6,22 @@
     def reserve_stock(message: Message) -> None:
         Stock.objects.filter(...).update(...)
 
-The names below are the public API.
+The names below are the public API. Those that need models are looked up on first use, because Django imports this package
+before its models can be.
 """
 
-from inbox.errors import InboxError, Reject, RetryLater
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from inbox.errors import InboxError, Reject, RetryLater, UnknownHandler
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.message import Message
 from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
+
+if TYPE_CHECKING:
+    from inbox.pausing import pause_handler, resume_handler
 
 __all__ = [
     "Backoff",
@@ -25,7 +34,18 @@ __all__ = [
     "Retry",
     "RetryLater",
     "Shed",
+    "UnknownHandler",
     "batch_handler",
     "idempotent_handler",
     "leased_handler",
+    "pause_handler",
+    "resume_handler",
 ]
+
+_PAUSING = {"pause_handler", "resume_handler"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PAUSING:
+        raise AttributeError(f"module 'inbox' has no attribute {name!r}")
+    return getattr(import_module("inbox.pausing"), name)

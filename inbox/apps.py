@@ -8,10 +8,13 @@ class InboxConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from inbox import checks  # noqa: F401 - registers itself
+        from inbox import checks  # noqa: F401 - importing it registers the checks
+        from inbox.alerting import CONDITIONS
         from inbox.store import life
+        from outbox.console.alerts import register_conditions
         from outbox.console.trail import register
 
         register("inbox", life)
+        register_conditions("inbox", CONDITIONS)
 
         autodiscover_modules("handlers")

@@ -42,12 +42,12 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
 
 @register()
 def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E002: a handler on a database that does not exist, or that has no inbox."""
+    """inbox.E002: a handler on a database that does not exist or that has no inbox tables."""
     return [
         Error(
-            f"The handler {handler.name} has using={handler.using!r}, and there is no inbox on such a database.",
-            hint="Its inbox row must live in the database of its effect: name an alias of DATABASES that the routers let the "
-            "inbox migrate to.",
+            f"The handler {handler.name} has using={handler.using!r}, but that database has no inbox.",
+            hint="The inbox row and the effect must be in the same database. Set using= to an alias of DATABASES to which the "
+            "database routers allow the inbox to be migrated.",
             id="inbox.E002",
         )
         for handler in registry.all()
@@ -57,7 +57,7 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 @register(deploy=True)
 def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.I001, with --deploy: handlers that detect a foreign producer's duplicate only if it has the same id."""
+    """inbox.I001, with --deploy: handlers that detect a foreign producer's duplicate only if it has the same message id."""
     try:
         if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
             return []
@@ -68,9 +68,10 @@ def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
         return []
     return [
         Info(
-            f"These handlers have no biz_id= of their own: {', '.join(keyless)}.",
-            hint="They deduplicate on what the producer says: its biz-id, else its message id. A foreign producer that sends "
-            "one fact under two ids has its effect twice; name the payload's own key if there is such a producer.",
+            f"These handlers do not set biz_id=: {', '.join(keyless)}.",
+            hint="They deduplicate on the producer's biz-id, else on its message id. If a foreign producer sends one fact with "
+            "two message ids, its effect happens twice. For such a producer, set biz_id= to the payload field that identifies "
+            "the fact.",
             id="inbox.I001",
         )
     ]
@@ -88,7 +89,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         return []
     return [
         Error(
-            f"The inbox receives from {masked(url)}, which cannot be used: {reason}.",
+            f"The inbox's broker is {masked(url)}, which cannot be used: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
             id="inbox.E004",
         )
@@ -97,7 +98,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 @register()
 def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E007: LEASE_STORE is Redis, and its library is missing."""
+    """inbox.E007: LEASE_STORE is Redis, but the Redis library is not installed."""
     try:
         chosen = inbox_options().LEASE_STORE
     except ImproperlyConfigured:
@@ -106,7 +107,7 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
         return []
     return [
         Error(
-            f"INBOX['LEASE_STORE'] is {masked(chosen)}, but the library for Redis is not installed.",
+            f"INBOX['LEASE_STORE'] is {masked(chosen)}, but the Python library for Redis is not installed.",
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
         )
@@ -115,19 +116,19 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 
 @register()
 def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W001: outbox and inbox of this service use different brokers."""
+    """inbox.W001: one of outbox and inbox uses local://, the other a broker."""
     try:
         url = inbox_options().broker_url
     except ImproperlyConfigured:
         return []
     outbox = getattr(settings, "OUTBOX", None)
-    said = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
-    if not isinstance(said, str) or (scheme_of(said) == "local") == (scheme_of(url) == "local"):
+    outbox_url = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
+    if not isinstance(outbox_url, str) or (scheme_of(outbox_url) == "local") == (scheme_of(url) == "local"):
         return []
     return [
         Warning(
-            f"OUTBOX publishes to {masked(said)} and INBOX receives from {masked(url)}.",
-            hint="Leave INBOX['BROKER_URL'] out to receive from where the outbox publishes to.",
+            f"OUTBOX publishes to {masked(outbox_url)} and INBOX receives from {masked(url)}.",
+            hint="Remove INBOX['BROKER_URL'] to receive from the broker that the outbox publishes to.",
             id="inbox.W001",
         )
     ]
@@ -135,7 +136,7 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
 
 @register(deploy=True)
 def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W002, with --deploy: services with the same name would share queues or leases; a message would reach only one."""
+    """inbox.W002, with --deploy: services with the same name share queues and leases, so a message reaches only one of them."""
     try:
         chosen = inbox_options()
     except ImproperlyConfigured:
@@ -146,8 +147,8 @@ def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
     return [
         Warning(
             f"INBOX['GROUP'] is not set; this service's queues and leases are named after its project, {chosen.group!r}.",
-            hint="Another service with the same project name would share them. Set GROUP to a name of this service, once: "
-            "queues and what waits in them belong to it, and so do leases in Redis.",
+            hint="Another service with the same project name would share them. Set GROUP to the name of this service. Do not "
+            "change it later: existing queues with their messages, and leases in Redis, keep the old name.",
             id="inbox.W002",
         )
     ]
@@ -164,8 +165,8 @@ def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
         return []
     return [
         Error(
-            f"The handler {handler.name} is ordered, and the inbox receives from {masked(url)}, where several "
-            "consumers of a queue would mix up its messages.",
+            f"The handler {handler.name} is ordered, but the inbox's broker is {masked(url)}, where several consumers of a "
+            "queue receive its messages out of order.",
             hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
             id="inbox.E006",
         )
@@ -187,9 +188,9 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     return [
         Warning(
             f"The handler {handler.name} may take {silence} before its deliveries are acknowledged ({why}).",
-            hint=f"The broker waits for {chosen.ACK_TIMEOUT}, half of which may pass before the handler begins. Then it closes "
-            "the channel and delivers everything again. Give the handler less time, or the broker a longer consumer_timeout, "
-            "and say so in INBOX['ACK_TIMEOUT'].",
+            hint=f"The broker waits {chosen.ACK_TIMEOUT} for an acknowledgement, half of which may pass before the handler "
+            "starts. Then it closes the channel and delivers its messages again. Shorten the handler's limit, or raise "
+            "RabbitMQ's consumer_timeout and set INBOX['ACK_TIMEOUT'] to the same value.",
             id="inbox.W004",
         )
         for handler in registry.all()
@@ -199,8 +200,8 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 
 def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
-    """How long a run of the handler may leave a delivery unacknowledged, and by which of its options."""
-    # What is ordered is stored and acknowledged before it is run, and so is a delivery with a lease in the database.
+    """How long a run of the handler may leave a delivery unacknowledged, and the options that allow it."""
+    # Messages of ordered handlers, and of handlers with a lease in the database, are stored and acknowledged before the run.
     if handler.ordered or (handler.lease and options.LEASE_STORE == IN_THE_DATABASE):
         return timedelta(), ""
     if handler.lease:

@@ -9,6 +9,7 @@ from functools import cached_property
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
+from outbox.console.alert_options import AlertOptions, read_alerts
 from outbox.kernel import options
 from outbox.kernel.body import BODY_LIMIT_BYTES
 from outbox.kernel.broker import why_no_exchange
@@ -29,6 +30,7 @@ _MAY_BE_EMPTY = {
     "LEASE_STORE",
     "TRAIL",
     "KEEP_BODIES",
+    "ALERTS",
 }
 
 
@@ -40,28 +42,30 @@ class InboxOptions:
         BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service sets it once.
         MANAGEMENT_URL: RabbitMQ's management API, which shows policies that limit deliveries; "": its default port, if the
             broker uses its default port.
-        EXCHANGE: the topic exchange that queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
-        GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
+        EXCHANGE: the topic exchange that the queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
+        GROUP: this service's name on the broker, the prefix of its queue names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Messages of other types become dead letters.
         BODY_LIMIT_BYTES: largest body that is decoded, before and after inflating. Larger messages become dead letters.
         CONCURRENCY: worker threads of a consumer process, each with its own database connection.
         ACK_TIMEOUT: how long the broker waits for an acknowledgement: RabbitMQ's `consumer_timeout`.
-        PREFETCH: most unanswered deliveries of each queue in one process.
+        PREFETCH: maximum number of unacknowledged deliveries of each queue in one process.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
             this and the delays.
-        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its growth, its limit.
+        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its factor per further attempt, its limit.
         REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are stored, which is the deduplication window.
-        KEEP_BODIES: which settled messages keep body and headers: "all", or "failed", those that are not done.
-        TRAIL: which transitions leave a trail: "decisions", those that matter to an operator, or "all".
+        KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
+        TRAIL: which transitions are recorded in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long the trail is stored.
-        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, as its row may be purged already.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
+        ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
+        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
-        WATCHDOG: a consumer whose main loop is silent this long is ended.
+        WATCHDOG: a consumer process whose main loop does not respond for this long ends itself.
         SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
     """
 
@@ -86,6 +90,8 @@ class InboxOptions:
     KEEP_BODIES: str = "all"
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
+    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -95,23 +101,30 @@ class InboxOptions:
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
         options.require_trail(self.TRAIL)
+        read_alerts(self.ALERTS)
         if self.KEEP_BODIES not in {"all", "failed"}:
             raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.MAX_AGE_MARGIN >= self.RETENTION:
             raise ValueError(
-                f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
-                "delivery would be too old to run."
+                f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}); "
+                "otherwise every delivery would be too old to run."
             )
         if self.MANAGEMENT_URL and (reason := _why_no_management_url(self.MANAGEMENT_URL)):
             raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: {reason}.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         if self.GROUP and (reason := why_unfit(self.GROUP)):
-            raise ValueError(f"GROUP cannot be the first part of a queue's name: {reason}.")
+            raise ValueError(f"GROUP is {quoted(self.GROUP)}, which cannot be the prefix of a queue name: {reason}.")
         if self.QUEUE_TYPE not in {"quorum", "classic"}:
             raise ValueError(f"QUEUE_TYPE is {quoted(self.QUEUE_TYPE)}: it must be 'quorum' or 'classic'.")
         if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
+
+    @cached_property
+    def alerts(self) -> AlertOptions:
+        outbox = getattr(settings, "OUTBOX", None)
+        shared = outbox.get("ALERTS", {}) if isinstance(outbox, dict) else {}
+        return read_alerts(self.ALERTS or shared)
 
     @property
     def keeps_all_bodies(self) -> bool:
@@ -127,7 +140,7 @@ class InboxOptions:
 
     @property
     def broker_setting(self) -> str:
-        """The setting of `broker_url`, for texts."""
+        """The name of the setting that `broker_url` comes from."""
         return 'INBOX["BROKER_URL"]' if self.BROKER_URL else 'OUTBOX["BROKER_URL"]'
 
     @cached_property
@@ -140,7 +153,7 @@ class InboxOptions:
 
     @property
     def longest_silence(self) -> float:
-        """Seconds after which a waiting delivery is stored and acknowledged: the other half is for running it."""
+        """Seconds after which a waiting delivery is stored and acknowledged: half of ACK_TIMEOUT, to leave time for its run."""
         return self.ACK_TIMEOUT.total_seconds() / 2
 
     @property
@@ -171,7 +184,7 @@ def inbox_options() -> InboxOptions:
 
 
 def _option_of_the_outbox(name: str, otherwise: str) -> str:
-    """An option of `OUTBOX`, which the outbox reads itself, if it is installed.
+    """An option of the `OUTBOX` setting. The outbox app need not be installed.
 
     Raises:
         ImproperlyConfigured: it is not a string.

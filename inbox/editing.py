@@ -67,12 +67,12 @@ def correct(stored: InboxMessage, text: str) -> Correction:
     """The correction of a dead message whose new payload is the JSON in `text`.
 
     Raises:
-        NotEditable: the message cannot be corrected, or not like this, for this reason.
+        NotEditable: the message cannot be corrected, or not with this payload, for this reason.
     """
     before, options = editable(stored), inbox_options()
     payload, after = _read(text, options)
     if before == after:
-        raise NotEditable("Nothing has changed. A retry runs the message as it is.")
+        raise NotEditable("The payload is unchanged. Retry the message instead.")
     body = json.dumps(payload, separators=(",", ":")).encode()
     headers = {name: value for name, value in stored.headers.items() if name != COMPRESSION}
     row = replace(stored_row(stored), body=body, digest=hashlib.sha256(body).hexdigest(), headers=headers_as_json(headers))
@@ -90,40 +90,40 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
         by: the operator, for the trail.
 
     Raises:
-        NotEditable: see `correct`.
+        NotEditable: see `correct` and `operating.replace`.
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
     return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)
 
 
 def _why_not(stored: InboxMessage) -> str:
-    """Why it cannot be corrected, regardless of the new payload; "" if it can."""
+    """Why the message cannot be corrected with any payload; "" if it can."""
     if stored.state != State.DEAD:
-        return f"It is {stored.get_state_display().lower()}, and only a dead message can be corrected."
+        return f"Its state is {stored.get_state_display().lower()}; only a dead message can be corrected."
     if stored.quarantined:
-        return "It is in quarantine: whether it has been handled before can no longer be known. Override the maximum age first."
+        return "It is in quarantine: the inbox no longer knows whether it was handled before. Override the maximum age first."
     if stored.topic.startswith(CELERY_TOPICS):
         return (
-            "It is a Celery task. Celery sends a task with its arguments, and a corrected copy would be a duplicate of this "
-            "one. Call the task with the right arguments and another business id, then skip this message."
+            "It is a Celery task, whose arguments cannot be corrected here: the copy would be a duplicate of this message. "
+            "Call the task with the right arguments and another biz-id, then skip this message."
         )
     if is_undecided(stored.biz_id):
-        return "Its body has never been read. Retry it as it is; if it cannot be read then, it can be corrected."
+        return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
     if registry.get(stored.handler) is None:
-        return f"This process knows no handler {stored.handler!r}, and only that can say what the corrected message is."
+        return f"This process has no handler {stored.handler!r}, which is needed to identify the corrected message."
     return _why_not_after_steps(stored)
 
 
 def _why_not_after_steps(stored: InboxMessage) -> str:
     steps = ", ".join(stored.steps.order_by("pk").values_list("name", flat=True)[:_STEPS_NAMED])
     return steps and (
-        f"Its steps ({steps}) were taken with the payload that it has, and would not be taken again. Retry it as it is, or "
-        "skip it and publish another message for what is left."
+        f"Its steps ({steps}) were taken with the present payload and would not be taken again. Retry it unchanged, or skip "
+        "it and publish another message for the remaining steps."
     )
 
 
 def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
-    """The payload in `text`, and its layout."""
+    """The payload in `text`, and its text form for comparison."""
     try:
         payload = decode_payload(text.encode("utf-8", "surrogatepass"), JSON, limit=options.BODY_LIMIT_BYTES)
         json.dumps(payload, allow_nan=False)
@@ -131,19 +131,19 @@ def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
     except Undecodable as error:
         if isinstance(error.__cause__, json.JSONDecodeError):
             found = error.__cause__
-            raise NotEditable(f"Line {found.lineno}, column {found.colno}: this is not JSON ({found.msg}).") from error
+            raise NotEditable(f"Line {found.lineno}, column {found.colno}: the text is not JSON ({found.msg}).") from error
         raise NotEditable(why_undecodable(error)) from error
     except ValueError as error:
-        raise NotEditable("NaN and Infinity are not JSON. Write null, or text, as the handler expects.") from error
+        raise NotEditable("NaN and Infinity are not JSON. Use null or a string, whichever the handler accepts.") from error
     except RecursionError as error:
         raise NotEditable("The payload is nested too deeply.") from error
 
 
 def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options: InboxOptions) -> str:
-    """The biz-id of the corrected message's row: a new name if it is about the same fact, else that of its fact.
+    """The biz-id of the corrected message's row: a derived name if its own biz-id is the same as before, else its own.
 
     Raises:
-        Undecodable: it could not be handled: see `message_of` and `identify`.
+        Undecodable: the corrected message could not be handled, see `message_of` and `identify`.
         NotEditable: another message has its biz-id.
     """
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
@@ -155,20 +155,20 @@ def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options:
         taken = InboxMessage.objects.using(handler.using).filter(handler=handler.name, topic=stored.topic, biz_id=found)
         if (other := taken.only("state").first()) is not None:
             raise NotEditable(
-                f"The corrected message has the biz-id {found}, which the message in row {other.pk} "
-                f"({other.get_state_display().lower()}) has already. Skip this one if that one says the same."
+                f"The corrected message would have the biz-id {found}, which the message in row {other.pk} "
+                f"({other.get_state_display().lower()}) already has. Skip this message if that one has the same effect."
             )
         return found
     name = edited_name(stored.pk, known)
     if reason := why_unfit(name):
-        raise NotEditable(f"The corrected message would be stored under the biz-id {name}, and {reason}.")
+        raise NotEditable(f"The corrected message would be stored under the biz-id {name}, which is invalid: {reason}.")
     return name
 
 
 def _identified_alike(handler: Handler, stored: InboxMessage, known: str, options: InboxOptions) -> bool:
-    """Does the handler still find the same biz-id in the first payload, as far as that can be read?
+    """Does the handler's `biz_id` return the stored biz-id for the old payload? True also if that cannot be decoded.
 
-    If not, it needs data that a row does not have, and its result cannot be used here.
+    If not, `biz_id` needs data that a row does not have, and its result cannot be used here.
     """
     try:
         return identify(handler, message_of(stored_envelope(stored), options, needs_id=False)) == known

@@ -1,4 +1,4 @@
-"""Exceptions that a handler may raise, and errors around it."""
+"""Exceptions that a handler may raise, and errors of the inbox."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _LONGEST_DELAY = timedelta(days=3650)
 
 
 class InboxError(Exception):
-    """The base class of this app's own errors."""
+    """The base class of the inbox's errors."""
 
 
 class RetryLater(InboxError):
     """Defer the message without a failure: the effect is rolled back, and the message is run again after `delay`.
 
     Args:
-        delay: at least a second; default: as after a failure. A deferral never counts as an attempt.
-        reason: shown to operators meanwhile.
-        give_up_after: how long after its arrival the message may still be deferred. It is tried once more at that time; if
-            this is raised again, it becomes a dead letter, with the reason; default: unbounded.
+        delay: at least a second; default: the delay after a failed attempt. A deferral is not counted as an attempt.
+        reason: shown to operators until the next run.
+        give_up_after: how long after its arrival the message may be deferred. It is run once more at that time; if it raises
+            RetryLater again, it becomes a dead letter with this reason; default: unbounded.
 
     Raises:
         TypeError: `delay` or `give_up_after` is not a timedelta.
@@ -28,18 +28,20 @@ class RetryLater(InboxError):
     def __init__(
         self,
         delay: timedelta | None = None,
-        reason: str = "the handler asked for a later time",
+        reason: str = "the handler raised RetryLater",
         *,
         give_up_after: timedelta | None = None,
     ) -> None:
         if delay is not None and not isinstance(delay, timedelta):
-            raise TypeError(f"RetryLater takes a timedelta, not {delay!r}: write timedelta(seconds=…).")
+            raise TypeError(f"RetryLater: delay is {delay!r}: it must be a timedelta, such as timedelta(seconds=30).")
         if delay is not None and delay > _LONGEST_DELAY:
-            raise ValueError(f"RetryLater({delay!r}): the longest delay is {_LONGEST_DELAY.days} days.")
+            raise ValueError(f"RetryLater: delay is {delay!r}: it must not exceed {_LONGEST_DELAY.days} days.")
         if give_up_after is not None and not isinstance(give_up_after, timedelta):
-            raise TypeError(f"RetryLater takes a timedelta as give_up_after, not {give_up_after!r}: write timedelta(days=…).")
+            raise TypeError(
+                f"RetryLater: give_up_after is {give_up_after!r}: it must be a timedelta, such as timedelta(days=2)."
+            )
         if give_up_after is not None and give_up_after <= timedelta():
-            raise ValueError(f"RetryLater(give_up_after={give_up_after!r}): it must be longer than zero.")
+            raise ValueError(f"RetryLater: give_up_after is {give_up_after!r}: it must be longer than zero.")
         super().__init__(reason)
         self.delay = delay
         self.give_up_after = give_up_after
@@ -69,10 +71,10 @@ class TransactionBroken(InboxError):
 
 
 class TransactionEnded(InboxError):
-    """The handler committed or rolled back by itself, so its effect may be partial.
+    """The handler committed or rolled back its transaction, so its effect may be partial.
 
-    Another run might repeat that part, and no run might miss the other part: the message is a dead letter for an operator to
-    decide about.
+    A retry could repeat the committed part. Without a retry the other part could be missing. So the message is a dead letter
+    for an operator to decide about.
 
     Attributes:
         is_stored: the dead letter is already stored; the handler's own commit included its inbox row.
@@ -84,11 +86,11 @@ class TransactionEnded(InboxError):
 
 
 class TransactionControl(InboxError):
-    """The handler tried to begin or end a transaction by SQL. The inbox row and the effect must commit together."""
+    """The handler executed SQL that begins or ends a transaction. The inbox row and the effect must commit together."""
 
 
 class NotCallable(InboxError, TypeError):
-    """The handler cannot be called: it is a generator function, or returned a result that must still be run."""
+    """The handler is a generator function, or it returned an awaitable or an iterator, which the inbox does not run."""
 
 
 class HandlerTimeout(BaseException):
@@ -97,17 +99,21 @@ class HandlerTimeout(BaseException):
     A BaseException, so that `except Exception` in a handler does not catch it.
     """
 
-    def __init__(self, what: str = "it", limit: timedelta | None = None) -> None:
+    def __init__(self, what: str = "the handler", limit: timedelta | None = None) -> None:
         super().__init__(f"{what} took longer than its timeout" + (f" of {limit.total_seconds():g} s" if limit else ""))
 
 
 class NotRun(InboxError):
-    """The inbox does not run a Celery task, with the reason: it is a dead letter, was skipped, or is too old."""
+    """The inbox does not run a Celery task, for this reason: it is a dead letter, was skipped, or is too old."""
 
 
 class NotEditable(InboxError):
-    """An operator's correction of a message is refused, with the reason; the row is unchanged."""
+    """An operator's correction of a message is refused, for this reason; the row is unchanged."""
 
 
 class TaskNotSent(InboxError):
     """An operator's retry of a Celery task could not be sent; the row is unchanged."""
+
+
+class UnknownHandler(InboxError):
+    """Neither this project nor the table of messages knows a handler of this name."""

@@ -8,6 +8,7 @@ each in its own transaction. Messages are durable and effects happen exactly onc
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from django.db import DatabaseError, transaction
@@ -34,6 +35,7 @@ class LocalTransport:
     """Hands messages to the inbox of the same database."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
+    round_trip: float | None = None
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
         self._alias = alias
@@ -44,15 +46,16 @@ class LocalTransport:
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
-        for part in _in_parts(messages):
-            if monotonic() > deadline:
-                break
-            together = self._send_together(part)
-            for message in part if together is None else ():
-                if monotonic() > deadline:
-                    break
-                verdicts[message.position] = self._send_one(message)
-            verdicts.update(together or {})
+        parts = deque(_in_parts(messages))
+        while parts and monotonic() <= deadline:
+            part = parts.popleft()
+            if len(part) == 1:
+                verdicts[part[0].position] = self._send_one(part[0])
+            elif (together := self._send_together(part)) is not None:
+                verdicts |= together
+            else:
+                half = len(part) // 2
+                parts.extendleft([part[half:], part[:half]])
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
@@ -66,15 +69,15 @@ class LocalTransport:
         return self._runner, RunnerHeartbeats(self._runner), executor()
 
     def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
-        """Hand over all of them, with one statement for each handler; None if one of them must be found and left out."""
+        """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""
         try:
             with transaction.atomic(using=self._alias):
                 return self._hand_over(messages)
         except DatabaseError as error:
             if not is_about_values(error):
                 raise
-        except Exception as error:  # noqa: BLE001 - each is handed over alone then
-            logger.debug("Handing over %d messages one by one: %s", len(messages), describe(error))
+        except Exception as error:  # noqa: BLE001 - it is raised again for the message that causes it
+            logger.debug("local transport: %d messages are handed over in smaller parts: %s", len(messages), describe(error))
         return None
 
     def _send_one(self, message: OutgoingMessage) -> Verdict:
@@ -83,12 +86,12 @@ class LocalTransport:
             with transaction.atomic(using=self._alias):
                 return self._hand_over([message])[message.position]
         except ConcurrentDuplicate:
-            return Verdict(PublishOutcome.UNKNOWN, "an earlier copy is being run right now")
+            return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
         except DatabaseError as error:
             if not is_about_values(error):
                 raise
             return Verdict(PublishOutcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
-        except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything
+        except Exception as error:  # noqa: BLE001 - a damaged row may contain anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be handed over: {describe(error)}")
 
     def _hand_over(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict]:
@@ -108,34 +111,34 @@ class LocalTransport:
         return verdicts
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
-        """The handlers that write to another database and so cannot get it."""
+        """The handlers on another database, to which messages cannot be handed over."""
         return [handler for handler in handlers if handler.using != self._alias]
 
     def _why_refused(self, message: OutgoingMessage, handlers: Sequence[Handler]) -> Verdict | None:
-        """Why not all handlers of its topic can get it; None if they can."""
+        """Why the message cannot be handed over to all handlers of its topic; None if it can."""
         topic = message.envelope.topic
         if message.wire is not None:
             return Verdict(
                 PublishOutcome.REFUSED,
-                f"{topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
+                f"{topic} is in the format of another protocol, but local:// hands over only to this service's own handlers; "
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
         if not handlers:
             return Verdict(
                 PublishOutcome.RETURNED,
-                f"unroutable: no handler takes the topic {topic!r}; they are found in handlers.py of installed apps",
+                f"unroutable: no handler is registered for the topic {topic!r}; define it in an installed app's handlers.py",
             )
         if elsewhere := self._elsewhere(handlers):
             return Verdict(
                 PublishOutcome.REFUSED,
                 f"the handler {elsewhere[0].name} writes to the database {elsewhere[0].using!r}, but local:// hands over "
-                f"inside one transaction of {self._alias!r}; use a broker between databases",
+                f"in a transaction on {self._alias!r}; use a broker between databases",
             )
         return None
 
 
 def _in_parts(messages: Sequence[OutgoingMessage]) -> Iterator[Sequence[OutgoingMessage]]:
-    """The messages in their order, as many in each part as one statement should carry."""
+    """Split the messages, in order, into parts for one statement each, by the size of their bodies."""
     part: list[OutgoingMessage] = []
     size = 0
     for message in messages:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Coalesce
+from django.utils.translation import gettext_lazy as _
 
+from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
+from outbox.database.audit_model import AuditRecord
 from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
+from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
 
 
@@ -39,7 +45,7 @@ class InboxMessage(models.Model):
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     message_id = models.CharField("message id", max_length=NAME_LENGTH)
     key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
-    # It has a place in the order of its key: its id, or `place`.
+    # Its position in the order of its key is its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
     # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
     # before this one, so the reference has no constraint. A full index would cost an entry for every message.
@@ -59,14 +65,14 @@ class InboxMessage(models.Model):
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the
-    # remainder was published again under the same biz-id. And how many had other content.
+    # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the others
+    # were published again with the same biz-id. `conflicts` counts those with different content.
     duplicates = models.PositiveIntegerField(default=0, db_default=0)
     redeliveries = models.PositiveIntegerField(default=0, db_default=0)
     resends = models.PositiveIntegerField(default=0, db_default=0)
     replays = models.PositiveIntegerField(default=0, db_default=0)
     conflicts = models.PositiveIntegerField(default=0, db_default=0)
-    # The latest one with other content, so that people can compare.
+    # The latest duplicate with different content, for comparison.
     conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
@@ -81,12 +87,12 @@ class InboxMessage(models.Model):
     failed_at = models.DateTimeField(null=True)
     failures = models.JSONField(null=True)
     traceback = models.TextField(default="", db_default="")
-    # The handler's return value, if it may be asked for again (Celery).
+    # The handler's return value, if Celery may request it again.
     result = models.JSONField(null=True)
     created_at = models.DateTimeField(null=True)
     received_at = models.DateTimeField()
-    # NULL while a transaction is running the message (others never see that), while it waits behind another of its key, and
-    # in settled states. While it runs under a lease: when the lease ends.
+    # NULL while a transaction is running the message (not visible to others), while it waits for an earlier message of its
+    # key, and in settled states. While it runs under a lease: when the lease ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
 
@@ -112,13 +118,13 @@ class InboxMessage(models.Model):
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),
             models.Index(
-                # Without the handler, or the planner would seek the head of a key among all open messages of its handler.
+                # Without the handler, or the planner would search all open messages of a handler for the head of a key.
                 fields=["state"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
             models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
-            # The rare settled states, for people who search for them.
+            # The rare settled states, for searches in the admin.
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
@@ -127,7 +133,9 @@ class InboxMessage(models.Model):
                 "key",
                 Coalesce("place", "id", output_field=models.BigIntegerField()),
                 name="inbox_order",
-                condition=Q(ordered=True, state__in=["received", "retrying", "waiting", "running", "dead"]),
+                # Not as in `inbox_open`: the planner would read all of that index for the head of a key, if the statistics are
+                # from a time when little was open.
+                condition=Q(ordered=True) & ~Q(state__in=["done", "skipped", "shed"]),
             ),
             models.Index(fields=["handler", "id"], name="inbox_conflicts", condition=Q(conflicts__gt=0)),
             models.Index(
@@ -186,7 +194,7 @@ class TrailEntry(models.Model):
 
 
 class TokenBucket(models.Model):
-    """How many more messages a handler with a rate limit may take now, in all its processes together."""
+    """The token bucket of a handler's rate limit, shared by all its processes."""
 
     handler = models.CharField(max_length=NAME_LENGTH, primary_key=True)
     tokens = models.FloatField()
@@ -200,7 +208,7 @@ class TokenBucket(models.Model):
 
 
 class LeaseMemory(models.Model):
-    """Since when a lease store outside this database has complete data; it may lose data, this database does not."""
+    """Since when a lease store outside this database has complete data. Such a store may lose data."""
 
     store = models.CharField(max_length=NAME_LENGTH, primary_key=True)
     incarnation = models.CharField(max_length=64)
@@ -213,30 +221,87 @@ class LeaseMemory(models.Model):
         return self.store
 
 
-class ConsumerHeartbeat(models.Model):
+class ConsumerHeartbeat(ProcessHeartbeat):
     """One running process that runs handlers on this database, as of its last heartbeat.
 
-    For people only: no guarantee depends on it.
+    Shown to operators; no guarantee depends on it.
     """
 
-    id = models.UUIDField(primary_key=True)
-    host = models.CharField(max_length=NAME_LENGTH)
-    pid = models.PositiveIntegerField()
-    version = models.CharField(max_length=32)
-    started_at = models.DateTimeField("started")
-    beat_at = models.DateTimeField("last heartbeat")
     # The names of the handlers on this database that it receives for, or whose stored messages it runs.
     handlers = models.JSONField(default=list)
     received = models.PositiveBigIntegerField("deliveries since its start", default=0)
     ran = models.PositiveBigIntegerField("stored messages run since its start", default=0)
-    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
 
     class Meta:
-        verbose_name = "consumer"
+        verbose_name = _("consumer")
         default_permissions = ("view",)
+        permissions = (
+            ("pause_consumerheartbeat", "Can pause a consumer process"),
+            ("resume_consumerheartbeat", "Can resume a consumer process"),
+            ("drain_consumerheartbeat", "Can drain a consumer process"),
+            ("stop_consumerheartbeat", "Can stop a consumer process"),
+        )
+
+
+class PausedHandler(models.Model):
+    """A handler that no process runs until an operator resumes it; all processes read these rows.
+
+    Its messages stay in the broker's queue; those stored here stay due. See `inbox.pausing`.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    handler = models.CharField(max_length=NAME_LENGTH, unique=True)
+    paused_by = models.CharField(_("by"), max_length=NAME_LENGTH)
+    reason = models.TextField(_("why"), default="", blank=True)
+    paused_at = models.DateTimeField(_("since"))
+
+    # For mypy, whose Django plugin does not add it to a model that the package's public names lead to.
+    objects: ClassVar[models.Manager[PausedHandler]]
+
+    class Meta:
+        verbose_name = _("paused handler")
+        default_permissions = ("view",)
+        permissions = (
+            ("pause_pausedhandler", "Can pause a handler"),
+            ("resume_pausedhandler", "Can resume a handler"),
+        )
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}"
+        return self.handler
+
+
+class AuditEntry(AuditRecord):
+    """What an operator has done: see `outbox.console.audit`."""
+
+    class Meta:
+        verbose_name = _("audit log entry")
+        verbose_name_plural = _("audit log entries")
+        default_permissions = ("view",)
+        permissions = (("export_auditentry", "Can export the audit log"),)
+        indexes = (
+            models.Index(fields=["at"], name="inbox_audit_at"),
+            models.Index(fields=["kind", "object_id"], name="inbox_audit_object"),
+        )
+
+
+class Alert(AlertRecord):
+    """A condition that needs an operator: see `outbox.console.alerts`."""
+
+    class Meta:
+        verbose_name = _("alert")
+        default_permissions = ("view",)
+        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
+        constraints = (
+            models.UniqueConstraint(fields=["condition", "object"], name="inbox_alert_open", condition=Q(cleared_at=None)),
+        )
+        indexes = (models.Index(fields=["send_at"], name="inbox_alert_unsent", condition=Q(send_at__isnull=False)),)
+
+
+class AlertLease(AlertLeaseRecord):
+    """The lease of the process that evaluates the alerts."""
+
+    class Meta:
+        default_permissions = ()
 
 
 class Operation(AbstractOperation):

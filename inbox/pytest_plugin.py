@@ -1,13 +1,13 @@
 """The helpers of `inbox.testing` as pytest fixtures.
 
-The project's root `conftest.py` asks for it, as for `outbox.pytest_plugin`, where the reason is given:
+Load it in the project's root `conftest.py`; see `outbox.pytest_plugin` for the reason:
 
     pytest_plugins = ["outbox.pytest_plugin", "inbox.pytest_plugin"]
 
-A fixture gives the function itself. The database is the test's business: `@pytest.mark.django_db`, or a fixture that needs it.
+A fixture returns the function. The test requests the database: `@pytest.mark.django_db`, or a fixture that does so.
 """
 
-# pytest imports plugins before Django is set up, so each fixture imports what it gives.
+# pytest imports plugins before Django is set up, so each fixture imports its function.
 # ruff: noqa: PLC0415
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def deliver() -> Callable[..., None]:
 
 @pytest.fixture
 def redeliver() -> Callable[..., None]:
-    """Deliver messages that the broker has delivered before: `inbox.testing.redeliver`."""
+    """Deliver messages as redelivered by the broker: `inbox.testing.redeliver`."""
     from inbox import testing
 
     return testing.redeliver
@@ -57,7 +57,7 @@ def redeliver() -> Callable[..., None]:
 
 @pytest.fixture
 def drain() -> Callable[..., int]:
-    """Run what is stored and due: `inbox.testing.drain`."""
+    """Run stored messages that are due: `inbox.testing.drain`."""
     from inbox import testing
 
     return testing.drain

@@ -17,7 +17,10 @@ Transition = Callable[[str, int], bool]
 def resending(transition: Transition) -> Transition:
     """`transition`; for the row of a Celery task, also send the task again in the same transaction.
 
-    If it arrives before the commit, it waits for that. A task that cannot be sent is rolled back, and raises TaskNotSent.
+    A task that arrives before the commit waits for it. If the task cannot be sent, the transition is rolled back.
+
+    Raises:
+        TaskNotSent: the task cannot be sent.
     """
 
     def decide(alias: str, row: int) -> bool:
@@ -34,15 +37,17 @@ def resending(transition: Transition) -> Transition:
 
 def _send(stored: InboxMessage) -> None:
     try:
-        from celery import current_app  # noqa: PLC0415 - optional; such a row exists only with it
+        from celery import current_app  # noqa: PLC0415 - Celery is optional; such a row exists only with it
 
-        from inbox.celery.calls import signature_of  # noqa: PLC0415 - imports it, too
+        from inbox.celery.calls import signature_of  # noqa: PLC0415 - imports Celery, too
         from inbox.celery.sending import send  # noqa: PLC0415
     except ImportError as error:
         raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error
     signature = signature_of(stored)
     if signature is None:
-        raise TaskNotSent(f"{stored.handler} cannot be sent: its arguments were not JSON. Call it yourself, and skip this one.")
+        raise TaskNotSent(
+            f"{stored.handler} cannot be sent: its arguments were not JSON. Call the task from code, then skip this message."
+        )
     if not (current_app.conf.broker_url or current_app.conf.broker_write_url):
         raise TaskNotSent(
             f"{stored.handler} cannot be sent: this process has no Celery app with a broker_url. Import it in the project's "

@@ -1,4 +1,4 @@
-"""The runner: executes stored messages when they are due — retries, handed-over messages, the careful path.
+"""The runner: executes stored messages when they are due: retries, handed-over messages, the careful path.
 
 Each message is claimed in its own commit and run in its own transaction, so any number of runners may work concurrently, in
 any number of processes.
@@ -28,7 +28,7 @@ from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.store import claims, due, ordering
+from inbox.store import claims, due, ordering, pausing
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
@@ -36,14 +36,16 @@ from outbox.kernel.loop import StopRequest
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_REST_SECONDS = 0.01
-_LONGEST_NAP_SECONDS = 0.05
+_SHORTEST_POLL_SECONDS = 0.01
+_LONGEST_WAIT_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 _AFTER_AN_ERROR_SECONDS = 1.0
-_IN_A_ROW_SECONDS = 0.1
+_FOLLOWERS_SECONDS = 0.1
+_PAUSED_SECONDS = 1.0
+"""How often the paused handlers are read. The claim of a stored message reads them itself."""
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -70,7 +72,7 @@ def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
 
 
 def _stored_on(alias: str) -> str:
-    """The name of this work in the log, if only this work fails."""
+    """The name of the runner's work on this database, for the log."""
     return f"stored messages on {alias!r}"
 
 
@@ -95,18 +97,20 @@ class Runner:
         self._handlers = handlers
         self._stop = StopRequest() if stop is None else stop
         self.outages = Outages()
-        self._ask_at: dict[str, float] = {}
+        self._try_at: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._look_at = 0.0
-        self._rest = _SHORTEST_REST_SECONDS
+        self._poll_at = 0.0
+        self._poll_interval = _SHORTEST_POLL_SECONDS
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
         self._refunds = AttemptRefunds()
         self._refused: dict[str, RefusedMessages] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
-        self.on_ring: Callable[[], object] = _nobody
+        self._paused: dict[str, frozenset[str]] = {}
+        self._paused_read_at: dict[str, float] = {}
+        self.on_ring: Callable[[], object] = _do_nothing
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -114,35 +118,51 @@ class Runner:
         self._stop = stop
         while not stop:
             if left := self.seconds_left(monotonic()):
-                stop.wait(min(left, _LONGEST_NAP_SECONDS))
+                stop.wait(min(left, _LONGEST_WAIT_SECONDS))
             else:
                 self.turn()
         connections.close_all()
-        logger.info("The runner has ended; it ran %d stored messages.", self.ran)
+        logger.info("runner: stopped. Stored messages run: %d.", self.ran)
+
+    def is_paused(self, handler: Handler) -> bool:
+        """Has an operator paused this handler or this process, as this process has last read it?"""
+        return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
+
+    def read_paused(self, alias: str) -> None:
+        """Read the paused handlers of a database, at most once a second.
+
+        Raises:
+            DatabaseUnavailable: they stay as they were read before.
+        """
+        with self._lock:
+            if monotonic() - self._paused_read_at.get(alias, -inf) < _PAUSED_SECONDS:
+                return
+            self._paused_read_at[alias] = monotonic()
+        self._paused[alias] = committed(partial(pausing.paused_names, alias), alias)
 
     def ring(self) -> None:
-        """A message was just stored, or there are more: poll at once."""
-        self._rest = _SHORTEST_REST_SECONDS
-        self._look_now()
+        """A message was stored, or more are due: poll at once, and reset the poll interval."""
+        self._poll_interval = _SHORTEST_POLL_SECONDS
+        self._poll_now()
 
-    def _look_now(self) -> None:
+    def _poll_now(self) -> None:
         """Poll at once, and keep the poll interval."""
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self.on_ring()
 
     def seconds_left(self, now: float) -> float:
         """Seconds until the next poll."""
-        return max(0.0, self._look_at - now)
+        return max(0.0, self._poll_at - now)
 
     def turn(self) -> int:
-        """Run at most one message on each database, and its followers; how many were run."""
+        """Run at most one message and its followers on each database; returns how many were run."""
         with self._lock:
-            self._look_at = monotonic() + self._rest
-            self._rest = min(self._rest * 2, self._options.POLL_INTERVAL.total_seconds())
+            self._poll_at = monotonic() + self._poll_interval
+            self._poll_interval = min(self._poll_interval * 2, self._options.POLL_INTERVAL.total_seconds())
         return self._turn()
 
     def drain(self, stop: StopRequest) -> int:
-        """Work until nothing is due; how many messages were run. An unexpected error ends it."""
+        """Run messages until none is due; returns how many were run. An unexpected error ends it."""
         self._stop = stop
         done = 0
         while not stop:
@@ -150,23 +170,23 @@ class Runner:
             done += now
             if now:
                 continue
-            rest = _LONGEST_NAP_SECONDS if self._ask_at else self._rest_for_tokens()
-            if rest is None:
+            wait = _LONGEST_WAIT_SECONDS if self._try_at else self._wait_for_tokens()
+            if wait is None:
                 break
-            stop.wait(rest)
+            stop.wait(wait)
         if done:
-            logger.info("Stored messages run: %d.", done)
+            logger.info("runner: drained. Stored messages run: %d.", done)
         return done
 
-    def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
-        if alias in self._told:
+    def _report_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
+        if alias in self._reported:
             return
         stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
-        self._told.add(alias)
+        self._reported.add(alias)
         for name, count in stored.items():
             logger.warning(
-                "%s stored messages wait for a handler called %r, which this process does not know. They stay until one that "
-                "does runs them; was it renamed without name=?",
+                "runner: %s stored messages wait for the handler %r, which this process does not have. They stay stored until "
+                "a process with this handler runs. If the handler was renamed, set name= to its old name.",
                 count if count < due.MOST_COUNTED else f"At least {count}",
                 name,
             )
@@ -177,40 +197,46 @@ class Runner:
         for alias in sorted({handler.using for handler in handlers}):
             claimed: tuple[Handler, InboxMessage] | None = None
             # Do not wait for an unavailable database: this thread has other work.
-            if not self._may_ask(alias):
+            if not self._may_try(alias):
                 continue
             try:
                 if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
-                    self._ask_at[alias] = monotonic() + seconds
+                    self._try_at[alias] = monotonic() + seconds
                     continue
-                self._tell_orphans(alias, handlers)
+                self.read_paused(alias)
+                if self._stop.is_paused:
+                    self._try_at.pop(alias, None)
+                    continue
+                self._report_orphans(alias, handlers)
                 self._refunds.settle(alias)
                 self._sweep(alias, handlers)
                 claimed = self._claim(handlers, alias)
-                self._ask_at.pop(alias, None)
+                self._try_at.pop(alias, None)
                 if claimed:
                     self.ring()
                     ran += self._run(*claimed)
                 self.outages.end(_stored_on(alias))
             except DatabaseUnavailable as error:
-                if claimed and self._is_of_its_row(claimed[1], alias, error):
-                    self._ask_at[alias] = 0.0  # at once, for the others
+                if claimed and self._is_only_this_row_refused(claimed[1], alias, error):
+                    self._try_at[alias] = 0.0  # try again at once: other messages can be run
                     continue
                 self._refunds.add(alias, error)
-                self._ask_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
+                self._try_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
-                # Nothing that a handler or a receiver of a signal does may end this thread.
-                self._ask_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
+                # No error of a handler or of a signal receiver may end this thread.
+                self._try_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
                 if raising:
                     raise
-                logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
+                logger.exception(
+                    "runner: unexpected error on database %r. The message stays stored and is tried again later.", alias
+                )
                 connections.close_all()
         with self._lock:
             self.ran += ran
         return ran
 
-    def _is_of_its_row(self, stored: InboxMessage, alias: str, error: DatabaseUnavailable) -> bool:
-        """Can the database store, and does it refuse only this message's row? Then the row is skipped for a while."""
+    def _is_only_this_row_refused(self, stored: InboxMessage, alias: str, error: DatabaseUnavailable) -> bool:
+        """Does the database refuse only this message's row? Then the row is skipped for a while."""
         if not (error.refused and self.outages.can_store(alias)):
             return False
         self._refused_of(alias).skip(stored.pk, error.__cause__ or error)
@@ -222,39 +248,39 @@ class Runner:
     def _refused_of(self, alias: str) -> RefusedMessages:
         return self._refused.setdefault(alias, RefusedMessages(alias))
 
-    def _may_ask(self, alias: str) -> bool:
-        """False while it is paused. In an outage, one thread checks whether it has ended, however long that takes."""
+    def _may_try(self, alias: str) -> bool:
+        """May this thread use the database? False while it is paused. During an outage, only one thread probes it."""
         with self._lock:
-            if monotonic() < self._ask_at.get(alias, 0.0):
+            if monotonic() < self._try_at.get(alias, 0.0):
                 return False
             if self.outages.is_ongoing(alias):
-                self._ask_at[alias] = inf
+                self._try_at[alias] = inf
             return True
 
     def _run(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run it in the slot that was taken for it."""
+        """Run the message in the slot that was taken for it."""
         slots = slots_of(handler)
         if slots is None:
-            return self._run_in_a_row(handler, stored)
+            return self._run_with_followers(handler, stored)
         slots.begin_stored()
         try:
-            return self._run_in_a_row(handler, stored)
+            return self._run_with_followers(handler, stored)
         finally:
             slots.leave()
 
-    def _run_in_a_row(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run it, and for a moment its followers in the order of its key: each saves a search and a commit."""
-        ran, enough_at = 0, monotonic() + _IN_A_ROW_SECONDS
+    def _run_with_followers(self, handler: Handler, stored: InboxMessage) -> int:
+        """Run the message, then for a short time its followers in the order of its key. Each saves a search and a commit."""
+        ran, until = 0, monotonic() + _FOLLOWERS_SECONDS
         while True:
-            more = handler.rate_limit is None and monotonic() < enough_at and not self._stop
+            more = handler.rate_limit is None and monotonic() < until and not (self._stop or self.is_paused(handler))
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1
-            if follower is None or follower.row is None or became is not Received.HANDLED:
+            if follower is None or follower.message is None or became is not Received.HANDLED:
                 return ran
-            stored = committed(partial(claims.claimed, handler.using, follower.row), handler.using)
-            if self._stop:
-                # Another runner can take it at once, with all of its attempts.
+            stored = follower.message
+            if self._stop or self.is_paused(handler):
+                # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran
 
@@ -272,27 +298,27 @@ class Runner:
 
     def _take_slot(self, handler: Handler) -> bool:
         slots = slots_of(handler)
-        return slots is None or slots.take_for_stored(self._look_now)
+        return slots is None or slots.take_for_stored(self._poll_now)
 
     def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither group delays the other."""
         free = [handler for handler in handlers if handler.rate_limit is None]
-        ways = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(handlers), alias)]
+        searches = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(handlers), alias)]
         self._free_first ^= {alias}
-        first, second = ways if alias in self._free_first else reversed(ways)
+        first, second = searches if alias in self._free_first else reversed(searches)
         return first() or second()
 
     def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """These handlers take turns as well: the backlog of one delays no other."""
+        """These handlers take turns as well, so that the backlog of one does not delay another."""
         claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options, self._refused_of(alias))
         if claimed:
             self._served[alias] = claimed[0].name
         return claimed
 
     def _claim_limited(self, limited: Sequence[tuple[Handler, Limiter]], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """Take a token first, but only if a message is due: a token that is not used in time is lost."""
+        """Take a token before the claim, but only if a message is due, because unused tokens expire."""
         limiters = {handler.name: limiter for handler, limiter in limited}
-        ready = [handler for handler, limiter in limited if limiter.wait_seconds() <= _SHORTEST_REST_SECONDS]
+        ready = [handler for handler, limiter in limited if limiter.wait_seconds() <= _SHORTEST_POLL_SECONDS]
         for handler in _due_among(random.sample(ready, len(ready))):
             limiter = limiters[handler.name]
             if limiter.take_or_lease(1):
@@ -301,10 +327,10 @@ class Runner:
                 limiter.give_back(1)
         for handler, limiter in limited:
             if handler not in ready:
-                self._look_at = min(self._look_at, monotonic() + limiter.wait_seconds())
+                self._poll_at = min(self._poll_at, monotonic() + limiter.wait_seconds())
         return None
 
-    def _rest_for_tokens(self) -> float | None:
+    def _wait_for_tokens(self) -> float | None:
         """Seconds until a due message that waits for a rate limit may run; None if there is none."""
         try:
             limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
@@ -312,7 +338,7 @@ class Runner:
             waits = [limiters[handler.name].wait_seconds() for handler in waiting]
         except DatabaseUnavailable:
             waits = [0.0]
-        return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None
+        return max(_SHORTEST_POLL_SECONDS, min(waits)) if waits else None
 
     def _sweep(self, alias: str, handlers: Sequence[Handler]) -> None:
         with self._lock:
@@ -328,12 +354,14 @@ class Runner:
         self._swept_up_to[alias] = released.up_to
         if released.stuck:
             logger.error(
-                "The messages of %d ordering keys on %r waited although nothing was before them. They go on now, but how that "
-                "could be is to be found out.",
+                "runner: the messages of %d ordering keys on database %r were waiting although no earlier message was open. "
+                "They were released and are due now. This indicates a bug or a change of rows by hand; please report it.",
                 released.stuck,
                 alias,
             )
         if released.passed:
             logger.warning(
-                "%d dead letters on %r are passed over now, as Ordered(on_dead='skip') says.", released.passed, alias
+                "runner: %d dead letters on database %r no longer block their keys, because of Ordered(on_dead='skip').",
+                released.passed,
+                alias,
             )

@@ -1,7 +1,7 @@
 """Signals of the consumer, for metrics only. They are not guaranteed, so no effect may depend on one.
 
-A signal is sent after the commit, in the process that did the work, and is lost if that dies in between. The states in the
-table are not lost. Put required effects into a handler.
+A signal is sent after the commit, in the process that did the work, and is lost if that process dies in between. The states
+in the table are not lost. Put required effects into a handler.
 
 Receivers run in the thread of the worker that handled the message: a slow receiver delays the worker. They are called with
 `send_robust`: an error in one is logged and changes nothing.
@@ -9,22 +9,25 @@ Receivers run in the thread of the worker that handled the message: a slow recei
 
 from django.dispatch import Signal
 
+from outbox.console.alerts import alert_changed  # noqa: F401 - public here
+
 message_handled = Signal()
 """The effect is committed. Arguments: `message`, `handler` (its name)."""
 
 message_retrying = Signal()
-"""An attempt failed or the handler asked for a later time. Arguments: `handler`, `message_id`, `error`."""
+"""An attempt failed or the handler raised RetryLater. Arguments: `handler`, `message_id`, `error`."""
 
 message_dead = Signal()
 """A message became a dead letter. Arguments: `handler`, `message_id`, `error`."""
 
 duplicate_suppressed = Signal()
-"""A delivery whose effect has already happened, or is stored to be run. Arguments: `handler`, `message_id`, `biz_id`,
-`cause`: "redelivery" by the broker, "resend" of the same message, "replay" by an operator, or "business", another message with
-the same biz-id."""
+"""A duplicate was suppressed: its message was handled before, or is stored and will run. Arguments: `handler`, `message_id`,
+`biz_id`, `cause`: "redelivery" by the broker, "resend" of the same message, "replay" by an operator, or "business", another
+message with the same biz-id."""
 
 conflicting_duplicate = Signal()
-"""Same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`, `message_id`, `biz_id`."""
+"""A duplicate has the same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`,
+`message_id`, `biz_id`."""
 
 message_shed = Signal()
-"""A message was shed because too many wait, and is stored. Arguments: `handler`, `message_id`, `biz_id`, `reason`."""
+"""A message was dropped by load shedding and stored as shed. Arguments: `handler`, `message_id`, `biz_id`, `reason`."""

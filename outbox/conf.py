@@ -11,6 +11,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
+from outbox.console.alert_options import AlertOptions, read_alerts
 from outbox.kernel import options
 from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.masking import quoted
@@ -18,7 +19,7 @@ from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
-_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL"}
+_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL", "ALERTS"}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _KEPT_UNPUBLISHED = timedelta(days=7)
 """A person may want to know of a message that was not published, or restore it."""
@@ -53,6 +54,8 @@ class OutboxOptions:
             it deletes published messages at once, and the others after seven days.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
+        ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
         WATCHDOG: a relay process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
@@ -85,6 +88,8 @@ class OutboxOptions:
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
+    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
@@ -104,8 +109,13 @@ class OutboxOptions:
                     f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', without duplicates."
                 )
         options.require_trail(self.TRAIL)
+        read_alerts(self.ALERTS)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
+
+    @cached_property
+    def alerts(self) -> AlertOptions:
+        return read_alerts(self.ALERTS)
 
     @cached_property
     def delays(self) -> dict[str, timedelta]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
+from django.utils.translation import gettext_lazy as _
 
+from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
+from outbox.database.audit_model import AuditRecord
 from outbox.database.fields import InstantField, ReadableJSONField
 from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
+from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.identity import new_message_id
 from outbox.kernel.text import NAME_LENGTH
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
@@ -240,26 +244,56 @@ class RelayLease(models.Model):
         return f"{self.name} held by {self.holder}"
 
 
-class RelayHeartbeat(models.Model):
+class RelayHeartbeat(ProcessHeartbeat):
     """The last heartbeat of one relay, for operators only: no guarantee depends on it."""
 
-    id = models.UUIDField(primary_key=True)
-    host = models.CharField(max_length=NAME_LENGTH)
-    pid = models.PositiveIntegerField()
-    version = models.CharField(max_length=32)
-    started_at = models.DateTimeField("started")
-    beat_at = models.DateTimeField("last heartbeat")
     last_pass_at = models.DateTimeField("last successful pass", null=True)
     published = models.PositiveBigIntegerField("published since start", default=0)
-    rate = models.FloatField("messages per second", default=0.0)
-    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
+    shards = models.PositiveSmallIntegerField("shards tried in one pass", default=0, db_default=0)
 
     class Meta:
-        verbose_name = "relay"
+        verbose_name = _("relay")
         default_permissions = ("view",)
+        permissions = (
+            ("pause_relayheartbeat", "Can pause a relay process"),
+            ("resume_relayheartbeat", "Can resume a relay process"),
+            ("drain_relayheartbeat", "Can drain a relay process"),
+            ("stop_relayheartbeat", "Can stop a relay process"),
+        )
 
-    def __str__(self) -> str:
-        return f"{self.host}:{self.pid}"
+
+class AuditEntry(AuditRecord):
+    """What an operator has done: see `outbox.console.audit`."""
+
+    class Meta:
+        verbose_name = _("audit log entry")
+        verbose_name_plural = _("audit log entries")
+        default_permissions = ("view",)
+        permissions = (("export_auditentry", "Can export the audit log"),)
+        indexes = (
+            models.Index(fields=["at"], name="outbox_audit_at"),
+            models.Index(fields=["kind", "object_id"], name="outbox_audit_object"),
+        )
+
+
+class Alert(AlertRecord):
+    """A condition that needs an operator: see `outbox.console.alerts`."""
+
+    class Meta:
+        verbose_name = _("alert")
+        default_permissions = ("view",)
+        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
+        constraints = (
+            models.UniqueConstraint(fields=["condition", "object"], name="outbox_alert_open", condition=Q(cleared_at=None)),
+        )
+        indexes = (models.Index(fields=["send_at"], name="outbox_alert_unsent", condition=Q(send_at__isnull=False)),)
+
+
+class AlertLease(AlertLeaseRecord):
+    """The lease of the process that evaluates the alerts."""
+
+    class Meta:
+        default_permissions = ()
 
 
 class Operation(AbstractOperation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asgiref.sync import sync_to_async
@@ -85,12 +85,24 @@ arestore = sync_to_async(restore)
 
 
 def restoring(
-    alias: str, positions: Iterable[int], *, states: Collection[str], overdue: bool, reason: str
+    alias: str,
+    positions: Iterable[int],
+    *,
+    states: Collection[str],
+    overdue: bool,
+    reason: str,
+    audit: Callable[[Restored], None] | None = None,
 ) -> Iterator[Restored]:
-    """Restore many, in short transactions, and wake the relays for what is ready."""
+    """Restore many, in short transactions, and wake the relays for what is ready.
+
+    Args:
+        audit: called in each of the transactions.
+    """
     for chunk in chunks(positions, _AT_ONCE):
         with transaction.atomic(using=alias):
             restored = restore_some(alias, chunk, states=states, overdue=overdue, reason=reason)
+            if audit is not None and (restored.ready or restored.scheduled):
+                audit(restored)
             if restored.ready:
                 doorbell.ring_after_commit(alias)
         yield restored

@@ -29,7 +29,7 @@ KILLED_NO_SOONER_THAN = 1.5
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
 """Seconds between two kills."""
 TRANSFERS = "demo_transfers"
-BEGINNINGS = (b"Relaying ", b"Consuming ", b"Running ", b"Transferring ")
+BEGINNINGS = (b"Relaying ", b"receiving from ", b"running stored messages ", b"Transferring ")
 """What the log of a process says when it begins to work."""
 
 

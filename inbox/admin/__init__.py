@@ -1,3 +1,3 @@
 """The inbox in Django's admin."""
 
-from inbox.admin import consumers, failures, messages  # noqa: F401 - they register themselves
+from inbox.admin import alerts, audit, consumers, failures, messages, paused  # noqa: F401 - importing them registers the pages

@@ -1,4 +1,4 @@
-"""In the admin: which processes run handlers on this database, for which handlers, and what each waits for."""
+"""Admin page: the processes that run handlers on this database, their handlers, and what each waits for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.models import ConsumerHeartbeat
@@ -18,29 +20,38 @@ _HANDLERS_IN_THE_LIST = 3
 
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
-    title = "Consumers"
-    list_display = ("process", "state", "started", "heartbeat", "some_handlers", "received_count", "ran_count")
-    fields: ClassVar[Any] = ("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count")
+    title = _("Consumers")
+    list_display = ("process", "state", "times", "some_handlers", "counts", "resources")
+    fields: ClassVar[Any] = (
+        *("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count"),
+        *("rate_now", "memory", "round_trips"),
+    )
     readonly_fields: ClassVar[Any] = fields
 
     def none_runs(self) -> str:
         names = unattended(self.using)
         return f"No consumer is running for: {', '.join(names)}. {what_to_start()}" if names else ""
 
-    @admin.display(description="handlers")
+    @admin.display(description=_("handlers"))
     def some_handlers(self, row: Any) -> SafeString:
         names, more = row.handlers[:_HANDLERS_IN_THE_LIST], len(row.handlers) - _HANDLERS_IN_THE_LIST
         lines = [identifier(name) for name in names] or [format_html("{}", NOTHING)]
         return stacked(*lines, *([format_html("and {} more", more)] if more > 0 else []))
 
-    @admin.display(description="handlers")
+    @admin.display(description=_("handlers"))
     def all_handlers(self, row: Any) -> SafeString:
         return stacked(*map(identifier, row.handlers)) if row.handlers else format_html("{}", NOTHING)
 
-    @admin.display(description="deliveries")
+    @admin.display(description=_("messages"))
+    def counts(self, row: Any) -> SafeString:
+        received = format_html(gettext("{} deliveries"), self.received_count(row))
+        ran = format_html(gettext("{} stored run"), self.ran_count(row))
+        return stacked(received, ran, format_html(gettext("{} per second"), self.rate_now(row)))
+
+    @admin.display(description=_("deliveries"))
     def received_count(self, row: Any) -> str:
         return f"{row.received:,}"
 
-    @admin.display(description="stored run")
+    @admin.display(description=_("stored messages run"))
     def ran_count(self, row: Any) -> str:
         return f"{row.ran:,}"

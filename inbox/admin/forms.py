@@ -1,4 +1,4 @@
-"""The forms of the operator's actions."""
+"""The forms of the admin actions."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from inbox.models import InboxMessage
 from outbox.console.difference import as_html
 
 _LARGEST_EDITED = 256 * 1024
-"""Characters: a form that is larger may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE once it is encoded."""
+"""In characters. A larger form may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE after encoding."""
 
 
 class SkipForm(forms.Form):
     reason = forms.CharField(
         max_length=500,
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="Why its effect must not happen. It is kept with the message and in the log.",
+        help_text="Why the effect must not happen. The reason is stored with the message and in the admin log.",
     )
 
 
 class OverrideForm(forms.Form):
     danger = (
-        "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
-        "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
-        "published, at the publisher's own books. Skip those that were handled."
+        "These messages are in quarantine, because the inbox no longer knows whether they were handled before. If one was, its "
+        "effect would happen a second time. First check the data that it would write, the logs of the day it was published, "
+        "and the publisher's records. Skip the messages that were handled."
     )
     reason = forms.CharField(
         max_length=500,
-        label="How do you know?",
+        label="Evidence",
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="What shows that none of them has been handled. It is kept in the log.",
+        help_text="What shows that none of them was handled before. The reason is stored in the admin log.",
     )
 
 
@@ -57,10 +57,10 @@ class DryRunForm(forms.Form):
 
 
 class EditForm(forms.Form):
-    """The payload of a message, to be corrected: agreed to when it comes as it was when its changes were shown.
+    """Edits the payload of a message. The edit is confirmed if its changes were shown and the payload is the same since.
 
     Raises:
-        NotEditable: the message cannot be corrected, or not on a page, for this reason.
+        NotEditable: the message cannot be corrected, or not on this page, for this reason.
     """
 
     payload = forms.CharField(
@@ -68,7 +68,7 @@ class EditForm(forms.Form):
         widget=forms.Textarea(
             attrs={"class": "message-edit", "rows": 24, "spellcheck": "false", "autocapitalize": "off", "autofocus": True}
         ),
-        help_text="JSON. The content type and the headers stay as they are.",
+        help_text="JSON. The content type and the headers stay unchanged.",
     )
     shown = forms.CharField(required=False, widget=forms.HiddenInput)
 
@@ -77,8 +77,8 @@ class EditForm(forms.Form):
         text = editable(stored)
         if len(text) > _LARGEST_EDITED:
             raise NotEditable(
-                f"Its payload has {len(text):,} characters, too many for this page, which edits {_LARGEST_EDITED:,}. Use the "
-                "command inbox_edit."
+                f"Its payload has {len(text):,} characters; the limit of this page is {_LARGEST_EDITED:,}. Use the command "
+                "inbox_edit."
             )
         super().__init__(data, initial={"payload": text})
         self.changes: Sequence[str] = ()
@@ -86,7 +86,7 @@ class EditForm(forms.Form):
 
     @property
     def preview(self) -> SafeString | str:
-        """What changes, for the page."""
+        """The changes as HTML, for the page."""
         return as_html(self.changes) if self.changes else ""
 
     def clean(self) -> dict[str, Any]:

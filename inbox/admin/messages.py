@@ -1,4 +1,4 @@
-"""The inbox in Django's admin: what was handled, what was not and why, and what an operator may do about it."""
+"""Admin pages of inbox messages: their state, why a message was not handled, and the operators' actions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from outbox.kernel.failures import DEFERRED
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
-_NOT_KEPT = 'It was not kept: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
+_NOT_STORED = 'It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
 
 
 IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
@@ -104,13 +104,13 @@ class InboxStateFilter(StateFilter):
 
 
 class DuplicatesFilter(admin.SimpleListFilter):
-    """By further deliveries of the same fact."""
+    """Filter by duplicates."""
 
     title = "duplicates"
     parameter_name = "duplicates"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", "Delivered more than once"), ("conflicting", "With other content")]
+        return [("any", "Delivered more than once"), ("conflicting", "With different content")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
@@ -123,7 +123,7 @@ class DuplicatesFilter(admin.SimpleListFilter):
 
 
 class HandlerFilter(admin.SimpleListFilter):
-    """By a handler of this process. Removed ones are found by searching for their name."""
+    """Filter by a handler of this process. To find a removed handler's messages, search for its name."""
 
     title = "handler"
     parameter_name = "handler"
@@ -165,7 +165,9 @@ class InboxMessageAdmin(MessageAdmin):
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, InboxStateFilter, InboxFailureFilter, DuplicatesFilter, HandlerFilter)
-    search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
+    search_help_text = (
+        "A message id, biz-id, topic or handler, exact; a trailing * matches every text with that prefix (slower)."
+    )
     actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
@@ -217,7 +219,7 @@ class InboxMessageAdmin(MessageAdmin):
         return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")
 
     def called(self, term: str) -> Q:
-        """Also a handler, and the message id of the latest that said something else."""
+        """Also by handler, and by the message id of the latest duplicate with different content."""
         ids = {term}
         with suppress(ValueError):
             ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
@@ -237,12 +239,12 @@ class InboxMessageAdmin(MessageAdmin):
         action = request.POST.get("action")
         row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
         if row is not None and row.quarantined and action == "retry":
-            return "it is in quarantine, and only “Retry past the maximum message age…” runs it"
+            return "it is in quarantine; use “Retry past the maximum message age…”"
         if row is not None and not row.quarantined and action == "override_maximum_age":
-            return "it is not in quarantine, so “Retry now” runs it"
+            return "it is not in quarantine; use “Retry now”"
         return super().why_not(request, alias, pk)
 
-    # what is shown
+    # display
 
     def badge_of(self, row: Any) -> SafeString:
         if row.state == State.RETRYING and row.error_class == DEFERRED:
@@ -250,7 +252,7 @@ class InboxMessageAdmin(MessageAdmin):
         return super().badge_of(row)
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Without the parts that would have nothing to say, as most messages come once and in one step."""
+        """Without the sections that are empty for this message."""
         left_out = set()
         if obj is not None and obj.replaces_id is None and not obj.replacements.exists():
             left_out.add("Correction")
@@ -262,7 +264,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state_badges(self, row: Any) -> SafeString:
-        """In the list: with what sets this message apart from others in its state."""
+        """For the list: the state, and whether the message is quarantined, corrected, or has duplicates."""
         lines = [self.badge_of(row)]
         if row.quarantined and row.state == State.DEAD:
             lines.append(format_html("{}", "in quarantine"))
@@ -276,25 +278,25 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state_explained(self, row: Any) -> SafeString:
-        """On its own page: the badge, and what it means for this message."""
+        """For the message's page: the badge and an explanation."""
         return format_html("{}{}", self.badge_of(row), self._explanation(row))
 
     def _explanation(self, row: Any) -> SafeString:
         if row.state == State.DEAD and row.quarantined:
-            return warning("In quarantine: whether it has been handled before can no longer be known.")
+            return warning("In quarantine: the inbox no longer knows whether it was handled before.")
         if row.state == State.WAITING:
             return self._behind(row)
         if row.state == State.RUNNING:
             return self._lease(row)
         if row.ordered and row.state in _HEADS:
-            held = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
-            return note(f"The later messages of its ordering key wait for it: {counted(held)}.")
+            waiting = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
+            return note(f"The later messages of its ordering key wait for it: {counted(waiting)}.")
         return format_html("{}", "")
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
         if head is None:
-            return note("No earlier message of its ordering key is open any more: a consumer lets it go on in a moment.")
+            return note("No earlier message of its ordering key is open: a consumer will run it shortly.")
         words = format_html(
             'It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).',
             self.own_url(head.pk),
@@ -305,11 +307,11 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _lease(self, row: Any) -> SafeString:
         if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
-            return note(f"Lease number {row.fence} has ended without a word of its owner: another takes the message over.")
-        return note(
-            format_html(
-                "Lease number {} ends {}, unless its owner extends it.", row.fence, age(row.next_attempt_at, row.database_now)
+            return note(
+                f"Lease {row.fence} has expired without a heartbeat of its owner. Another process takes over the message."
             )
+        return note(
+            format_html("Lease {} ends {}, unless its owner extends it.", row.fence, age(row.next_attempt_at, row.database_now))
         )
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
@@ -340,7 +342,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="duplicates")
     def further_deliveries(self, row: Any) -> SafeString:
-        """How many, and why they came."""
+        """The number of duplicates by cause."""
         if not row.duplicates:
             return format_html("{}", NOTHING)
         business = row.duplicates - row.redeliveries - row.resends - row.replays
@@ -348,23 +350,23 @@ class InboxMessageAdmin(MessageAdmin):
             (row.redeliveries, "delivered again by the broker"),
             (row.resends, "sent again by a relay"),
             (row.replays, "sent again by an operator"),
-            (business, "published again by the business, under another message id"),
+            (business, "published again with another message id"),
         )
         lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
-        return stacked(format_html("{} in all, none of them run", f"{row.duplicates:,}"), *lines)
+        return stacked(format_html("{} in total; none was run", f"{row.duplicates:,}"), *lines)
 
-    @admin.display(description="other content")
+    @admin.display(description="different content")
     def conflict(self, row: Any) -> SafeString:
-        """What the latest delivery with this biz-id said that did not say the same."""
+        """The latest delivery with this biz-id and different content."""
         if not row.conflicts:
             return format_html("{}", NOTHING)
-        words = f"Deliveries with this biz-id that said something else: {row.conflicts:,}. None was run. It is a bug upstream."
+        words = f"Deliveries with this biz-id but different content: {row.conflicts:,}. None was run. It is a bug upstream."
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
             '<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>',
             warning(words),
-            note(f"{_NOT_KEPT} Only its digest is, so the two cannot be compared here.") if _is_emptied(row) else "",
+            note(f"{_NOT_STORED} Only its digest was stored, so the two cannot be compared here.") if _has_no_body(row) else "",
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
             as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
@@ -393,17 +395,17 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
-        if _is_emptied(row):
-            return note(_NOT_KEPT)
+        if _has_no_body(row):
+            return note(_NOT_STORED)
         return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
 
     @admin.display(description="headers")
     def headers_text(self, row: Any) -> SafeString:
-        return note(_NOT_KEPT) if _is_emptied(row) else super().headers_text(row)
+        return note(_NOT_STORED) if _has_no_body(row) else super().headers_text(row)
 
-    @admin.display(description="it replaces")
+    @admin.display(description="replaces")
     def replaced_row(self, row: Any) -> SafeString:
-        """The dead message whose payload was corrected here."""
+        """The dead message that this one replaces with a corrected payload."""
         return self._of_a_correction(InboxMessage.objects.using(self.using).filter(pk=row.replaces_id), row.replaces_id)
 
     @admin.display(description="replaced by")
@@ -463,10 +465,10 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["edit"], description="Edit and retry…")
     def edit(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        """Of one message: its payload to be edited, then what changes, to be confirmed."""
+        """Edit the payload of one message, then show the changes for confirmation."""
         picked = self._picked(request, queryset) or {}
         if len(picked) != 1:
-            self.message_user(request, "Nothing was changed: edit one message at a time.", messages.ERROR)
+            self.message_user(request, "Nothing was changed: select one message to edit.", messages.ERROR)
             return None
         ((pk, row),) = picked.items()
         if row is None:
@@ -483,12 +485,12 @@ class InboxMessageAdmin(MessageAdmin):
             def replace(alias: str, pk: int) -> bool:
                 return replace_message(alias, pk, form.cleaned_data["payload"], by=by(request)) is not None
 
-            return self.carry_out(request, queryset, done="replaced by a corrected one, due now", transition=replace)
+            return self.carry_out(request, queryset, done="replaced by a corrected message", transition=replace)
         return self.ask(
             request,
             queryset,
             action="edit",
-            question="Replace this message by a corrected one?" if form.changes else "Edit the payload of this message",
+            question="Replace this message with the corrected one?" if form.changes else "Edit the payload of this message",
             button="Replace the message and run it" if form.changes else "Show the changes",
             form=form,
         )
@@ -518,6 +520,7 @@ class InboxMessageAdmin(MessageAdmin):
             self.message_user(request, visible(words), messages.ERROR)
             return HttpResponseRedirect(self.own_url(row.pk))
         self.log_change(request, row, f"Dry run: {result.outcome}.")
+        self.audit(request, queryset.db, "dry_run", row)
         request.current_app = self.admin_site.name
         context = {
             **self.admin_site.each_context(request),
@@ -556,13 +559,13 @@ class InboxMessageAdmin(MessageAdmin):
             action="override_maximum_age",
             question="Run these messages although they may have been handled before?",
             button="Run the messages",
-            done="due past the maximum message age now",
+            done="due now, past the maximum message age",
             transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
 
 
-def _is_emptied(row: InboxMessage) -> bool:
-    """Were body and headers emptied when it was settled? No message without a body is ever done otherwise."""
+def _has_no_body(row: InboxMessage) -> bool:
+    """Were body and headers removed when it was settled? Otherwise every done message has a body."""
     return row.state == State.DONE and not row.body
 
 

@@ -1,4 +1,4 @@
-"""Celery tasks whose effect happens once: `from inbox.celery import idempotent_task`."""
+"""Celery tasks whose effect happens once per business id: `from inbox.celery import idempotent_task`."""
 
 from inbox.celery.task import IdempotentTask, idempotent_task
 

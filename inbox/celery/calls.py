@@ -1,7 +1,7 @@
-"""Reading the delivery of a Celery task: which call is it, by which name does the business know it, what does it say?
+"""Reading the delivery of a Celery task: its arguments, its business id, and the row that it has in the inbox.
 
-Nothing here touches a database or a broker. Arguments and results are written in kombu's JSON, which Celery itself sends them
-in: dates, Decimals, UUIDs and bytes come back as what they were.
+This module accesses no database and no broker. Arguments and results are serialised with kombu's JSON, as Celery does: dates,
+Decimals, UUIDs and bytes keep their types.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from datetime import datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import JSONEncoder, dumps, loads
 
 from inbox.conf import InboxOptions
-from inbox.handlers.handler import Handler
+from inbox.handlers.handler import Handler, as_biz_id
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
-from inbox.receiving.reading import outside_window
-from inbox.store.rows import NewRow
+from inbox.receiving.reading import Arrival, outside_window, row_of
 from outbox.kernel.envelope import JSON, Envelope
 from outbox.kernel.text import fit
 from outbox.kernel.wire import CELERY_TOPICS
@@ -31,35 +30,35 @@ from outbox.kernel.wire import CELERY_TOPICS
 _NOT_JSON = "text/plain"
 _TRACEPARENT = "traceparent"
 _SIGNATURE = "signature"
+NO_RESULT = "null"
+"""The result of a task that returns None, as JSON."""
+_in_order_of_names = JSONEncoder(sort_keys=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One delivery of a task, read.
+    """A delivery of a task that was read.
 
     Attributes:
-        arguments: the args and kwargs that came, even after the function has changed what it was given.
-        row: what it would be in the inbox.
-        redelivered: the broker says that it has delivered this very message before.
-        eager: there is no message and no broker: it runs inside its caller.
-        outside: why it lies outside the deduplication window, or "".
-        awaited: another task waits for what it returns.
+        arguments: returns the args and kwargs of the delivery, even after the function has changed its arguments.
+        message: the argument of the handler's function, which calls the task's function.
+        redelivered: the broker says that it has delivered this message before.
+        eager: it is run by its caller, without a message.
+        awaited: another task needs its result.
     """
 
     task: Any
     arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     handler: Handler
+    arrival: Arrival
     message: Message
-    envelope: Envelope
-    row: NewRow
     redelivered: bool
     eager: bool
-    outside: str
     awaited: bool
 
 
 def handler_name(task_name: str) -> str:
-    """What the inbox calls a task, as its handler and as its topic; no handler of messages is called like a topic."""
+    """The handler and the topic of a task's rows; no handler of messages has the name of its topic."""
     return fit(f"{CELERY_TOPICS}{task_name}")
 
 
@@ -72,43 +71,45 @@ def read_call(
     *,
     sent_at: datetime | None,
 ) -> Call:
-    """What is to be done, and by which name the inbox knows it.
+    """Read the delivery that `task` is running.
 
     Raises:
-        TypeError: the arguments are not those of the function, or `biz_id` answered with what names nothing.
-        LookupError: `biz_id` is a path that these arguments do not have.
-        Exception: whatever `biz_id` raises.
+        TypeError: the function does not take these arguments, or `biz_id` returned a value that identifies nothing.
+        LookupError: `biz_id` is a path that the arguments do not have.
+        Exception: what `biz_id` raised.
     """
     args, kwargs = arguments
     request = task.request
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    said = _by_name(bound)
+    by_name = _by_name(bound)
     name, task_id = handler_name(task.name), fit(str(request.id))
-    as_they_came = _as_they_came(args, kwargs)
+    biz_id = _identity(type(task).biz_id, bound, by_name) or task_id
+    snapshot = _snapshot(args, kwargs)
     handler = Handler(
         name=name,
         topic=name,
-        function=_again_and_again(function, args, kwargs, as_they_came),
-        biz_id=_identity(type(task).biz_id, bound),
+        function=_with_fresh_arguments(function, args, kwargs, snapshot),
+        biz_id=None,
         using=task.using,
         retry=type(task)._retry or AS_THE_SETTINGS,  # noqa: SLF001 - given to the decorator
     )
+    redelivered = bool((request.delivery_info or {}).get("redelivered"))
     message = Message(
         id=task_id,
         topic=name,
         key="",
-        biz_id=task_id,
-        payload=said,
+        biz_id=biz_id,
+        payload=by_name,
         headers=dict(request.headers or {}),
         created_at=sent_at,
         attempt=request.retries + 1,
-        redelivered=_is_redelivered(request) or request.retries > 0,
+        redelivered=redelivered or request.retries > 0,
         correlation_id=fit(str(request.root_id or "")),
         causation_id=fit(str(request.parent_id or "")),
     )
     due = maybe_make_aware(maybe_iso8601(request.eta), task.app.timezone) if request.eta else None
-    content_type, body, digest = _body(said)
+    content_type, body = _body(by_name)
     envelope = Envelope(
         id=task_id,
         topic=name,
@@ -120,26 +121,30 @@ def read_call(
         content_type=content_type,
         body=body,
     )
-    biz_id = handler.identify(message)
     outside = "" if request.is_eager else outside_window(envelope, options)
-    # How it was sent is written down for those that an operator may have to send again.
-    kept = as_sent(task, args, kwargs) if outside or _is_redelivered(request) else "{}"
+    row = row_of(handler, envelope, biz_id=biz_id)
+    if content_type == _NOT_JSON:
+        # Equal arguments may differ as text, so they never conflict.
+        row = replace(row, digest=hashlib.sha256().hexdigest())
+    if outside or redelivered:
+        # An operator may have to send it again.
+        row = replace(row, headers=as_sent(task, args, kwargs))
     return Call(
         task=task,
-        arguments=as_they_came,
+        arguments=snapshot,
         handler=handler,
-        message=replace(message, biz_id=biz_id),
-        envelope=envelope,
-        row=_row(envelope, biz_id=biz_id, digest=digest, headers=kept),
-        redelivered=_is_redelivered(request),
+        arrival=Arrival(row=row, envelope=envelope, refused=outside, quarantined=bool(outside)),
+        message=message,
+        redelivered=redelivered,
         eager=bool(request.is_eager),
-        outside=outside,
         awaited=bool(request.callbacks or request.chain or request.chord),
     )
 
 
-def to_remember(returned: object) -> str | None:
-    """What a task returned, as JSON that every database takes; None when it cannot be that."""
+def encode_result(returned: object) -> str | None:
+    """The result of a task as JSON that every database stores; None if it cannot be that."""
+    if returned is None:
+        return NO_RESULT
     try:
         text: str = dumps(returned, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -150,83 +155,77 @@ def to_remember(returned: object) -> str | None:
     return None if "\\u0000" in text else text
 
 
-def remembered(text: str) -> Any:
+def decode_result(text: str) -> Any:
     return loads(text)
 
 
 def signature_to_resend(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
-    """The task that is being run as Celery would retry it, and no more telling in logs than it was."""
+    """The signature of the running task, as Celery makes it for a retry, with the same representations for logs."""
     request = task.request
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr") if request.get(name) is not None}
     return task.signature_from_request(request, args, kwargs, **shown, **options)
 
 
 def as_sent(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """How the task that is being run was sent, as headers of its row, for an operator who has it sent again."""
+    """The signature of the running task as headers of its row, for an operator who has it sent again."""
     signature = dict(signature_to_resend(task, args, kwargs))
-    # Of this delivery, and not of the call. An operator's word is newer than the time when the call was to expire.
+    # `redelivered` is of this delivery. An operator's decision is newer than the time at which the call expires.
     signature["options"] = {
         name: value for name, value in signature["options"].items() if name not in {"redelivered", "expires"}
     }
-    return to_remember({_SIGNATURE: signature}) or "{}"
+    return encode_result({_SIGNATURE: signature}) or "{}"
 
 
 def signature_of(row: InboxMessage) -> dict[str, Any] | None:
-    """How the task of a stored row was sent, for Celery to send it again; None when that is not known."""
-    kept = row.headers.get(_SIGNATURE)
-    if isinstance(kept, Mapping):
-        sent: dict[str, Any] = loads(dumps(kept))
-        return sent
+    """The signature of the task of a stored row; None if it is unknown."""
+    stored = row.headers.get(_SIGNATURE)
+    if isinstance(stored, Mapping):
+        signature: dict[str, Any] = loads(dumps(stored))
+        return signature
     if row.content_type != JSON:
         return None
     kwargs = loads(bytes(row.body))
     return {"task": row.handler.removeprefix(CELERY_TOPICS), "kwargs": kwargs, "options": {"task_id": row.message_id}}
 
 
-def _as_they_came(*arguments: Any) -> Callable[[], Any]:
-    """Answers with the arguments as they are now, whatever a run makes of them meanwhile."""
+def _snapshot(*arguments: Any) -> Callable[[], Any]:
+    """Returns the arguments as they are now, even after a run has changed them."""
     try:
-        kept = pickle.dumps(arguments)
-    except Exception:  # noqa: BLE001 - whatever their classes raise; such arguments came from no broker
+        pickled = pickle.dumps(arguments)
+    except Exception:  # noqa: BLE001 - whatever their classes raise; such arguments did not come from a broker
         return lambda: arguments
-    return lambda: pickle.loads(kept)  # noqa: S301 - ours, of a moment ago
+    return lambda: pickle.loads(pickled)  # noqa: S301 - pickled above
 
 
-def _again_and_again(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], as_they_came: Callable[[], Any]
+def _with_fresh_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: Callable[[], Any]
 ) -> Callable[[Message], object]:
-    """Calls it with the arguments, and when a run that collided with another is begun again, with the unchanged ones.
+    """Calls the function with its arguments, and in every later run with unchanged copies of them.
 
-    The message does not carry them as they are: what is not JSON could not be read from it again.
+    They are not read from the message, because JSON cannot represent all of them.
     """
     first = iter([(args, kwargs)])
 
     def call(message: Message) -> object:
-        given_args, given_kwargs = next(first, None) or as_they_came()
+        given_args, given_kwargs = next(first, None) or snapshot()
         return function(*given_args, **given_kwargs)
 
     return call
 
 
-def _is_redelivered(request: Any) -> bool:
-    return bool((request.delivery_info or {}).get("redelivered"))
-
-
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """The arguments by name, however they were passed; those that `**kwargs` takes, too."""
-    said = dict(bound.arguments)
+    """All arguments by name, also positional ones and those of `**kwargs`."""
+    by_name = dict(bound.arguments)
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            said |= said.pop(name)
-    return said
+            by_name |= by_name.pop(name)
+    return by_name
 
 
-def _identity(biz_id: Any, bound: inspect.BoundArguments) -> Callable[[Message], object] | None:
+def _identity(biz_id: Any, bound: inspect.BoundArguments, by_name: Mapping[str, Any]) -> str | None:
     if biz_id is None:
         return None
-    if callable(biz_id):
-        return lambda message: biz_id(*bound.args, **bound.kwargs)
-    return lambda message: _follow(biz_id, message.payload)
+    return as_biz_id(biz_id(*bound.args, **bound.kwargs) if callable(biz_id) else _follow(biz_id, by_name))
 
 
 def _follow(path: str, arguments: Mapping[str, Any]) -> object:
@@ -238,29 +237,9 @@ def _follow(path: str, arguments: Mapping[str, Any]) -> object:
     return found
 
 
-def _body(said: Mapping[str, Any]) -> tuple[str, bytes, str]:
-    """Content type, body and digest of the arguments. What JSON cannot say is for people to read, and never conflicts."""
+def _body(by_name: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Content type and body of the arguments. Arguments that JSON cannot represent are stored as text."""
     try:
-        body = dumps(said, sort_keys=True).encode()
+        return JSON, _in_order_of_names.encode(by_name).encode()
     except (TypeError, ValueError, RecursionError):
-        return _NOT_JSON, repr(said).encode("utf-8", "backslashreplace"), hashlib.sha256().hexdigest()
-    return JSON, body, hashlib.sha256(body).hexdigest()
-
-
-def _row(envelope: Envelope, *, biz_id: str, digest: str, headers: str) -> NewRow:
-    return NewRow(
-        handler=envelope.topic,
-        topic=envelope.topic,
-        biz_id=biz_id,
-        message_id=envelope.id,
-        key="",
-        content_type=envelope.content_type,
-        body=envelope.body,
-        digest=digest,
-        headers=headers,
-        source="",
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-        traceparent=envelope.traceparent,
-        created_at=envelope.created_at,
-    )
+        return _NOT_JSON, repr(by_name).encode("utf-8", "backslashreplace")

@@ -1,13 +1,12 @@
-"""One delivery of a Celery task, one transaction: what `receiving` is for messages.
+"""One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-*Fast path*, a fresh delivery: inbox row, effect, sentinel, commit; a failure rolls back all of it and goes out to Celery, which
-knows what to do with it. *Careful path*, a delivery that the broker has made before: the attempt is counted in a commit of its
-own first, so that a task which kills its worker ends as a dead letter. A delivery whose effect has happened answers as the
-first did.
+The pipeline (`inbox.receiving.transactional`) runs a task as it runs a message. This policy differs in four ways:
 
-A task whose concurrent duplicate is at work, or whose database is unavailable, comes again as a copy with the same task id,
-later each time, sent before this one is acknowledged. Requeueing would have the broker deliver it at once, again and again, and
-count that against it.
+- A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
+- An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
+- The result is stored with the row, and a duplicate returns it.
+- A delivery that cannot be run now is sent again as a copy with the same task id, before it is acknowledged. Each further copy
+  comes later. If it were requeued, the broker would redeliver it at once, in a loop, and count that against it.
 """
 
 from __future__ import annotations
@@ -17,27 +16,28 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import repeat
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 
-from inbox.celery.calls import Call, as_sent, read_call, remembered, signature_to_resend, to_remember
+from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
 from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
+from inbox.handlers.message import Message
 from inbox.models import DUE, InboxMessage, State
-from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, failure_from, handled, store_failure
-from inbox.store import arrivals, claims
-from inbox.store.rows import ConcurrentDuplicate, Failure, Guard
-from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
-from inbox.transactions.handler_transaction import call as call_handler
-from inbox.transactions.handler_transaction import in_transaction
-from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
-from outbox.kernel.failures import NEVER_ENDED
+from inbox.receiving.admit import admit
+from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
+from inbox.receiving.transactional import Policy, run_claimed, run_fresh
+from inbox.store import tasks
+from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
@@ -46,22 +46,16 @@ logger = logging.getLogger(__name__)
 _LONGEST_DEFERRAL = timedelta(minutes=5)
 _DEFERRALS = "inbox_deferrals"
 """The header that counts how often a task was sent again because it could not be run."""
-_put_back_pause = Pause()
+_requeue_pause = Pause()
+_refunds = AttemptRefunds()
 
 
-class PutBack(Reject):  # type: ignore[misc] # celery is not typed
-    """This delivery cannot be run now, and the broker is to keep it."""
+class Requeued(Reject):  # type: ignore[misc] # celery is not typed
+    """This delivery cannot be run now and is returned to the broker."""
 
 
-REFUSALS = (NotRun, PutBack)
-"""What `autoretry_for` must not take for a failure. It would make of a PutBack that cannot be sent again a lost message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a task returned."""
-
-    value: object
+REFUSALS = (NotRun, Requeued)
+"""Not failures, whatever `autoretry_for` says. A Requeued that cannot be sent as a retry would be a lost message."""
 
 
 def receive_task(
@@ -73,138 +67,113 @@ def receive_task(
     *,
     sent_at: datetime | None,
 ) -> object:
-    """Take one delivery to its end; what the task returned, now or when it was run.
+    """Process one delivery; returns the result of the task, from this run or from the earlier one.
 
     Raises:
-        NotRun: it is not to be run.
-        Ignore: a copy comes later.
-        PutBack: it cannot be run now, and no copy could be sent.
+        NotRun: the inbox does not run it.
+        Ignore: it cannot be run now, and a copy was sent.
+        Requeued: it cannot be run now, and no copy could be sent.
         Exception: what the task raised; its effect is rolled back.
     """
     options = inbox_options()
     call = read_call(task, function, signature, (args, kwargs), options, sent_at=sent_at)
+    policy = TaskPolicy(call, options)
     try:
-        return _receive(call, options).value
+        _refunds.settle(call.handler.using)
+        received = policy.receive()
+        return policy.returned if received is Received.HANDLED else _earlier_result(call, received)
     except ConcurrentDuplicate:
-        _come_again(call, options.DUPLICATE_TIMEOUT, "another delivery of the same business id is at work")
-    except DatabaseUnavailable as error:
-        _come_again(call, options.RETRY_BASE, f"the database is unavailable ({describe(error)})")
-
-
-def _receive(call: Call, options: InboxOptions) -> Answer:
-    if call.outside:
-        _quarantine(call, options)
-    elif call.redelivered:
-        committed(lambda: arrivals.store_due(call.handler.using, call.row, options.DUPLICATE_TIMEOUT), call.handler.using)
-    elif (answer := _run_fresh(call, options)) is not None:
-        return answer
-    # There is a row now. If it is open, this delivery has it.
-    stored = committed(lambda: claim_met(call.handler.using, call.row, options.REDELIVERY_AFTER), call.handler.using)
-    return _run_stored(call, stored, options) if stored else _answer_again(call)
-
-
-def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
-    try:
-        return _run(
-            call,
-            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.DUPLICATE_TIMEOUT, attempt=call.message.attempt),
-            attempt=call.message.attempt,
-        )
-    except TransactionEnded as error:
-        # Its effect may be there in part, and Celery must not begin it anew.
-        store_failure(call.handler, call.row, _last_failure(error, call.message.attempt), options)
-        committed(
-            lambda: keep_how_sent(call.handler.using, call.row, as_sent(call.task, *call.arguments())), call.handler.using
-        )
-        raise
-
-
-def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answer:
-    attempt = stored.attempts
-    if attempt > call.handler.retry.over(options.retry).max_attempts:
-        error = f"It was begun {attempt - 1} times and never ended: its worker died, or lost its database."
-        failure = Failure(error=error, error_class=NEVER_ENDED, retry_after=None, attempts=attempt - 1)
-        fail_stored(call.handler, stored, failure)
-        raise NotRun(f"{call.handler.name} is a dead letter now. {error}")
-    try:
-        answer = _run(
-            call, lambda: claims.begin_stored(call.handler.using, stored.pk, attempt, was=stored.state), attempt=attempt
-        )
-    except (DatabaseUnavailable, ConcurrentDuplicate):
-        raise
-    # Not what ends the process: that counts, or a task that does it would come again for ever.
-    except Exception as error:
-        _let_go(call, stored, error)
-        raise
-    if answer is None:
-        raise ConcurrentDuplicate
-    return answer
-
-
-def _run(call: Call, begin: Callable[[], Guard | None], *, attempt: int) -> Answer | None:
-    """Inbox row, effect and sentinel in one transaction. None: there was nothing to begin."""
-    returned: object = None
-
-    def run() -> object:
-        nonlocal returned
-        returned = call_handler(call.handler, call.message, call.envelope)
-        return returned
-
-    ran = run_with_reruns(
-        call.handler.using,
-        lambda: in_transaction(
-            call.handler,
-            begin,
-            run,
-            of=call.message.id,
-            attempt=attempt,
-            durable=not call.eager,
-            remember=to_remember,
-        ),
-        # Once for each task, and not again in each of its retries.
-        reruns=attempt == 1 and not call.task.request.retries,
-    )
-    if not ran:
-        return None
-    transaction.on_commit(partial(handled, call.handler, call.message), using=call.handler.using)
-    return Answer(returned)
-
-
-def _quarantine(call: Call, options: InboxOptions) -> None:
-    """Refuse it, unless the inbox knows it still.
-
-    Raises:
-        NotRun: it is a dead letter now.
-    """
-    failure = Failure(error=call.outside, retry_after=None, attempts=0, quarantined=True)
-    using = call.handler.using
-    if committed(lambda: arrivals.store_failed(using, call.row, failure, options.DUPLICATE_TIMEOUT), using):
-        announce(call.handler, call.row.message_id, call.row.biz_id, failure)
-        raise NotRun(f"{call.handler.name} was not run: {call.outside}")
-
-
-def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
-    """An attempt on the careful path has failed in the ordinary way, and it is Celery's to say what comes next."""
-    try:
-        if isinstance(error, TransactionEnded):
-            fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
-        elif stored.state == State.RECEIVED:
-            committed(lambda: forget(call.handler.using, stored.pk, stored.attempts), call.handler.using)
-        elif not _celery_tries_again(call.task, error):
-            # An operator had sent it again, and wants to see what came of it.
-            fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
+        _defer(call, options.DUPLICATE_TIMEOUT, "another delivery of its business id is being run")
     except DatabaseUnavailable as outage:
-        logger.warning(
-            "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery of its "
-            "business id runs it.",
-            call.handler.name,
-            call.message.id,
-            describe(outage),
-        )
+        _refunds.add(call.handler.using, outage)
+        _defer(call, options.RETRY_BASE, f"the database is unavailable ({describe(outage)})")
 
 
-def _celery_tries_again(task: Any, error: Exception) -> bool:
-    """Will this very task come once more? As `celery.app.autoretry`, which is asked after us, will decide."""
+class TaskPolicy(Policy):
+    """The policy of one delivery of a task.
+
+    Attributes:
+        returned: the result of the task, once it was run.
+    """
+
+    default_result = NO_RESULT
+
+    def __init__(self, call: Call, options: InboxOptions) -> None:
+        super().__init__(call.handler, options)
+        self.call = call
+        self.attempt = call.message.attempt
+        self.durable = not call.eager
+        # A task that loses its session at every run is rerun once, and not again in each of Celery's retries.
+        self.reruns = not call.task.request.retries
+        self.returned: object = None
+
+    def receive(self) -> Received:
+        arrival, redelivered = self.call.arrival, self.call.redelivered
+        if not (arrival.refused or redelivered):
+            return run_fresh(self, arrival, repeat(self.call.message))
+        if received := self._run_open_row():
+            return received
+        (received,) = admit(self.handler, [(arrival, redelivered)], self.options)
+        if received is Received.STORED:
+            return self._run_open_row() or received
+        return received
+
+    def encode_result(self, returned: object) -> str | None:
+        self.returned = returned
+        return encode_result(returned)
+
+    def settle_success(self, message: Message) -> Received:
+        # An eager task may be part of its caller's transaction; otherwise this is called at once.
+        transaction.on_commit(partial(super().settle_success, message), using=self.handler.using)
+        return Received.HANDLED
+
+    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> NoReturn:
+        if isinstance(error, TransactionEnded):
+            # Its effect may be partial, so Celery must not run it again.
+            super().settle_fresh_failure(row, error)
+            headers = as_sent(self.call.task, *self.call.arguments())
+            committed(partial(tasks.store_signature, self.handler.using, row, headers), self.handler.using)
+        raise error
+
+    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> NoReturn:
+        # An error that ends the process counts as an attempt, or its task would be redelivered forever.
+        if isinstance(error, Exception):
+            try:
+                self._settle_stored_failure(stored, error)
+            except DatabaseUnavailable as outage:
+                logger.warning(
+                    "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery "
+                    "of its business id runs it.",
+                    self.handler.name,
+                    self.call.message.id,
+                    describe(outage),
+                )
+        raise error
+
+    def settle_duplicate(self, row: NewRow) -> Received:
+        return self._run_open_row() or super().settle_duplicate(row)
+
+    def _run_open_row(self) -> Received | None:
+        """Run the stored row of this task; None if there is none, if it is not open, or if it is being run."""
+        claim = partial(tasks.claim_existing, self.handler.using, self.call.arrival.row, self.options.REDELIVERY_AFTER)
+        stored = committed(claim, self.handler.using)
+        if stored is None:
+            return None
+        exhausted = fail_exhausted(self.handler, stored, self.options)
+        return exhausted or run_claimed(self, stored, self.call.arrival.envelope, repeat(self.call.message))
+
+    def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
+        ended = isinstance(error, TransactionEnded)
+        if stored.state == State.RECEIVED and not ended:
+            committed(partial(tasks.delete_failed, self.handler.using, stored.pk, stored.attempts), self.handler.using)
+        elif ended or not _celery_retries(self.call.task, error):
+            # It ended its transaction, or an operator had sent it again, who must see that it failed.
+            failure = failure_of(self.handler, error, stored.attempts, self.options)
+            fail_stored(self.handler, stored, replace(failure, retry_after=None, deferred=False))
+
+
+def _celery_retries(task: Any, error: Exception) -> bool:
+    """Will Celery retry this task or have it requeued? As `celery.app.autoretry` decides afterwards."""
     if isinstance(error, Ignore | Retry):
         return isinstance(error, Retry)
     if isinstance(error, Reject) and error.requeue:
@@ -217,69 +186,57 @@ def _celery_tries_again(task: Any, error: Exception) -> bool:
     return most is None or task.request.retries < most
 
 
-def _last_failure(error: Exception, attempts: int) -> Failure:
-    return failure_from(
-        error,
-        error=f"{type(error).__name__}: {describe(error)}",
-        retry_after=None,
-        attempts=attempts,
-        is_stored=isinstance(error, TransactionEnded) and error.is_stored,
-    )
-
-
-def _answer_again(call: Call) -> Answer:
-    """What the first delivery answered, for one whose effect has happened.
+def _earlier_result(call: Call, received: Received) -> object:
+    """The stored result of a task that this delivery has not run.
 
     Raises:
-        NotRun: it has not, and will not without an operator; or its answer is not known, and another task waits for it.
-        ConcurrentDuplicate: it is happening.
+        NotRun: its effect has not happened, and only an operator can run it; or its result is unknown and awaited.
+        ConcurrentDuplicate: it is being run, or is due.
     """
-    using, name = call.handler.using, call.handler.name
-    if duplicate(call.handler, call.row, redelivered=call.redelivered) is Received.DEFERRED:
-        raise ConcurrentDuplicate
-    earlier = committed(lambda: outcome(using, call.row), using)
+    using, name, biz_id = call.handler.using, call.handler.name, call.message.biz_id
+    earlier = None
+    if received is not Received.DEFERRED:
+        earlier = committed(lambda: tasks.outcome(using, call.arrival.row), using)
     if earlier is None or earlier.state in DUE:
         raise ConcurrentDuplicate
     if earlier.state != State.DONE:
         raise NotRun(
-            f"{name} was not run: the inbox has its business id {call.row.biz_id!r} as {earlier.state.label.lower()} "
-            f"({earlier.last_error}). An operator's retry runs it."
+            f"{name} was not run: its business id {biz_id!r} is {earlier.state.label.lower()} in the inbox "
+            f"({earlier.last_error}). An operator decides whether it is run."
         )
-    if earlier.result is not None:
-        return Answer(remembered(earlier.result))
-    if call.awaited:
+    if earlier.result is None and call.awaited:
         raise NotRun(
-            f"{name} has had its effect for the business id {call.row.biz_id!r}, but what it returned was not JSON and is not "
-            "known any more, so the task that waits for it is not called. Return JSON from tasks that others wait for."
+            f"{name} has had its effect for the business id {biz_id!r}, but its result was not JSON and was not stored, so the "
+            "task that needs the result is not called. Return JSON from tasks that others wait for."
         )
-    return Answer(None)
+    return None if earlier.result is None else decode_result(earlier.result)
 
 
-def _come_again(call: Call, first: timedelta, why: str) -> NoReturn:
-    """Send a copy of this delivery, with its task id, to come later; it counts as no retry.
+def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
+    """Send a copy of this delivery, with its task id, to be run later; Celery counts no retry.
 
     Args:
-        first: after how long it comes when it was deferred for the first time; twice as long each further time.
+        first: the countdown of the first copy; that of each further copy is twice as long.
     """
     if call.eager:
         raise NotRun(f"{call.handler.name} was not run: {why}.")
     try:
         signature, deferrals = _copy(call)
-        rest = RetryPolicy(max_attempts=1, base=first, factor=2.0, cap=_LONGEST_DEFERRAL).delay(deferrals)
-        # On quorum queues Celery delays by whole seconds and refuses less than one.
-        countdown = math.ceil(rest.total_seconds())
+        delay = RetryPolicy(max_attempts=1, base=first, factor=2.0, cap=_LONGEST_DEFERRAL).delay(deferrals)
+        # On quorum queues Celery delays by whole seconds, at least one.
+        countdown = math.ceil(delay.total_seconds())
         send(call.task.app, signature.set(countdown=countdown))
     except Exception as error:
-        # The broker delivers it again at once.
-        time.sleep(_put_back_pause.next_seconds())
-        raise PutBack(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
-    _put_back_pause.reset()
-    logger.info("%s: task %s comes again in %d s: %s.", call.handler.name, call.message.id, countdown, why)
+        # The broker redelivers it at once.
+        time.sleep(_requeue_pause.next_seconds())
+        raise Requeued(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
+    _requeue_pause.reset()
+    logger.info("%s: task %s is sent again with a countdown of %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)
 
 
 def _copy(call: Call) -> tuple[Any, int]:
-    """The task as it came, and how often it has been deferred, this time included."""
+    """The signature of this delivery, and how often it has been deferred, including now."""
     signature = signature_to_resend(call.task, *call.arguments())
     headers = signature.options.get("headers") or {}
     before = headers.get(_DEFERRALS)

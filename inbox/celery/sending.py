@@ -1,10 +1,10 @@
-"""Send a Celery task so that RabbitMQ says that it has it, before what the task stands for is given up.
+"""Sending a Celery task with a confirm by RabbitMQ, before the delivery or the row that it replaces is settled.
 
-kombu's `confirm_publish` is not used: it takes any confirm for the one it waits for, and so a late one for that of the next
-message; it waits without a limit; and it takes a message that RabbitMQ had no queue for as sent. Here each task is published on
-a channel of its own, where its confirm is the first, and is waited for until a deadline.
+kombu's `confirm_publish` is not used. It accepts any confirm, so a late one counts for the next message; it waits without a
+limit; and it reports a message as sent that RabbitMQ could not route to a queue. Here each task is published on a separate
+channel, whose first confirm is that of the task, and the confirm has a deadline.
 
-Other brokers have no confirms: there a task is sent when the transport says so.
+Other brokers have no confirms: there a task is sent when the transport's method returns.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from outbox.kernel.clock import monotonic
 _CONFIRM_SECONDS = 30.0
 _CONFIRMING = "py-amqp"
 _BOUNDED = {"read_timeout": _CONFIRM_SECONDS, "write_timeout": _CONFIRM_SECONDS}
-"""Of a socket: a broker that does not answer keeps no worker."""
+"""Socket timeouts: a broker that does not answer must not block a worker."""
 
 
 class NotConfirmed(Exception):
-    """The broker refused to keep the task, had no queue for it, or did not say in time that it has it."""
+    """The broker refused the task, could not route it to a queue, or did not confirm it in time."""
 
 
 def send(app: Any, signature: Any) -> None:
-    """Send the task of `signature` by the broker of `app`.
+    """Send the task of `signature` to the broker of `app`.
 
     Raises:
-        NotConfirmed: see there; it may have been sent all the same.
+        NotConfirmed: see there; the task may have been sent.
         Exception: what Celery, kombu or the broker raised.
     """
     with connections[_write_connection(app)].acquire(block=True) as connection:
         try:
             _send(app, connection, signature)
         except (OperationalError, *connection.connection_errors):
-            # It may have lain in the pool for so long that the broker has closed it, which shows when it is used.
+            # The broker may have closed an idle connection of the pool, which shows only when it is used.
             _send(app, connection, signature)
 
 
@@ -54,7 +54,7 @@ def _send(app: Any, connection: Any, signature: Any) -> None:
         else:
             signature.apply_async(producer=app.amqp.Producer(connection.default_channel), retry=False)
     except BaseException:
-        # What the broker still says on it must not be taken for an answer to the next task.
+        # A late answer on this connection must not be taken for that of the next task.
         connection.collect()
         raise
 
@@ -63,14 +63,14 @@ def _send_confirmed(app: Any, connection: Any, signature: Any) -> None:
     connection.connect()
     channel = connection.channel()
     confirm = _Confirm(channel)
-    # Told to retry, Celery would publish it again on another channel.
+    # With retry, Celery would publish it again on another channel.
     signature.apply_async(producer=app.amqp.Producer(channel), retry=False, mandatory=True)
     confirm.wait(connection)
     channel.close()
 
 
 class _Confirm:
-    """RabbitMQ's answer to the first publish of a channel. Celery may publish an event after it."""
+    """RabbitMQ's answer to the first publish on a channel. Celery may publish an event after it."""
 
     def __init__(self, channel: Any) -> None:
         self._answer: str | None = None
@@ -85,7 +85,7 @@ class _Confirm:
         while self._answer is None:
             left = deadline - monotonic()
             if left <= 0:
-                raise NotConfirmed(f"the broker did not confirm it in {_CONFIRM_SECONDS:.0f} s")
+                raise NotConfirmed(f"the broker did not confirm it within {_CONFIRM_SECONDS:.0f} s")
             try:
                 connection.drain_events(timeout=left)
             except TimeoutError:
@@ -99,8 +99,8 @@ class _Confirm:
 
     def _on_nack(self, tag: int, multiple: bool) -> None:
         if self._answer is None:
-            self._answer = "the broker refused to keep it"
+            self._answer = "the broker refused it"
 
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: object) -> None:
-        # It comes before the ack of the message.
+        # RabbitMQ sends it before the ack of the message.
         self._returned = f"the broker has no queue for it ({exchange!r}, {routing_key!r})"

@@ -1,4 +1,4 @@
-"""Celery tasks whose effect happens once, however often they are sent, delivered or begun.
+"""Celery tasks whose effect happens once per business id, however often they are sent, delivered or begun.
 
     from inbox.celery import idempotent_task
 
@@ -6,10 +6,11 @@
     def charge(order_id, amount):
         Payment.objects.create(order_id=order_id, amount=amount)
 
-A run is one database transaction: an inbox row that names the task and its business id, the effect, and the commit sentinel.
+A task runs in one database transaction: an inbox row with the task's name and business id, the effect, and the commit sentinel.
 The message is acknowledged after the commit. Everything else stays Celery's: routes, retries, results, time limits.
 
-A project's celery.py imports this before Django's models can be, so what needs them is imported at the first run.
+A project's celery.py imports this module before Django's models can be imported, so modules that need models are imported when
+a task is run.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from outbox.kernel.clock import utcnow
 BizId = str | Callable[..., object] | None
 
 _SENT_AT = "inbox_sent_at"
-"""The header that says when a task was called, for its age: Celery's own messages do not say."""
+"""The header with the time of the call, for the maximum message age. Celery's own messages do not have it."""
 
-_NEEDED = {
-    "acks_late": "its message would be gone before it runs, and a worker that dies would lose it.",
-    "reject_on_worker_lost": "its message would be acknowledged when its process dies in the middle, and the task lost.",
+_REQUIRED = {
+    "acks_late": "its message would be acknowledged before it runs, and a worker that dies would lose the task.",
+    "reject_on_worker_lost": "its message would be acknowledged when its process dies during the run, and the task lost.",
 }
 
-_taken: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("deliveries at work: name and id of the task", default=())
+_running: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("name and id of the tasks that are being run", default=())
 
 
 class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
-    """A task whose effect happens once per business id. `idempotent_task` makes them; so does `@app.task(base=…)`.
+    """A task whose effect happens once per business id; the base of `idempotent_task`, and for `@app.task(base=…)`.
 
     Attributes:
-        biz_id: what it is deduplicated on: an argument by name or a path into one ("order_id", "order.id"), or a function that
-            takes the task's arguments; None is the task id.
+        biz_id: what it is deduplicated on: the name of an argument or a path into one ("order_id", "order.id"), or a function
+            of the task's arguments; None is the task id.
         using: the database alias of the inbox row and the effect.
     """
 
@@ -59,37 +60,36 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
     reject_on_worker_lost = True
     retry_on_worker_lost = False
     run: Callable[..., Any]
-    _as_the_app_has_them: ClassVar[bool] = False
+    _uses_base_of_app: ClassVar[bool] = False
     _retry: ClassVar[Retry | None] = None
 
     def __new__(cls) -> Self:
-        # Not in __init__: that is for task classes of a project, and Celery's own examples of them call no super().
-        made = _on_the_base_of_its_app(cls) if cls._as_the_app_has_them else cls
+        # Not in __init__: a project's task classes have their own, which in Celery's examples does not call super().
+        kind = _with_base_of_app(cls) if cls._uses_base_of_app else cls
         if cls._retry is not None:
-            _have_celery_retry(made, cls._retry)
-        task: Self = super().__new__(made)
+            _set_retry_options(kind, cls._retry)
+        task: Self = super().__new__(kind)
         task._make_idempotent()
         return task
 
     def _make_idempotent(self) -> None:
         function, kind = self.run, type(self)
         signature = inspect.signature(function)
-        _refuse_mistakes(
-            self.name or kind.__name__, kind.biz_id, signature.parameters, {option: getattr(self, option) for option in _NEEDED}
-        )
+        options = {option: getattr(self, option) for option in _REQUIRED}
+        _refuse_mistakes(self.name or kind.__name__, kind.biz_id, signature.parameters, options)
 
-        # Around the function and inside whatever `autoretry_for` puts around `run`: that must see a commit that fails.
+        # Inside Celery's wrapper for `autoretry_for`, so that Celery also retries when the commit fails.
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             request = self.request
-            # A task that calls itself as a function does so under the request of its delivery.
+            # If a task calls itself as a function, the request is still that of its delivery.
             delivery = (self.name, str(request.id))
-            if request.called_directly or delivery in _taken.get():
+            if request.called_directly or delivery in _running.get():
                 return function(*args, **kwargs)
 
-            from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready when this module is imported
+            from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready before
 
-            with _at_work(delivery):
+            with _marked_as_running(delivery):
                 return receive_task(self, function, signature, args, kwargs, sent_at=_sent_at(request))
 
         self.run = run
@@ -105,12 +105,12 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         shadow: str | None = None,
         **options: Any,
     ) -> Any:
-        """As Celery's, with a header that says when; a retry keeps the first."""
+        """Celery's method, with the time of the call as a header; retries keep the first time."""
         options["headers"] = {_SENT_AT: utcnow().isoformat(), **(options.get("headers") or {})}
         return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
 
     def retry(self, args: Any = None, kwargs: Any = None, exc: Any = None, *further: Any, **options: Any) -> Any:
-        """As Celery's, but no retry is made of a refusal, whatever `autoretry_for` says."""
+        """Celery's method, but a refusal is never retried, whatever `autoretry_for` says."""
         from inbox.celery.receiving import REFUSALS  # noqa: PLC0415 - as above
 
         if isinstance(exc, REFUSALS):
@@ -118,18 +118,18 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         return super().retry(args, kwargs, exc, *further, **options)
 
     def map(self, it: Any) -> NoReturn:
-        self._refuse_rows_of_calls("map")
+        self._refuse_many_calls("map")
 
     def starmap(self, it: Any) -> NoReturn:
-        self._refuse_rows_of_calls("starmap")
+        self._refuse_many_calls("starmap")
 
     def chunks(self, it: Any, n: int) -> NoReturn:
-        self._refuse_rows_of_calls("chunks")
+        self._refuse_many_calls("chunks")
 
-    def _refuse_rows_of_calls(self, how: str) -> NoReturn:
+    def _refuse_many_calls(self, method: str) -> NoReturn:
         raise NotCallable(
-            f"{self.name}.{how}() would call the function many times inside one task of Celery's own, where nothing is "
-            "deduplicated. Use a group of signatures: each is a message of its own."
+            f"{self.name}.{method}() would call the function many times within one of Celery's own tasks, without "
+            "deduplication. Use a group of signatures: each has its own message."
         )
 
 
@@ -142,26 +142,26 @@ def idempotent_task(
     base: type | None = None,
     **options: Any,
 ) -> Any:
-    """Make a Celery task of the decorated function, its effect exactly once per business id.
+    """Make the decorated function a Celery task whose effect happens exactly once per business id.
 
-    A `shared_task` with `acks_late` and `reject_on_worker_lost`, on the task class of its app. Called as a function it is still
-    that function. A delivery whose effect has happened answers with what the first run returned, if that was JSON.
+    It is a `shared_task` with `acks_late` and `reject_on_worker_lost`, and has the task class of its app. A direct call only
+    calls the function. A duplicate returns the result of the first run, if that result was JSON.
 
     Args:
-        biz_id: an argument by name or a path into one ("order_id", "order.id"), or a function that takes the task's arguments
-            and answers with non-empty text, a whole number, a UUID, a Decimal or a date; default: the task id, which
-            Celery keeps over redeliveries and retries, so that only a second call is a second effect.
+        biz_id: the name of an argument or a path into one ("order_id", "order.id"), or a function of the task's arguments that
+            returns non-empty text, a whole number, a UUID, a Decimal or a date; default: the task id, which is the same for
+            redeliveries and retries and differs between calls.
         using: the database alias that the effect is written to.
-        retry: how often Celery tries a task that has failed, and when: after every error but `Reject`, unless `autoretry_for`
-            and `dont_autoretry_for` name others. Celery doubles the delays, or with `factor=1` keeps them; default: as the
-            other options say, so not at all.
-        base: a task class of yours, for its hooks and attributes; default: the `task_cls` of the app.
-        options: everything `shared_task` takes: `name`, `bind`, `autoretry_for`, `ignore_result`, `rate_limit` …
+        retry: how often Celery retries a failed task, and when: after every error except `Reject`, unless `autoretry_for` and
+            `dont_autoretry_for` name others. Celery doubles the delays, or with `factor=1` keeps them; default: Celery's own
+            options, so by default no retry.
+        base: the project's own task class, for its hooks and attributes; default: the `task_cls` of the app.
+        options: all options of `shared_task`: `name`, `bind`, `autoretry_for`, `ignore_result`, `rate_limit` …
 
     Raises:
-        ValueError: `biz_id` names no argument of the function, `acks_late` or `reject_on_worker_lost` is off, or `retry` has
-            another factor or stands beside an option of Celery that decides the same.
-        TypeError: `biz_id` is not text and not a function, or `retry` is not a Retry.
+        ValueError: `biz_id` is not an argument of the function, `acks_late` or `reject_on_worker_lost` is off, or `retry` has
+            a factor other than 1 and 2 or contradicts an option of Celery.
+        TypeError: `biz_id` is neither text nor a function, or `retry` is not a Retry.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -172,8 +172,8 @@ def idempotent_task(
         _refuse_mistakes(name, biz_id, parameters, options)
         if retry is not None:
             refuse_impossible(name, retry, options)
-        ours = {"biz_id": biz_id, "using": using, "_retry": retry, "_as_the_app_has_them": base is None}
-        return shared_task(base=_idempotent(base), **ours, **options)(function)
+        attributes = {"biz_id": biz_id, "using": using, "_retry": retry, "_uses_base_of_app": base is None}
+        return shared_task(base=_idempotent(base), **attributes, **options)(function)
 
     return decorate if function is None else decorate(function)
 
@@ -186,42 +186,44 @@ def _idempotent(base: type | None) -> type:
     return type(base.__name__, (IdempotentTask, base), {"__module__": base.__module__})
 
 
-def _have_celery_retry(task: type[IdempotentTask], retry: Retry) -> None:
-    """Set what Celery reads from the class that it has just made for a function. Which errors are retried may be said there."""
+def _set_retry_options(task: type[IdempotentTask], retry: Retry) -> None:
+    """Set Celery's options on the class that it has made for a function; the class may already name the errors to retry."""
     for option, value in celery_options(retry).items():
         if option not in {"autoretry_for", "dont_autoretry_for"} or not hasattr(task, option):
             setattr(task, option, value)
 
 
-def _on_the_base_of_its_app(task: type) -> type:
-    """The class that Celery has just made for a function, with the app's `task_cls` under ours."""
+def _with_base_of_app(task: type) -> type:
+    """The class that Celery has made for a function, with the app's `task_cls` as an additional base."""
     namespace = {name: value for name, value in vars(task).items() if name not in {"__dict__", "__weakref__"}}
-    below = namespace["app"].Task
-    return type(task.__name__, (below,) if issubclass(below, IdempotentTask) else (*task.__bases__, below), namespace)
+    base = namespace["app"].Task
+    return type(task.__name__, (base,) if issubclass(base, IdempotentTask) else (*task.__bases__, base), namespace)
 
 
 @contextmanager
-def _at_work(delivery: tuple[str, str]) -> Iterator[None]:
-    token = _taken.set((*_taken.get(), delivery))
+def _marked_as_running(delivery: tuple[str, str]) -> Iterator[None]:
+    token = _running.set((*_running.get(), delivery))
     try:
         yield
     finally:
-        _taken.reset(token)
+        _running.reset(token)
 
 
 def _refuse_mistakes(
     name: str, biz_id: object, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, object]
 ) -> None:
-    for option, fate in _NEEDED.items():
+    for option, reason in _REQUIRED.items():
         if not options.get(option, True):
-            raise ValueError(f"The task {name} has {option}=False: {fate} Leave {option} out.")
+            raise ValueError(f"The task {name} has {option}=False: {reason} Remove {option}.")
     if biz_id is None or callable(biz_id):
         return
     if not isinstance(biz_id, str):
-        raise TypeError(f"The biz_id of the task {name} is {biz_id!r}: it must be a path of its arguments, or a function.")
+        raise TypeError(f"The biz_id of the task {name} is {biz_id!r}: it must be a path into its arguments, or a function.")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if biz_id.partition(".")[0] not in parameters and not takes_any:
-        raise ValueError(f"The biz_id of the task {name} is {biz_id!r}, and it has no such argument: {', '.join(parameters)}.")
+        raise ValueError(
+            f"The biz_id of the task {name} is {biz_id!r}, which is not one of its arguments: {', '.join(parameters)}."
+        )
 
 
 def _sent_at(request: Any) -> datetime | None:

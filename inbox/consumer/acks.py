@@ -28,11 +28,11 @@ class Acks:
         self._outstanding[message.delivery_tag] = None
 
     def settle(self, message: kombu.Message) -> None:
-        """Acknowledge it with the next `flush`."""
+        """Mark it to be acknowledged by the next `flush`."""
         self._settled.add(message.delivery_tag)
 
     def requeue(self, message: kombu.Message) -> None:
-        """Return it to be delivered again."""
+        """Return it to the broker, which delivers it again."""
         if self._multiple:
             # Unlike basic.reject, RabbitMQ 4.3+ does not count this as a failed delivery. py-amqp has no method for it.
             self._channel.send_method(spec.Basic.Nack, "Lbb", (message.delivery_tag, False, True))

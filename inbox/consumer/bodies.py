@@ -1,7 +1,8 @@
-"""Message bodies as they were sent.
+"""Receive message bodies unchanged.
 
 kombu inflates a compressed body, and py-amqp decodes it by its content encoding, as soon as it arrives: without a limit, on the
-thread that owns the connection, and before the inbox knows which message it is. This module disables both; see `inbox.reading`.
+thread that owns the connection, and before the inbox knows which message it is. This module
+disables both; see `inbox.receiving.reading`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def receiving_bodies_as_sent(channel: Any) -> Any:
 
 
 def body_of(message: kombu.Message) -> bytes:
-    """The body as bytes; a virtual transport may give text.
+    """The body as bytes; a virtual transport may return text.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither bytes nor text.
     """
     body: Any = message.body
     return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
@@ -34,7 +35,7 @@ def body_of(message: kombu.Message) -> bytes:
 
 @cache
 def _as_sent(kind: type[Any]) -> type[Any]:
-    class AsSent(kind):  # type: ignore[misc] # kombu's, of whichever transport
+    class AsSent(kind):  # type: ignore[misc] # kombu's class for this transport
         # kombu does not inflate the body of a message that has errors.
         errors: Any = ("not inflated",)
 
@@ -43,7 +44,7 @@ def _as_sent(kind: type[Any]) -> type[Any]:
             self.errors = []
 
         def serializable(self) -> Any:
-            """The form that a virtual transport requeues. kombu alone would omit the compression header."""
+            """The form that a virtual transport requeues. kombu's own form omits the compression header."""
             stored = super().serializable()
             if COMPRESSION in self.headers:
                 stored["headers"][COMPRESSION] = self.headers[COMPRESSION]

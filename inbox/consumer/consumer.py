@@ -13,12 +13,12 @@ import sys
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import kombu
 from amqp.exceptions import ChannelError
@@ -30,13 +30,14 @@ from inbox.consumer.bodies import receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
-from inbox.consumer.pool import Busy, Pool
+from inbox.consumer.pool import Pool, RunningLoad
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import Unusable, declare, forbidden_alone, queues_of, refuse_limits
+from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.broker import (
     BROKER_FAILURES,
     REFUSAL_REMEDY,
@@ -56,22 +57,23 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
 _TICK_SECONDS = 0.05
 _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
-_MANY_ANSWERS = 10
-_GLANCE_SECONDS = 0.0001
+_WAKE_UP_ANSWERS = 10
+_POLL_SECONDS = 0.0001
 _AGAIN_AFTER = {Received.DEFERRED: 1.0, Received.UNSTORED: 60.0}
-"""Seconds until an undecided delivery is tried again. It stays here, because the broker counts each redelivery."""
-_HELD_IN_VAIN = 1.5
-"""Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before its `consumer_timeout`."""
+"""Seconds until an unanswered delivery is tried again. It stays here, because the broker counts each redelivery."""
+_UNSTORABLE_AFTER = 1.5
+"""Multiple of `longest_silence` after which unstorable deliveries return to the broker, before its `consumer_timeout`."""
 _HEALTH_SECONDS = 30.0
-_NOT_RECEIVED = "Until then nothing is received for it."
+_NOT_RECEIVED = "Until then no message is received for it."
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Acknowledge a delivery, or try it `again`; not before `at` (monotonic)."""
+    """Acknowledge a delivery, or run it `again`; not before `at` (monotonic)."""
 
     delivery: Delivery
     again: bool
@@ -89,7 +91,7 @@ class Subscription:
 
 
 class Consumer:
-    """Receives for `handlers` until asked to stop, and has stored messages run as well."""
+    """Receives messages for `handlers` until asked to stop; between deliveries its workers run stored messages."""
 
     def __init__(
         self,
@@ -111,18 +113,19 @@ class Consumer:
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
         self._epoch = 0
-        self._complaints: dict[str | Lane, str] = {}
+        self._problems: dict[str | Lane, str] = {}
         self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
         self._suspected: set[Lane] = set()
-        self._told_of: set[int] = set()
+        self._reported_loads: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._deferred: list[Answer] = []
-        self._holder: threading.Thread | None = None
+        self._storing: threading.Thread | None = None
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
+        self._round_trip: float | None = None
         self._open: dict[Any, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
         self._reception = Reception(
@@ -137,9 +140,9 @@ class Consumer:
             self._runner,
             size=options.CONCURRENCY if concurrency is None else concurrency,
             receive=self._reception.receive,
-            sift=self._reception.sift,
-            ask=self._reception.ask,
-            at_rest=self._push_answers,
+            check=self._reception.check,
+            probe=self._probe,
+            on_idle=self._push_answers,
         )
 
     @property
@@ -147,12 +150,15 @@ class Consumer:
         return self._reception.received
 
     def run(self, *, drain: bool = False) -> None:
-        """Receive until asked to stop or, with `drain`, until every queue is empty and nothing is in hand."""
+        """Receive until asked to stop or, with `drain`, until every queue is empty and every delivery is answered."""
         self._pool.start()
         if drain:
             self._pool.hurry()
         try:
             while not self._stop:
+                if self._stop.is_draining and not drain:
+                    drain = True
+                    self._pool.hurry()
                 self._watchdog.beat()
                 self._pool.refuse_if_ended()
                 try:
@@ -165,8 +171,8 @@ class Consumer:
                 except self._failures() as error:
                     self._wait_for_broker(error)
                 except Exception as error:
-                    # The server may violate the protocol; one malformed frame must not end every consumer.
-                    logger.exception("The broker said something that cannot be understood.")
+                    # One malformed frame of the server must not end every consumer.
+                    logger.exception("consumer: unexpected error in the broker connection. It is closed and opened again.")
                     self._wait_for_broker(error)
         finally:
             self._finish()
@@ -179,7 +185,18 @@ class Consumer:
             received=self.received.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
+            broker_seconds=self._round_trip,
         )
+
+    def _probe(self, alias: str) -> float:
+        """Called by a worker before anything is received for this database: seconds to wait, or 0 if it can store."""
+        if seconds := self._reception.probe(alias):
+            return seconds
+        try:
+            self._runner.read_paused(alias)
+        except DatabaseUnavailable:
+            return _AGAIN_AFTER[Received.DEFERRED]
+        return 0.0
 
     def _wait_for_broker(self, error: Exception) -> None:
         self._disconnect()
@@ -209,37 +226,37 @@ class Consumer:
         self._checked_at = monotonic()
 
     def _subscribe(self) -> None:
-        """Receive from the queues whose handlers' databases can store messages.
+        """Receive from the queues of handlers that are not paused and whose databases can store messages.
 
         A delivery that cannot be stored would return to the broker when this process ends, and count as one more delivery.
         """
         open_lanes = {id(subscription.lane) for subscription in self._open.values()}
-        waiting = [(lane, queue) for lane, queue in self._usable if id(lane) not in open_lanes and self._pool.can_store(lane)]
+        waiting = [(lane, queue) for lane, queue in self._unpaused if id(lane) not in open_lanes and self._pool.can_store(lane)]
         for lane, declared in waiting:
             channel = receiving_bodies_as_sent(self._connection.channel())
             queue = declared(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
-            consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
+            self._time(partial(consumer.qos, prefetch_count=prefetch_of(lane.handler, self._options)))
             try:
-                with forbidden_alone(lane.handler, self._options):
+                with refused_for_handler_only(lane.handler, self._options):
                     self._try_suspected(lane, declared)
                     consumer.consume()
             except Unusable as error:
                 # Until the next check of the queues.
                 self._forbidden.add(lane)
-                self._complain(lane, f"{error} {_NOT_RECEIVED}")
+                self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
                 if self._speaks_amqp:
                     self._suspected.add(lane)
                 raise
             else:
                 self._suspected.discard(lane)
-                self._complain(lane, "")
+                self._report_problem(lane, "")
                 self._open[channel] = Subscription(lane, queue, consumer, acks)
         if len(self._open) > len(open_lanes):
-            logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
+            logger.info("consumer: receiving from %d queues at %s.", len(self._open), masked(self._options.broker_url))
 
     def _try_suspected(self, lane: Lane, declared: kombu.Queue) -> None:
         """Try a queue whose subscription ended the last connection on a separate connection, before it ends this one, too.
@@ -259,8 +276,8 @@ class Consumer:
                 channel.basic_consume(declared.name, no_ack=False)
         except self._failures() as error:
             raise Unusable(
-                f"The broker cannot deliver from the queue {declared.name!r} ({describe(error)}). See whether its nodes are "
-                "there: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
+                f"The broker cannot deliver from the queue {declared.name!r} ({describe(error)}). Check that its nodes are "
+                "available: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
             ) from error
 
     @property
@@ -271,6 +288,11 @@ class Consumer:
             for lane, queue in self._lanes
             if lane.handler.name not in self._unusable and lane not in self._forbidden
         ]
+
+    @property
+    def _unpaused(self) -> list[tuple[Lane, kombu.Queue]]:
+        """The usable lanes whose handlers no operator has paused."""
+        return [(lane, queue) for lane, queue in self._usable if not self._runner.is_paused(lane.handler)]
 
     @property
     def _subscriptions(self) -> list[Subscription]:
@@ -286,29 +308,29 @@ class Consumer:
         for handler in self._handlers:
             self._watchdog.beat()
             try:
-                complaint = declare(self._connection, handler, self._options)
+                problem = declare(self._connection, handler, self._options)
                 refuse_limits(self._connection, self._policies, handler, self._options)
             except Unusable as error:
                 unusable.add(handler.name)
-                complaint = f"{error} {_NOT_RECEIVED}"
-            self._complain(handler.name, complaint)
+                problem = f"{error} {_NOT_RECEIVED}"
+            self._report_problem(handler.name, problem)
         return unusable
 
-    def _complain(self, about: str | Lane, complaint: str) -> None:
+    def _report_problem(self, about: str | Lane, problem: str) -> None:
         """Log a complaint once, and again if it returns after "" has cleared it."""
-        if complaint and complaint not in self._complaints.values():
-            logger.error(complaint)
-        self._complaints[about] = complaint
+        if problem and problem not in self._problems.values():
+            logger.error("consumer: %s", problem)
+        self._problems[about] = problem
 
     def _on_delivery(
         self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
     ) -> None:
-        refused = f"It cannot be unpacked: {describe(error)}" if error else ""
+        refused = f"The delivery cannot be decoded: {describe(error)}" if error else ""
         acks.delivered(message)
         self._pool.put(lane, Delivery(epoch, lane.handler, message, monotonic(), refused))
 
     def _pump(self) -> None:
-        """Answer, receive what has arrived, and wait briefly for either."""
+        """Send the answers, receive what has arrived, and wait briefly for either."""
         if len(self._open) < len(self._lanes) and not self._stop:
             self._subscribe()
         self._answer()
@@ -318,11 +340,12 @@ class Consumer:
             self._ticked_at = now
             self._connection.heartbeat_check()
             self._store_stale(now)
-            self._give_back_in_vain(now)
-            self._watch(now)
+            self._return_unstorable(now)
+            self._return_paused()
+            self._watch_handlers(now)
             if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
-            self._gauge()
+            self._read_queue_lengths()
 
     def _receive(self) -> None:
         if not self._speaks_amqp:
@@ -334,14 +357,14 @@ class Consumer:
         with suppress(TimeoutError):
             # Frames that py-amqp has read but not dispatched are in its own buffer, which a poll of the socket does not show.
             while amqp.transport._read_buffer or not waits_for_more:  # noqa: SLF001 - see read_in_chunks
-                amqp.drain_events(timeout=_GLANCE_SECONDS)
+                amqp.drain_events(timeout=_POLL_SECONDS)
                 waits_for_more = True
                 dispatch_what_is_read(amqp)
         if not self._is_answer_due():
             self._answered.wait(_TICK_SECONDS, None if self._stop else self._stop, also=amqp.transport.sock)
 
     def _is_answer_due(self) -> bool:
-        return len(self._answers) >= _MANY_ANSWERS
+        return len(self._answers) >= _WAKE_UP_ANSWERS
 
     def _answer(self) -> None:
         now = monotonic()
@@ -370,9 +393,9 @@ class Consumer:
 
     def _put_answer(self, delivery: Delivery, received: Received) -> None:
         """Called by the workers."""
-        rest = _AGAIN_AFTER.get(received, 0.0)
-        self._answers.append(Answer(delivery, again=rest > 0, at=monotonic() + rest))
-        # Not for each: the connection's thread takes several at once, at its next tick, or when a worker is idle.
+        delay = _AGAIN_AFTER.get(received, 0.0)
+        self._answers.append(Answer(delivery, again=delay > 0, at=monotonic() + delay))
+        # Not for each answer: the connection's thread takes several at its next tick, or when a worker is idle.
         if self._is_answer_due():
             self._answered.ring()
 
@@ -384,88 +407,111 @@ class Consumer:
         return not self._stop and epoch == self._epoch
 
     def _check_subscriptions(self) -> None:
-        """Check that the broker has our queues' bindings and subscriptions; an open socket does not show that."""
+        """Check that the broker has this process's bindings and subscriptions; an open socket does not show that."""
         self._checked_at = monotonic()
         if self._declare() != self._unusable:
-            raise ConnectionError("an operator has changed its queues")
+            raise ConnectionError("the usable queues have changed")
         self._forbidden.clear()
         if not speaks_amqp(self._options.broker_url):
             return
         for subscription in self._subscriptions:
-            if not subscription.queue.queue_declare(passive=True).consumer_count:
-                raise ConnectionError(f"the broker has no subscription on queue {subscription.queue.name!r} any more")
+            if not self._time(partial(subscription.queue.queue_declare, passive=True)).consumer_count:
+                raise ConnectionError(f"the broker no longer has the subscription on the queue {subscription.queue.name!r}")
 
-    def _gauge(self) -> None:
+    def _read_queue_lengths(self) -> None:
         """Report the lengths of the queues to their shedders."""
         for subscription in self._subscriptions:
             if (shedder := shedder_of(subscription.lane.handler)) is not None:
-                shedder.saw(*self._length_of(subscription.queue))
+                shedder.record_lag(*self._length_of(subscription.queue))
 
     def _store_stale(self, now: float) -> None:
         """Store deliveries that wait here before the broker closes the channel (`consumer_timeout`).
 
         On a separate thread: when deliveries wait for that long, no worker is free.
         """
-        if self._holder is not None and self._holder.is_alive():
+        if self._storing is not None and self._storing.is_alive():
             return
         if stale := self._pool.stale(now - self._options.longest_silence):
-            self._holder = threading.Thread(target=self._hold, args=[stale], name="holder", daemon=True)
-            self._holder.start()
+            self._storing = threading.Thread(target=self._store_all, args=[stale], name="storing", daemon=True)
+            self._storing.start()
 
-    def _give_back_in_vain(self, now: float) -> None:
+    def _return_unstorable(self, now: float) -> None:
         """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.
 
         The broker would close them after each `consumer_timeout` of the outage, which ends the connection and all its other
         channels, and would count a delivery each time. This counts one per outage.
         """
-        for lane in self._pool.held_in_vain(now - _HELD_IN_VAIN * self._options.longest_silence):
+        for lane in self._pool.unstorable(now - _UNSTORABLE_AFTER * self._options.longest_silence):
             for channel in [channel for channel, subscription in self._open.items() if subscription.lane is lane]:
-                subscription = self._open.pop(channel)
-                subscription.consumer.cancel()
-                channel.close()
                 logger.warning(
-                    "%s: its database could not store %d deliveries for too long. They are the broker's again, and nothing is "
-                    "received for it until its database can.",
+                    "handler %s: its database could not store %d deliveries in time. They were returned to the broker. No "
+                    "message is received for this handler until its database is available.",
                     lane.handler.name,
-                    self._pool.forget(lane),
+                    self._close(channel),
                 )
 
-    def _hold(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
+    def _close(self, channel: Any) -> int:
+        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here."""
+        subscription = self._open.pop(channel)
+        subscription.consumer.cancel()
+        channel.close()
+        return self._pool.drop_all(subscription.lane)
+
+    def _return_paused(self) -> None:
+        """Close the channels of paused handlers, once their loads in hand are answered.
+
+        A load that is in hand would be delivered again.
+        """
+        storing = self._storing is not None and self._storing.is_alive()
+        paused = [
+            (channel, subscription.lane.handler)
+            for channel, subscription in self._open.items()
+            if self._runner.is_paused(subscription.lane.handler)
+        ]
+        if ended := [(channel, handler) for channel, handler in paused if not (storing or self._pool.is_running(handler))]:
+            self._answer()
+            for channel, handler in ended:
+                logger.info(
+                    "handler %s: paused. Its queue keeps the messages; returned to it: %d.", handler.name, self._close(channel)
+                )
+
+    def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
         try:
             for lane, load in stale:
-                self._pool.run(lane, load, self._reception.hold)
+                self._pool.run(lane, load, self._reception.store)
         finally:
             connections.close_all()
 
-    def _watch(self, now: float) -> None:
+    def _watch_handlers(self, now: float) -> None:
         """Report a handler that does not end: its inbox row is not committed, so no other connection sees it."""
         limit = self._options.STUCK_AFTER.total_seconds()
-        overdue = [busy for busy in self._pool.busy() if now - busy.since >= limit]
-        self._told_of &= {id(busy) for busy in overdue}
-        for busy in overdue:
-            if id(busy) not in self._told_of:
-                self._told_of.add(id(busy))
-                self._tell_of(busy, now)
+        overdue = [running for running in self._pool.running() if now - running.since >= limit]
+        self._reported_loads &= {id(running) for running in overdue}
+        for running in overdue:
+            if id(running) not in self._reported_loads:
+                self._reported_loads.add(id(running))
+                self._report_stuck(running, now)
 
     @staticmethod
-    def _tell_of(busy: Busy, now: float) -> None:
-        frame = sys._current_frames().get(busy.thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
-        first = busy.load[0]
+    def _report_stuck(running: RunningLoad, now: float) -> None:
+        frame = sys._current_frames().get(running.thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
+        first = running.load[0]
         logger.warning(
-            "%s has been handling message %s for %.0f s, and a thread of this process has nothing else to do. It is here:\n%s",
+            "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a run. The "
+            "stack of the thread:\n%s",
             first.handler.name,
             first.message.properties.get("message_id"),
-            now - busy.since,
+            now - running.since,
             "".join(traceback.format_stack(frame)),
         )
 
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
             return False
-        if len(self._open) < len(self._usable):
+        if len(self._open) < len(self._unpaused):
             return False
         waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
-        # The broker's count excludes deliveries on their way to us; they may have arrived during the query.
+        # The broker's count excludes deliveries in transit; they may have arrived during the query.
         return not waiting and not self._unanswered
 
     def _length_of(self, queue: kombu.Queue) -> tuple[int, int]:
@@ -479,6 +525,14 @@ class Consumer:
                 raise
             return 0, 1
 
+    def _time(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask the broker, and note how long its answer took."""
+        asked_at = monotonic()
+        answer = ask()
+        if self._speaks_amqp:
+            self._round_trip = monotonic() - asked_at
+        return answer
+
     def _failures(self) -> tuple[type[Exception], ...]:
         if self._connection is None:
             return BROKER_FAILURES
@@ -491,19 +545,19 @@ class Consumer:
             try:
                 connection.collect(socket_timeout=1.0)
             except BROKER_FAILURES as error:
-                logger.debug("Discarding a broker connection: %s", describe(error))
+                logger.debug("consumer: closing the broker connection failed: %s", describe(error))
 
     def _finish(self) -> None:
-        """Let the workers finish their loads, answer the broker, return the other deliveries."""
-        logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
+        """Let the workers finish their loads, answer the broker, and return the other deliveries to it."""
+        logger.info("consumer: stopping. Running deliveries are finished first; send the signal again to end at once.")
         self._reception.close()
         self._pool.close()
-        # From here on our queues may have no subscription.
+        # From here on the queues may have no subscription.
         self._checked_at = inf
         try:
             if self._connection is not None:
                 for subscription in self._subscriptions:
-                    # The next consumer of an ordered queue must not begin before our deliveries are answered; it begins when
+                    # The next consumer of an ordered queue must not start before these deliveries are answered. It starts when
                     # the channel is closed.
                     if not subscription.lane.handler.ordered:
                         subscription.consumer.cancel()
@@ -511,14 +565,14 @@ class Consumer:
                 self._watchdog.beat()
                 self._pump()
         except self._failures() as error:
-            logger.debug("The broker connection ended while finishing: %s", describe(error))
+            logger.debug("consumer: the broker connection ended during the shutdown: %s", describe(error))
             self._disconnect()
         while self._pool.alive:
             self._watchdog.beat()
             self._pool.join(_TICK_SECONDS)
-        while self._holder is not None and self._holder.is_alive():
+        while self._storing is not None and self._storing.is_alive():
             self._watchdog.beat()
-            self._holder.join(_TICK_SECONDS)
+            self._storing.join(_TICK_SECONDS)
         if self._connection is None:
             return
         try:
@@ -526,5 +580,5 @@ class Consumer:
             # Closing the channels returns prefetched deliveries, at once and in order.
             self._connection.close()
         except self._failures() as error:
-            logger.debug("Closing the broker connection: %s", describe(error))
+            logger.debug("consumer: closing the broker connection failed: %s", describe(error))
             self._disconnect()

@@ -32,14 +32,18 @@ from outbox.kernel.heartbeat import (
     HEARTBEAT_SECONDS,
     UNCHANGED_SECONDS,
     ProcessIdentity,
+    Rate,
+    milliseconds,
     one_line,
+    resident_bytes,
 )
 from outbox.kernel.loop import StopRequest
+from outbox.kernel.requests import Request
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_GOODBYE_SECONDS = 1.0
+_SHUTDOWN_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +51,22 @@ class Activity:
     """The current activity of a process.
 
     Attributes:
-        handlers: those it receives messages for.
+        handlers: the handlers that it receives messages for.
         received: deliveries since its start.
         ran: stored messages that it has run since its start.
-        waits_for: what stops it from working; "" when it works.
+        waits_for: the unavailable resource that stops it from working; "" if there is none.
+        broker_seconds: the last round trip to the broker; None without one.
     """
 
     handlers: Sequence[Handler]
     received: int = 0
     ran: int = 0
     waits_for: str = ""
+    broker_seconds: float | None = None
 
 
 def unattended(alias: str) -> list[str]:
-    """Names of this project's handlers on a database that no process runs, according to the heartbeats."""
+    """The names of this project's handlers on a database that no process runs, according to the heartbeats."""
     running = consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
     attended = {name for names in running for name in names}
     return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
@@ -70,25 +76,31 @@ def what_to_start() -> str:
     """The remedy for `unattended` handlers."""
     if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
         return "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`."
-    return "Their messages wait in the broker's queues. Start `inbox_consume`, or look into its log if it runs."
+    return "Their messages wait in the broker's queues. Start `inbox_consume`; if it runs, read its log."
 
 
 class Heartbeats:
-    """The heartbeats of this process. Other threads call `activity` for their content."""
+    """The heartbeats of this process. Other threads call `activity` for their content.
 
-    def __init__(self, activity: Callable[[], Activity]) -> None:
+    Args:
+        stop: carries out the requests of operators.
+    """
+
+    def __init__(self, activity: Callable[[], Activity], stop: StopRequest | None = None) -> None:
         self._activity = activity
+        self._stop = StopRequest() if stop is None else stop
         self._identity = ProcessIdentity()
         self._started_at = monotonic()
         self._end = StopRequest()
 
     @contextmanager
     def sending(self, aliases: Collection[str]) -> Iterator[None]:
-        """Send heartbeats to these databases during the block, and delete the rows at its end."""
-        # No other connection sees the transaction of a test.
-        asked = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
+        """Send heartbeats to these databases during the block, and mark the rows as stopped at its end."""
+        # In a test's transaction, no other connection would see the row.
+        outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         threads = [
-            threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True) for alias in asked
+            threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True)
+            for alias in outside_transactions
         ]
         for thread in threads:
             thread.start()
@@ -96,25 +108,29 @@ class Heartbeats:
             yield
         finally:
             self._end.set()
-            end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
+            end_at = monotonic() + _SHUTDOWN_WAIT_SECONDS
             # Bounded: an unresponsive database must not block the shutdown.
             for thread in threads:
                 thread.join(max(end_at - monotonic(), 0))
 
     def _send_to(self, alias: str) -> None:
-        sender = _Sender(alias, self._identity)
+        sender, rate = _Sender(alias, self._identity, self._stop), Rate(self._started_at)
         try:
             while not self._end:
-                sender.send(self._state(alias))
+                sender.send(self._state(alias, rate))
                 self._end.wait(sender.pause_seconds)
             sender.retire()
         finally:
             connections.close_all()
 
-    def _state(self, alias: str) -> dict[str, Any]:
-        activity = self._activity()
+    def _state(self, alias: str, rate: Rate) -> dict[str, Any]:
+        activity, now = self._activity(), monotonic()
         return {
-            "running_for": timedelta(seconds=monotonic() - self._started_at),
+            "running_for": timedelta(seconds=now - self._started_at),
+            "rate": rate.of(now, activity.received + activity.ran),
+            "memory_bytes": resident_bytes(),
+            "broker_ms": milliseconds(activity.broker_seconds),
+            "mode": self._stop.mode,
             "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
             "received": activity.received,
             "ran": activity.ran,
@@ -123,47 +139,65 @@ class Heartbeats:
 
 
 class _Sender:
-    """Writes the row of this process on one database. Never raises."""
+    """Writes the row of this process on one database, and carries out the request in it. Never raises."""
 
-    def __init__(self, alias: str, identity: ProcessIdentity) -> None:
+    def __init__(self, alias: str, identity: ProcessIdentity, stop: StopRequest) -> None:
         self._alias = alias
         self._identity = identity
-        self._forget_at = monotonic()
+        self._stop = stop
+        self._delete_old_at = self._write_at = monotonic()
+        self._database_seconds: float | None = None
         self._written = self._failing = False
 
     @property
     def pause_seconds(self) -> float:
-        if self._failing:
-            return AFTER_FAILURE_SECONDS
-        # On a database with one writer, each heartbeat takes the write lock.
-        return HEARTBEAT_SECONDS if connections[self._alias].vendor == "postgresql" else UNCHANGED_SECONDS
+        return AFTER_FAILURE_SECONDS if self._failing else HEARTBEAT_SECONDS
 
     def send(self, state: dict[str, Any]) -> None:
         try:
             drop_unusable_connections()
-            consumers.write(self._alias, self._identity, **state)
-            if monotonic() >= self._forget_at:
-                self._forget_at = monotonic() + FORGET_SECONDS
-                consumers.delete_silent(self._alias, FORGOTTEN_AFTER)
-            self._written, self._failing = True, False
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process goes on
+            if request := self._write(state) if monotonic() >= self._write_at else self._pending():
+                self._obey(request)
+            self._failing = False
+        except Exception as error:  # noqa: BLE001 - no error of a heartbeat may end the process
             connections[self._alias].close()
             if not self._failing:
                 logger.info(
-                    "The heartbeat was not written to %r (%s). The process goes on; it may be shown as silent.",
+                    "heartbeat: not written to database %r (%s). The process continues; it may be shown as silent.",
                     self._alias,
                     describe(error),
                 )
             self._failing = True
 
+    def _write(self, state: dict[str, Any]) -> Request | None:
+        began_at = monotonic()
+        request = consumers.write(self._alias, self._identity, database_ms=milliseconds(self._database_seconds), **state)
+        now = monotonic()
+        self._database_seconds = now - began_at
+        self._written = True
+        # On a database with one writer, each heartbeat takes the write lock.
+        self._write_at = now if connections[self._alias].vendor == "postgresql" else began_at + UNCHANGED_SECONDS
+        if now >= self._delete_old_at:
+            self._delete_old_at = now + FORGET_SECONDS
+            consumers.delete_old(self._alias, FORGOTTEN_AFTER)
+        return request
+
+    def _pending(self) -> Request | None:
+        return consumers.pending(self._alias, self._identity.id)
+
+    def _obey(self, request: Request) -> None:
+        self._stop.obey(request)
+        consumers.acknowledge(self._alias, self._identity.id, request, self._stop.mode)
+        logger.warning("consumer: an operator requested: %s; this process is %s.", request, self._stop.mode)
+
     def retire(self) -> None:
-        """Delete the row, unless that would only wait for a database that is unavailable."""
+        """Mark the row as stopped, unless the database is unavailable."""
         if not self._written or self._failing:
             return
         try:
-            consumers.delete(self._alias, self._identity.id)
-        except Exception as error:  # noqa: BLE001 - as above; another process deletes it in time
-            logger.debug("The heartbeat on %r was not deleted: %s", self._alias, describe(error))
+            consumers.mark_stopped(self._alias, self._identity.id)
+        except Exception as error:  # noqa: BLE001 - as above; another process deletes the row later
+            logger.debug("heartbeat: not marked as stopped in database %r: %s", self._alias, describe(error))
 
 
 class RunnerHeartbeats:
@@ -173,11 +207,11 @@ class RunnerHeartbeats:
         self._runner = runner
 
     def run(self, stop: StopRequest) -> None:
-        heartbeats = Heartbeats(lambda: Activity(handlers=registry.all(), ran=self._runner.ran))
+        heartbeats = Heartbeats(lambda: Activity(handlers=registry.all(), ran=self._runner.ran), stop)
         with heartbeats.sending({handler.using for handler in registry.all()}):
             while not stop.wait(HEARTBEAT_SECONDS):
                 pass
 
     def drain(self, stop: StopRequest) -> int:
-        """Nothing to wait for."""
+        """Heartbeats have no work to finish."""
         return 0

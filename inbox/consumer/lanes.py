@@ -20,10 +20,10 @@ from inbox.limits.slots import slots_of
 
 STORED_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
-SIFTED_AT_ONCE = 100
+CHECKED_AT_ONCE = 100
 """Deliveries that are checked together for load shedding."""
 LOAD_BYTES = 8 * 1024 * 1024
-"""Most bytes of bodies in one load, unless it is a single delivery: a worker decodes and stores a load at once."""
+"""Maximum total size of the bodies in one load of several deliveries: a worker decodes and stores a load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Delivery:
 
     Attributes:
         at: when it arrived (monotonic).
-        refused: why kombu could not unpack it, or "".
+        refused: why kombu could not decode the delivery, or "".
     """
 
     epoch: int
@@ -47,21 +47,21 @@ class Delivery:
 
     @property
     def size(self) -> int:
-        """Of the body, in bytes, or in characters where a virtual transport gives text."""
+        """The size of the body in bytes; in characters if a virtual transport returns text."""
         return len(self.message.body or b"")
 
 
 class Unanswered(Exception):
-    """A worker could not finish a load, because its database does not answer. The load is taken again.
+    """A worker could not finish a load, because its database is unavailable. The load is taken again.
 
     Attributes:
         load: its deliveries without an answer, in their order.
         seconds: the backoff before they are taken again.
-        everywhere: the database does not answer at all, so its other handlers pause, too.
+        everywhere: the whole database is unavailable, so its other handlers pause, too.
     """
 
     def __init__(self, load: list[Delivery], seconds: float, *, everywhere: bool) -> None:
-        super().__init__(f"{len(load)} deliveries are undecided")
+        super().__init__(f"{len(load)} deliveries are unanswered")
         self.load = load
         self.seconds = seconds
         self.everywhere = everywhere
@@ -81,68 +81,68 @@ def prefetch_of(handler: Handler, options: InboxOptions) -> int:
 
 
 class Lane:
-    """The deliveries of one queue, in their order. Not thread-safe: its owner holds a lock."""
+    """The deliveries of one queue, in order. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self._waiting: deque[Delivery] = deque()
-        self._kept: deque[Delivery] = deque()
+        self._checked: deque[Delivery] = deque()
         self._most = size_of(handler)
         self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
         # An ordered handler's messages are only stored here; its limits apply where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
         self._slots = None if handler.ordered else slots_of(handler)
         self._shedder = shedder_of(handler)
-        self._in_hand = False
-        self._rests_until = self._rest = 0.0
-        self._forgot_at = float("-inf")
+        self._is_running = False
+        self._paused_until = self._backoff = 0.0
+        self._dropped_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._kept) + len(self._waiting)
+        return len(self._checked) + len(self._waiting)
 
     def put(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
 
     def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
-        """The next load for a worker, which calls `leave_slot` after it; empty when there is none yet.
+        """The next load for a worker, which calls `leave_slot` after it; empty if none is ready.
 
-        `hurry` does not wait for a batch to fill.
+        With `hurry`, do not wait for a batch to fill.
         """
         if self.seconds_left(now, hurry=hurry) > 0 or (self._slots is not None and not self._slots.take()):
             return []
-        most = _fitting(chain(self._kept, self._waiting), min(self._most, self._ready))
+        most = _fitting(chain(self._checked, self._waiting), min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
         if not most:
             self.leave_slot()
-        self._in_hand = bool(self.handler.ordered) and most > 0
-        if self._rest and most:
+        self._is_running = bool(self.handler.ordered) and most > 0
+        if self._backoff and most:
             # One worker retries a load that could not be finished; the next one only after another backoff.
-            self._rests_until = now + self._rest
-        return [(self._kept or self._waiting).popleft() for _ in range(most)]
+            self._paused_until = now + self._backoff
+        return [(self._checked or self._waiting).popleft() for _ in range(most)]
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
-        """Seconds until a load may be ready; infinite when that needs another delivery, or a worker to finish."""
-        if not self._ready or self._in_hand or (self._slots is not None and not self._slots.is_free):
+        """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
+        if not self._ready or self._is_running or (self._slots is not None and not self._slots.is_free):
             return float("inf")
         unfilled = 0.0
         if not hurry and self._ready < self._most:
-            unfilled = self._wait - (now - (self._kept or self._waiting)[0].at)
-        return max(0.0, self._rests_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
+            unfilled = self._wait - (now - (self._checked or self._waiting)[0].at)
+        return max(0.0, self._paused_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
-    def take_to_sift(self, now: float) -> list[Delivery]:
-        """While the handler sheds load: deliveries to check. Pass those that are not dropped to `keep`.
+    def take_to_check(self, now: float) -> list[Delivery]:
+        """While the handler sheds load: deliveries to check. Pass those that are not dropped to `put_checked`.
 
         They cost no rate-limit tokens, because dropped messages are not run.
         """
-        if not self._is_shedding or now < self._rests_until:
+        if not self._is_shedding or now < self._paused_until:
             return []
-        most = _fitting(self._waiting, min(SIFTED_AT_ONCE, len(self._waiting)))
+        most = _fitting(self._waiting, min(CHECKED_AT_ONCE, len(self._waiting)))
         return [self._waiting.popleft() for _ in range(most)]
 
-    def keep(self, sifted: list[Delivery]) -> None:
-        """Put deliveries that are not dropped first."""
-        self._kept.extend(sifted)
+    def put_checked(self, checked: list[Delivery]) -> None:
+        """Put checked deliveries that are not dropped before the others."""
+        self._checked.extend(checked)
 
     @property
     def _is_shedding(self) -> bool:
@@ -151,20 +151,20 @@ class Lane:
     @property
     def _ready(self) -> int:
         """How many may be taken now; during load shedding, only checked ones."""
-        return len(self._kept) if self._is_shedding else len(self)
+        return len(self._checked) if self._is_shedding else len(self)
 
     def done(self) -> None:
-        """A worker has finished a load of this lane. An ordered handler has one load in hand at a time."""
-        self._in_hand = False
-        self._rests_until = self._rest = 0.0
+        """A worker has finished a load of this lane. An ordered handler has one running load at a time."""
+        self._is_running = False
+        self._paused_until = self._backoff = 0.0
 
-    def put_back(self, load: list[Delivery], now: float, *, rest: float) -> None:
-        """A worker could not finish these: they are next, after `rest` seconds."""
-        current = [delivery for delivery in load if delivery.at > self._forgot_at]
-        # In order of arrival, whichever worker returns its load first.
+    def put_back(self, load: list[Delivery], now: float, *, backoff: float) -> None:
+        """A worker could not finish these: they are next, after `backoff` seconds."""
+        current = [delivery for delivery in load if delivery.at > self._dropped_at]
+        # In order of arrival, regardless of the order in which workers return their loads.
         self._waiting = deque(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
-        self._in_hand = False
-        self._rest, self._rests_until = rest, now + rest
+        self._is_running = False
+        self._backoff, self._paused_until = backoff, now + backoff
 
     def leave_slot(self) -> None:
         """A worker has run a load: free its slot of the handler's `concurrency`."""
@@ -179,32 +179,32 @@ class Lane:
     def drop_others(self, epoch: int) -> None:
         """Drop deliveries of other epochs; the broker delivers them again."""
         self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
-        self._kept = deque(delivery for delivery in self._kept if delivery.epoch == epoch)
+        self._checked = deque(delivery for delivery in self._checked if delivery.epoch == epoch)
 
-    def forget(self, now: float) -> int:
-        """All deliveries so far were returned to the broker: drop them. Returns how many waited here."""
+    def drop_all(self, now: float) -> int:
+        """Drop all deliveries so far, which were returned to the broker. Returns how many waited here."""
         count = len(self)
-        self._kept.clear()
+        self._checked.clear()
         self._waiting.clear()
-        self._forgot_at = now
+        self._dropped_at = now
         return count
 
     @property
     def oldest(self) -> float:
-        """Arrival of the oldest waiting delivery; infinite when the lane is empty."""
-        return min((delivery.at for delivery in (*self._kept, *self._waiting)), default=float("inf"))
+        """Arrival of the oldest waiting delivery; infinite if the lane is empty."""
+        return min((delivery.at for delivery in (*self._checked, *self._waiting)), default=float("inf"))
 
     @property
     def is_stuck(self) -> bool:
         """Its last load could not be finished."""
-        return self._rest > 0
+        return self._backoff > 0
 
     def stale(self, before: float, now: float) -> list[Delivery]:
-        """Take out deliveries that arrived before `before`. An ordered lane, or one in backoff, gives none."""
-        if self.handler.ordered or now < self._rests_until or self.oldest >= before:
+        """Remove and return the deliveries that arrived before `before`; none of an ordered lane, or of one in backoff."""
+        if self.handler.ordered or now < self._paused_until or self.oldest >= before:
             return []
-        found = [delivery for delivery in (*self._kept, *self._waiting) if delivery.at < before]
-        self._kept = deque(delivery for delivery in self._kept if delivery.at >= before)
+        found = [delivery for delivery in (*self._checked, *self._waiting) if delivery.at < before]
+        self._checked = deque(delivery for delivery in self._checked if delivery.at >= before)
         self._waiting = deque(delivery for delivery in self._waiting if delivery.at >= before)
         return found
 

@@ -16,6 +16,7 @@ from math import inf
 from django.db import connections
 
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.handlers.handler import Handler
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 
@@ -25,8 +26,8 @@ _LONGEST_WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """A thread, and the load that it runs since `since` (monotonic)."""
+class RunningLoad:
+    """A load that a thread has been running since `since` (monotonic)."""
 
     since: float
     thread: int
@@ -36,10 +37,10 @@ class Busy:
 class Pool:
     """`size` threads that run loads of `lanes` by `receive`, and between them the due messages of `runner`.
 
-    While a lane's handler sheds load, `sift` drops some deliveries of a load and returns the others. `Unanswered` deliveries go
-    back to the front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time calls
-    `ask`, which returns the seconds to pause, or 0. Deliveries are run on a database only after one `ask`. `at_rest` is called
-    whenever a thread finds nothing to do, and must be quick.
+    While a lane's handler sheds load, `check` drops some deliveries of a load and returns the others. `Unanswered` deliveries
+    go back to the front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time
+    calls `probe`, which returns the seconds to pause, or 0. Deliveries are run on a database only after a successful `probe`.
+    `on_idle` is called whenever a thread finds no work, and must be quick.
     """
 
     def __init__(
@@ -49,24 +50,24 @@ class Pool:
         *,
         size: int,
         receive: Callable[[list[Delivery]], object] = len,
-        sift: Callable[[list[Delivery]], list[Delivery]] = list,
-        ask: Callable[[str], float] = lambda alias: 0.0,
-        at_rest: Callable[[], object] = dict,
+        check: Callable[[list[Delivery]], list[Delivery]] = list,
+        probe: Callable[[str], float] = lambda alias: 0.0,
+        on_idle: Callable[[], object] = dict,
     ) -> None:
         self._lanes = list(lanes)
         self._runner = runner
         runner.on_ring = self._wake
         self._receive = receive
-        self._sift = sift
-        self._ask = ask
-        self._at_rest = at_rest
+        self._check = check
+        self._probe = probe
+        self._on_idle = on_idle
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
         self._epoch = 0
-        self._ask_at = {lane.handler.using: 0.0 for lane in lanes}
-        self._busy: dict[int, Busy] = {}
+        self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
+        self._running: dict[int, RunningLoad] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
 
     def start(self) -> None:
@@ -80,7 +81,7 @@ class Pool:
     def refuse_if_ended(self) -> None:
         """Raises RuntimeError if a thread has ended before `close`."""
         if self.alive < len(self._threads):
-            raise RuntimeError("A worker thread has ended; this process must be started anew.")
+            raise RuntimeError("consumer: a worker thread has ended unexpectedly; the process ends. Restart it.")
 
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
@@ -94,7 +95,7 @@ class Pool:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take no more loads; the current ones are finished."""
+        """Take no more loads. The threads finish the current ones and end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -106,20 +107,20 @@ class Pool:
                 lane.drop_others(epoch)
 
     def can_store(self, lane: Lane) -> bool:
-        """Can the database of its handler store messages, as far as is known?"""
+        """Can the database of its handler store messages, according to its last probe?"""
         with self._changed:
-            return lane.handler.using not in self._ask_at
+            return lane.handler.using not in self._probe_at
 
-    def held_in_vain(self, before: float) -> list[Lane]:
+    def unstorable(self, before: float) -> list[Lane]:
         """Lanes with deliveries that arrived before that instant and could not be stored."""
         with self._changed:
-            unable = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._ask_at]
-            return [lane for lane in unable if lane.oldest < before]
+            stuck = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._probe_at]
+            return [lane for lane in stuck if lane.oldest < before]
 
-    def forget(self, lane: Lane) -> int:
-        """Drop this lane's deliveries, also those of a worker's load: they are the broker's again. Returns how many waited."""
+    def drop_all(self, lane: Lane) -> int:
+        """Drop this lane's deliveries, also of running loads, after their return to the broker; returns how many waited."""
         with self._changed:
-            return lane.forget(monotonic())
+            return lane.drop_all(monotonic())
 
     def join(self, seconds: float) -> None:
         """Wait up to `seconds` for a thread to end."""
@@ -129,7 +130,7 @@ class Pool:
                 return
 
     def stale(self, before: float) -> list[tuple[Lane, list[Delivery]]]:
-        """Take out the deliveries that arrived before `before`, but none whose database cannot store."""
+        """Remove and return the deliveries that arrived before `before`, except those whose database cannot store messages."""
         with self._changed:
             now = monotonic()
             return [(lane, stale) for lane in self._answering if (stale := lane.stale(before, now))]
@@ -139,11 +140,11 @@ class Pool:
         left: Unanswered | None = None
         try:
             do(load)
-        except Unanswered as undecided:
-            left = undecided
+        except Unanswered as unanswered:
+            left = unanswered
         finally:
             with self._changed:
-                self._busy.pop(threading.get_ident(), None)
+                self._running.pop(threading.get_ident(), None)
                 if left is None:
                     lane.done()
                 else:
@@ -154,27 +155,35 @@ class Pool:
         now = monotonic()
         # If the connection has ended meanwhile, the broker delivers them again.
         current = [delivery for delivery in left.load if delivery.epoch >= self._epoch]
-        lane.put_back(current, now, rest=0.0 if left.everywhere else left.seconds)
+        lane.put_back(current, now, backoff=0.0 if left.everywhere else left.seconds)
         if left.everywhere:
-            self._ask_at.setdefault(lane.handler.using, now + left.seconds)
+            self._probe_at.setdefault(lane.handler.using, now + left.seconds)
 
     @property
     def _answering(self) -> list[Lane]:
         """The lanes of databases that can store."""
-        return [lane for lane in self._lanes if lane.handler.using not in self._ask_at] if self._ask_at else self._lanes
+        return [lane for lane in self._lanes if lane.handler.using not in self._probe_at] if self._probe_at else self._lanes
+
+    def _is_paused(self, lane: Lane) -> bool:
+        return self._runner.is_paused(lane.handler)
+
+    def is_running(self, handler: Handler) -> bool:
+        """Has a thread a load of this handler in hand? Once the handler is paused, no thread takes another one."""
+        with self._changed:
+            return any(running.load[0].handler is handler for running in self._running.values())
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
-    def busy(self) -> list[Busy]:
-        return list(self._busy.values())
+    def running(self) -> list[RunningLoad]:
+        return list(self._running.values())
 
     @property
     def idle(self) -> bool:
-        """Is no delivery waiting or in hand?"""
+        """Is every delivery finished: none waits, and no worker runs one?"""
         with self._changed:
-            return not (any(self._lanes) or self._busy)
+            return not (any(self._lanes) or self._running)
 
     def _work(self) -> None:
         try:
@@ -188,11 +197,11 @@ class Pool:
             while not self._closing:
                 now = monotonic()
                 if job := self._choose(now):
-                    self._changed.notify()  # there may be more work, for an idle thread
+                    self._changed.notify()  # there may be more work for an idle thread
                     return job
-                self._at_rest()
-                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering]
-                left += [at - now for at in self._ask_at.values()]
+                self._on_idle()
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering if not self._is_paused(lane)]
+                left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
 
@@ -200,18 +209,18 @@ class Pool:
         if self._stored_next and self._runner.seconds_left(now) <= 0:
             self._stored_next = False
             return self._run_stored
-        for alias, at in self._ask_at.items():
+        for alias, at in self._probe_at.items():
             if at <= now:
-                self._ask_at[alias] = inf
-                return partial(self._ask_for, alias)
+                self._probe_at[alias] = inf
+                return partial(self._probe_database, alias)
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
-            if lane.handler.using in self._ask_at:
+            if lane.handler.using in self._probe_at or self._is_paused(lane):
                 continue
             if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, now, partial(self._receive_for, lane))
-            if load := lane.take_to_sift(now):
-                return self._job(lane, load, turn, now, partial(self._sift_for, lane))
+            if load := lane.take_to_check(now):
+                return self._job(lane, load, turn, now, partial(self._check_for, lane))
         return self._run_stored if self._runner.seconds_left(now) <= 0 else None
 
     def _job(
@@ -220,7 +229,7 @@ class Pool:
         self._next_lane += turn + 1
         self._stored_next = True
         me = threading.get_ident()
-        self._busy[me] = Busy(now, me, load)
+        self._running[me] = RunningLoad(now, me, load)
         return partial(self.run, lane, load, do)
 
     def _run_stored(self) -> None:
@@ -235,16 +244,16 @@ class Pool:
         finally:
             lane.leave_slot()
 
-    def _sift_for(self, lane: Lane, load: list[Delivery]) -> None:
-        kept = self._sift(load)
+    def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
+        to_handle = self._check(load)
         with self._changed:
-            lane.keep(kept)
+            lane.put_checked(to_handle)
 
-    def _ask_for(self, alias: str) -> None:
-        seconds = self._ask(alias)
+    def _probe_database(self, alias: str) -> None:
+        seconds = self._probe(alias)
         with self._changed:
             if seconds:
-                self._ask_at[alias] = monotonic() + seconds
+                self._probe_at[alias] = monotonic() + seconds
             else:
-                del self._ask_at[alias]
+                del self._probe_at[alias]
             self._changed.notify_all()

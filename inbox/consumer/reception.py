@@ -1,4 +1,4 @@
-"""How a worker handles a load of deliveries: read them, have them received, answer each."""
+"""How a worker handles a load of deliveries: read, receive and answer each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Read:
     """A delivery and its content.
 
     Attributes:
-        is_acknowledged: it was answered before its handler had ended. The broker must not be answered twice.
+        is_acknowledged: True if it was acknowledged before its handler ended. The broker must not be answered twice.
     """
 
     delivery: Delivery
@@ -54,7 +54,7 @@ class _Read:
         return replace(self, arrival=replace(self.arrival, message=None))
 
 
-_WHAT_REFUSES = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses it, and remove the cause."
+_REFUSAL_REMEDY = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses the row, and remove it."
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
@@ -94,10 +94,10 @@ class Reception:
         self._closing = True
 
     def receive(self, load: list[Delivery]) -> None:
-        """Run a load until each delivery has an answer, or leave it with the broker.
+        """Run a load until each delivery is answered, or is left with the broker.
 
         Raises:
-            Unanswered: the database does not answer, so these deliveries are unchanged. This thread does not wait for the
+            Unanswered: the database is unavailable, so these deliveries are unchanged. This thread does not wait for the
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
@@ -106,38 +106,39 @@ class Reception:
             part, run = parts.popleft()
             if self._is_late(part):
                 run = self._later(handler)
+            halve = bool(handler.batch)
             try:
-                ended = self._end(part, run)
+                ended = self._run_part(part, run)
             except DatabaseUnavailable as outage:
-                if not self._is_refused_alone(handler, outage):
-                    raise self._undecided(handler, chain(part, *(later for later, _ in parts)), outage) from outage
-                ended = self._leave_unstored(part, outage)
+                if not self._is_only_this_refused(handler, outage):
+                    raise self._unanswered(handler, chain(part, *(later for later, _ in parts)), outage) from outage
+                ended, halve = self._defer_unstored(part, outage), True
             if not ended:
-                anew = [one.again() for one in part]
+                again = [one.again() for one in part]
                 half = len(part) // 2
-                smaller = [anew[:half], anew[half:]] if handler.batch else [[one] for one in anew]
+                smaller = [again[:half], again[half:]] if halve else [[one] for one in again]
                 parts.extendleft(
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )
 
-    def hold(self, load: list[Delivery]) -> None:
+    def store(self, load: list[Delivery]) -> None:
         """Store deliveries of one lane that have waited here too long to stay unanswered.
 
         Raises:
             Unanswered: see `receive`.
         """
         handler = load[0].handler
-        held = deque(self._read_all(handler, load))
-        while held:
+        to_store = deque(self._read_all(handler, load))
+        while to_store:
             try:
-                self._end([held[0]], self._later(handler))
+                self._run_part([to_store[0]], self._later(handler))
             except DatabaseUnavailable as outage:
-                if not self._is_refused_alone(handler, outage):
-                    raise self._undecided(handler, held, outage) from outage
-                self._leave_unstored([held[0]], outage)
-            held.popleft()
+                if not self._is_only_this_refused(handler, outage):
+                    raise self._unanswered(handler, to_store, outage) from outage
+                self._defer_unstored([to_store[0]], outage)
+            to_store.popleft()
 
-    def sift(self, load: list[Delivery]) -> list[Delivery]:
+    def check(self, load: list[Delivery]) -> list[Delivery]:
         """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.
 
         Raises:
@@ -145,31 +146,31 @@ class Reception:
         """
         handler = load[0].handler
         shed: dict[str, list[_Read]] = {}
-        kept: list[_Read] = []
+        to_handle: list[_Read] = []
         for one in self._read_all(handler, load):
             if reason := self._why_shed(handler, one.arrival):
                 shed.setdefault(reason, []).append(one)
             else:
-                kept.append(one)
+                to_handle.append(one)
         while shed:
             reason = next(iter(shed))
             try:
-                self._end(shed[reason], self._shed(handler, reason))
+                self._run_part(shed[reason], self._shed(handler, reason))
             except DatabaseUnavailable as outage:
-                if not self._is_refused_alone(handler, outage):
-                    raise self._undecided(handler, chain(kept, *shed.values()), outage) from outage
-                kept += shed[reason]  # one of them cannot be stored; receiving them finds out which
+                if not self._is_only_this_refused(handler, outage):
+                    raise self._unanswered(handler, chain(to_handle, *shed.values()), outage) from outage
+                to_handle += shed[reason]  # one of them cannot be stored; `receive` finds it
             del shed[reason]
-        return sorted((one.delivery for one in kept), key=lambda delivery: delivery.at)
+        return sorted((one.delivery for one in to_handle), key=lambda delivery: delivery.at)
 
-    def ask(self, alias: str) -> float:
+    def probe(self, alias: str) -> float:
         """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
         with suppress(DatabaseUnavailable):
             self._refunds.settle(alias)
         return self._outages.ask(alias)
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
-        """The load, split into parts that are run alike."""
+        """Split the load into parts that run the same way."""
         if handler.ordered:
             return deque([(load, self._later(handler))] if load else [])
         parts: deque[tuple[list[_Read], _Run]] = deque()
@@ -221,45 +222,47 @@ class Reception:
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
     def _is_late(self, part: list[_Read]) -> bool:
-        """Did others of its load take so long that it must only be stored, before the broker's `consumer_timeout`?"""
+        """Did the load take so long that this part must be stored and not run, before the broker's `consumer_timeout`?"""
         first = part[0].delivery
         return not first.handler.ordered and monotonic() - first.at > self._options.longest_silence
 
     def _is_wanted(self, delivery: Delivery) -> bool:
         return not self._closing and self._is_current(delivery.epoch)
 
-    def _end(self, part: list[_Read], run: _Run) -> bool:
-        """Run a part, and answer. False: it must be run in smaller parts.
+    def _run_part(self, part: list[_Read], run: _Run) -> bool:
+        """Run a part and answer its deliveries. False: it must be run in smaller parts.
 
         Raises:
-            DatabaseUnavailable: nothing was decided.
+            DatabaseUnavailable: no outcome was stored.
         """
         handler = part[0].delivery.handler
         if not self._is_wanted(part[0].delivery):
             return True
         try:
             self._refunds.settle(handler.using)
-            became = run(part)
+            outcomes = run(part)
         except DatabaseUnavailable:
             raise
         except BaseException as error:
             # No error may end the worker while the process still receives.
-            logger.exception("%s: %d deliveries met an error nobody foresaw.", handler.name, len(part))
+            logger.exception(
+                "handler %s: unexpected error in the consumer while it received %d deliveries.", handler.name, len(part)
+            )
             connections.close_all()
             if handler.ordered:
-                raise DatabaseUnavailable(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
-            became = [self._failed(one, error) for one in part]
+                raise DatabaseUnavailable(f"the deliveries of {handler.name} cannot be stored: {describe(error)}") from error
+            outcomes = [self._failed(one, error) for one in part]
         else:
             self._outages.end(handler.name)
-            if became is None:
+            if outcomes is None:
                 return False
-            became = [
+            outcomes = [
                 self._deferred(one) if received is Received.DEFERRED else received
-                for one, received in zip(part, became, strict=True)
+                for one, received in zip(part, outcomes, strict=True)
             ]
         with self._counting:
-            self.received.update(became)
-        for one, received in zip(part, became, strict=True):
+            self.received.update(outcomes)
+        for one, received in zip(part, outcomes, strict=True):
             if not one.is_acknowledged:
                 self._answer(one.delivery, received)
         return True
@@ -277,12 +280,12 @@ class Reception:
             return Received.DEFERRED
         try:
             return store_undecided(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
-        except Exception as error:  # noqa: BLE001 - its neighbours have been decided
-            logger.debug("%s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
+        except Exception as error:  # noqa: BLE001 - the other deliveries have their outcome
+            logger.debug("handler %s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
             return Received.DEFERRED
 
     def _failed(self, one: _Read, error: BaseException) -> Received:
-        """Store a delivery that failed outside its handler, so that operators see it and its attempts are limited."""
+        """Store the failure of a delivery outside its handler, so that operators see it and its attempts are limited."""
         handler, again = one.delivery.handler, one.delivery.redelivered
         try:
             failure = failure_of(handler, error, 1, self._options)
@@ -292,18 +295,20 @@ class Reception:
         except ConcurrentDuplicate:
             return Received.DEFERRED
         except BaseException:
-            logger.exception("%s: a delivery cannot be stored. It is not acknowledged, and is tried again later.", handler.name)
+            logger.exception(
+                "handler %s: a delivery cannot be stored. It stays unacknowledged and is tried again in a minute.", handler.name
+            )
             connections.close_all()
             return Received.UNSTORED
 
-    def _is_refused_alone(self, handler: Handler, outage: DatabaseUnavailable) -> bool:
-        """Can the database store other messages? In an ordered queue, later messages wait in any case."""
+    def _is_only_this_refused(self, handler: Handler, outage: DatabaseUnavailable) -> bool:
+        """Can the database store other messages? False for an ordered queue, whose later messages must wait anyway."""
         return outage.refused and not handler.ordered and self._outages.can_store(handler.using)
 
-    def _leave_unstored(self, part: Sequence[_Read], outage: DatabaseUnavailable) -> bool:
-        """Defer a delivery that cannot be stored, unanswered, so that the others continue. False: the part has several.
+    def _defer_unstored(self, part: Sequence[_Read], outage: DatabaseUnavailable) -> bool:
+        """Defer a delivery that cannot be stored, so that the others continue. False: the part has several deliveries.
 
-        If every message of a handler is deferred, the prefetch limit stops it.
+        If every message of a handler is deferred, the prefetch limit stops the handler.
         """
         self._refunds.add(part[0].delivery.handler.using, outage)
         if len(part) > 1:
@@ -311,19 +316,19 @@ class Reception:
         delivery = part[0].delivery
         if self._refusals[delivery.handler.name].is_due():
             logger.error(
-                "%s: message %s cannot be stored, while others can (%s). %s It stays unacknowledged, and is tried again every "
-                "minute; no message is lost and no attempt is counted.",
+                "handler %s: message %s cannot be stored, while other messages can (%s). %s It stays unacknowledged and is "
+                "tried again every minute; no message is lost and no attempt is counted.",
                 delivery.handler.name,
                 part[0].arrival.envelope.id or "without id",
                 outage,
-                outage.remedy or _WHAT_REFUSES,
+                outage.remedy or _REFUSAL_REMEDY,
             )
         with self._counting:
             self.received[Received.UNSTORED] += 1
         self._answer(delivery, Received.UNSTORED)
         return True
 
-    def _undecided(self, handler: Handler, left: Iterable[_Read | Delivery], outage: DatabaseUnavailable) -> Unanswered:
+    def _unanswered(self, handler: Handler, left: Iterable[_Read | Delivery], outage: DatabaseUnavailable) -> Unanswered:
         self._refunds.add(handler.using, outage)
         seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
         load = sorted((one.delivery if isinstance(one, _Read) else one for one in left), key=lambda delivery: delivery.at)
@@ -338,21 +343,22 @@ class Reception:
         try:
             return [_Read(delivery, self._read(delivery)) for delivery in load]
         except DatabaseUnavailable as outage:
-            raise self._undecided(handler, load, outage) from outage
+            raise self._unanswered(handler, load, outage) from outage
 
     def _read(self, delivery: Delivery) -> Arrival:
         handler, refused = delivery.handler, delivery.refused
         try:
             envelope = envelope_of(delivery.message)
         except Exception as error:  # noqa: BLE001 - a foreign producer's message must not end the worker
-            envelope, refused = _opaque(delivery.message), f"It cannot be read: {type(error).__name__}: {describe(error)}"
+            envelope = _opaque(delivery.message)
+            refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
             return read_counted(handler, envelope, self._options)
         return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:
-    """The delivered message, as far as it can be read without its body."""
+    """The delivered message with its attributes read; the body is not decoded."""
     return from_delivery(
         properties={**message.properties, "content_type": message.content_type},
         headers=message.headers or {},
@@ -362,7 +368,7 @@ def envelope_of(message: kombu.Message) -> Envelope:
 
 
 def _opaque(message: kombu.Message) -> Envelope:
-    """The envelope of a delivery in an unknown format: its id, and its body for operators to inspect."""
+    """The envelope of a delivery in an unknown format: its id, and its body for operators."""
     properties = {"message_id": message.properties.get("message_id"), "content_type": OPAQUE}
     try:
         body = body_of(message)

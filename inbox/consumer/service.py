@@ -13,6 +13,7 @@ from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
 from inbox.operations import executing, executor
 from inbox.runner import Runner
+from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -20,63 +21,65 @@ from outbox.kernel.masking import masked
 
 logger = logging.getLogger(__name__)
 
-_BEAT_SECONDS = 0.5
+_WATCHDOG_INTERVAL_SECONDS = 0.5
 
 
 def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
     """Receive from the broker and run stored messages until asked to stop, or with `drain` until nothing is due.
 
-    With local:// this only runs the messages that the relay has handed over.
+    With local:// it runs only the messages that the relay has handed over.
 
     Args:
         concurrency: worker threads; default: INBOX["CONCURRENCY"].
 
     Raises:
-        ImproperlyConfigured: the broker's URL cannot be used.
+        ImproperlyConfigured: the broker URL cannot be used.
     """
     leave_pools()
     options = inbox_options()
     is_local = scheme_of(options.broker_url) == scheme_of(LOCAL_BROKER)
     if not is_local and (reason := why_unusable(options.broker_url)):
-        raise ImproperlyConfigured(f"The inbox receives from {masked(options.broker_url)}, which cannot be used: {reason}.")
+        raise ImproperlyConfigured(f"{options.broker_setting} is {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG)
     runner = Runner(options, stop)
     if not registry.all():
         logger.warning(
-            "No handler is registered, so there is nothing to do. Handlers are found in the handlers.py of installed apps."
+            "consumer: no handler is registered, so no message is handled. Define handlers in an installed app's handlers.py."
         )
     size = options.CONCURRENCY if concurrency is None else concurrency
     consumer: Consumer | None = None
     if not is_local:
         consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
-    heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
+    activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
+    heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
     bulk = executor()
-    with watchdog.watching(), heartbeats.sending(aliases), executing(bulk, stop, drain=drain):
+    executed = executing(bulk, stop, drain=drain)
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), executed:
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
-            logger.info("The consumer has ended. Deliveries: %s.", counts or "none")
+            logger.info("consumer: stopped. Deliveries: %s.", counts or "none")
         elif not drain:
             _run_stored(runner, size, stop, watchdog)
-        if drain:
+        if drain or stop.is_draining:
             with watchdog.suspended():
                 while runner.drain(stop) + bulk.drain(stop):
                     pass
-        logger.info("The runner has ended; it ran %d stored messages.", runner.ran)
+        logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
 
 
 def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
     # Handlers run on separate threads, so that a long one does not trigger the watchdog.
     pool = Pool([], runner, size=size)
     pool.start()
-    logger.info("Running what is stored, on %d threads.", size)
-    while not stop:
+    logger.info("runner: running stored messages on %d threads.", size)
+    while not (stop or stop.is_draining):
         watchdog.beat()
         pool.refuse_if_ended()
-        stop.wait(_BEAT_SECONDS)
+        stop.wait(_WATCHDOG_INTERVAL_SECONDS)
     pool.close()
     while pool.alive:
         watchdog.beat()
-        pool.join(_BEAT_SECONDS)
+        pool.join(_WATCHDOG_INTERVAL_SECONDS)

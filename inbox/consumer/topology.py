@@ -28,10 +28,10 @@ from outbox.kernel.text import describe, fit
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.
-_NEVER = 1_000_000_000
-_HASHING = "x-consistent-hash"
+_UNLIMITED = 1_000_000_000
+_HASH_EXCHANGE_TYPE = "x-consistent-hash"
 _PLUGIN = "rabbitmq_consistent_hash_exchange"
-_ONE_SHARE = "1"
+_EQUAL_WEIGHT = "1"
 _QUEUE_DECLARE = spec.Queue.Declare
 _SINGLE_ACTIVE = "x-single-active-consumer"
 _TYPE, _LIMIT = "x-queue-type", "x-delivery-limit"
@@ -43,7 +43,7 @@ _MOST_ARGUMENTS = 20
 
 
 class Unusable(Exception):
-    """A handler's queues cannot be used as they are; the reason and the remedy, for an operator."""
+    """A handler's queues cannot be used. The text has the reason and the remedy for an operator."""
 
 
 class Unordered(Unusable):
@@ -58,7 +58,7 @@ class DeliveryLimited(Unusable):
 
 
 class Forbidden(Unusable):
-    """The broker's user lacks a right on a queue or topic of this handler."""
+    """The broker's user lacks a permission on a queue or topic of this handler."""
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
@@ -72,13 +72,13 @@ def queue_of(handler: Handler, options: InboxOptions, partition: int | None = No
     if speaks_amqp(options.broker_url):
         arguments[_TYPE] = options.QUEUE_TYPE
         if options.QUEUE_TYPE == "quorum":
-            arguments[_LIMIT] = _NEVER
+            arguments[_LIMIT] = _UNLIMITED
         if handler.ordered:
             arguments[_SINGLE_ACTIVE] = True
     return kombu.Queue(
         name if partition is None else fit(f"{name}.{partition}"),
         exchange=_topic_exchange(options) if partition is None else _hashing_exchange(handler, options),
-        routing_key=handler.topic if partition is None else _ONE_SHARE,
+        routing_key=handler.topic if partition is None else _EQUAL_WEIGHT,
         durable=True,
         queue_arguments=arguments,
     )
@@ -101,16 +101,16 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
         DeliveryLimited: an argument of a queue limits how often a message is delivered.
         Forbidden: the user may not declare or bind its queues.
     """
-    with forbidden_alone(handler, options):
+    with refused_for_handler_only(handler, options):
         return _declare_all(connection, handler, options)
 
 
 @contextmanager
-def forbidden_alone(handler: Handler, options: InboxOptions) -> Iterator[None]:
-    """Limit a refusal of this handler's own queues, or of its topic, to this handler.
+def refused_for_handler_only(handler: Handler, options: InboxOptions) -> Iterator[None]:
+    """If the broker refuses access to this handler's own queues or topic, stop only this handler.
 
     Raises:
-        Forbidden: instead of such a refusal.
+        Forbidden: the broker refused access to them.
     """
     try:
         yield
@@ -120,8 +120,8 @@ def forbidden_alone(handler: Handler, options: InboxOptions) -> Iterator[None]:
         if "access to " not in refused or (f"exchange '{options.exchange}'" in refused and "topic '" not in refused):
             raise
         raise Forbidden(
-            f"The broker forbids what the handler {handler.name} receives from ({refused}). Grant the user of "
-            f"{options.broker_setting} the rights to configure, write and read its queue, and to read its topic: rabbitmqctl "
+            f"The broker forbids access to the queue or topic of the handler {handler.name} ({refused}). Grant the user of "
+            f"{options.broker_setting} permission to configure, write and read its queue, and to read its topic: rabbitmqctl "
             "set_permissions, set_topic_permissions."
         ) from error
 
@@ -130,14 +130,14 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
     _refuse_other_partitions(connection, handler, options)
-    # The first partition comes last, as a mark that all exist.
-    complaints = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
+    # The first partition is declared last: if it exists, all exist.
+    problems = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
     if _is_partitioned(handler, options):
-        # Bind their exchange last: if it fed fewer queues than all, a key would begin in another one.
+        # Bind their exchange last: with fewer queues, the hash would route a key to another queue.
         with connection.channel() as channel:
             _topic_exchange(options)(channel).declare()
             _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
-    return " ".join(filter(None, complaints))
+    return " ".join(filter(None, problems))
 
 
 def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Handler, options: InboxOptions) -> None:
@@ -177,24 +177,24 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             queue(channel).declare()
     except PreconditionFailed as error:
         if error.method_sig != _QUEUE_DECLARE:
-            # Any wait for an answer reads another channel's close, too: its consumer exceeded `consumer_timeout`.
+            # Waiting for an answer also reads the close of another channel, whose consumer exceeded `consumer_timeout`.
             raise
         differing = _differing_arguments(connection, queue)
         if _SINGLE_ACTIVE in differing and _SINGLE_ACTIVE in queue.queue_arguments:
             raise Unordered(
-                f"The queue {queue.name!r} is not an ordered handler's: it has been declared without a single active consumer, "
-                "and the broker cannot change that. Stop its consumers once it has run empty, delete it and start again; what "
-                "is published meanwhile waits in the outbox."
+                f"The queue {queue.name!r} cannot keep the order of its messages: it was declared without a single active "
+                "consumer, and the broker cannot change that. When it is empty, stop its consumers, delete it and start them "
+                "again. Messages that are published meanwhile wait in the outbox."
             ) from error
         if _LIMIT in differing:
             limit = differing[_LIMIT]
-            _refuse_low(connection, queue.name, None if limit is None else int(limit))
+            _refuse_low_limit(connection, queue.name, None if limit is None else int(limit))
         with connection.channel() as channel:
             queue(channel).queue_declare(passive=True)
             queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
         return (
-            f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used as it is. To have it as "
-            "INBOX says, stop its consumers, let it run empty, delete it and start again."
+            f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used with these. To declare it "
+            "as set in INBOX, stop its consumers when it is empty, delete it and start them again."
         )
     return ""
 
@@ -207,7 +207,7 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
     differing: dict[str, str | None] = {}
     if not queue.queue_arguments:
         return differing
-    arguments = {**queue.queue_arguments, _LIMIT: _NEVER}
+    arguments = {**queue.queue_arguments, _LIMIT: _UNLIMITED}
     for _ in range(_MOST_ARGUMENTS):
         try:
             with connection.channel() as channel:
@@ -230,18 +230,18 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
     return differing
 
 
-def _refuse_low(connection: kombu.Connection, queue: str, limit: int | None) -> None:
+def _refuse_low_limit(connection: kombu.Connection, queue: str, limit: int | None) -> None:
     if (
         limit is None
         and int(connection.connection.server_properties.get("version", "0").partition(".")[0]) >= _LIMITS_BY_DEFAULT
     ):
         limit = _DEFAULT_LIMIT
-    if limit is None or not 0 <= limit < _NEVER:
+    if limit is None or not 0 <= limit < _UNLIMITED:
         return
     raise DeliveryLimited(
         f"The queue {queue!r} drops a message that has been delivered {limit} times (its argument {_LIMIT}), and the broker "
-        "cannot change that. Move its messages to another queue (by a shovel, or 'Move messages' in the management plugin), "
-        "delete it, start again, which declares it without a limit, and move them back."
+        "cannot change that. Move its messages to another queue (with a shovel, or 'Move messages' in the management plugin), "
+        "delete it, start the consumer, which declares it without a limit, and move the messages back."
     )
 
 
@@ -258,13 +258,13 @@ def _declare_hashing(connection: kombu.Connection, handler: Handler, options: In
             _hashing_exchange(handler, options)(channel).declare()
     except InvalidCommand as error:
         raise Unordered(
-            f"The handler {handler.name} has partitions={handler.partitions}, and this broker has no exchange that hashes. Run "
-            f"`rabbitmq-plugins enable {_PLUGIN}` on every node, or do without partitions."
+            f"The handler {handler.name} has partitions={handler.partitions}, but this broker has no consistent-hash exchange. "
+            f"Run `rabbitmq-plugins enable {_PLUGIN}` on every node, or set partitions=1."
         ) from error
     except PreconditionFailed as error:
         raise Unordered(
-            f"The exchange {queue_name(handler, options)!r}, which is to spread the keys of {handler.name} over its queues, "
-            f"is there already and does not ({describe(error)}). Delete it."
+            f"The exchange {queue_name(handler, options)!r}, which distributes the keys of {handler.name} to its queues, "
+            f"exists with another type or other arguments ({describe(error)}). Delete it."
         ) from error
 
 
@@ -287,4 +287,6 @@ def _topic_exchange(options: InboxOptions) -> kombu.Exchange:
 
 def _hashing_exchange(handler: Handler, options: InboxOptions) -> kombu.Exchange:
     """Messages without a key in this header all go to one queue."""
-    return kombu.Exchange(queue_name(handler, options), _HASHING, durable=True, arguments={"hash-header": ORDERING_KEY_HEADER})
+    return kombu.Exchange(
+        queue_name(handler, options), _HASH_EXCHANGE_TYPE, durable=True, arguments={"hash-header": ORDERING_KEY_HEADER}
+    )

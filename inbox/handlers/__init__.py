@@ -1,1 +1,1 @@
-"""What a user writes: a function, a decorator, its options; and the message that the function gets."""
+"""The public API of handlers: decorators, their options, the registry, and the message that a handler gets."""

@@ -1,7 +1,7 @@
-"""The decorators that make a function a handler: of one message, of a list, of one message under a lease.
+"""The decorators that register a function as a handler: of one message, of a list, or of one message under a lease.
 
-Handlers are found in each app's `handlers.py`. Deduplication goes by a handler's name: a handler with a new name sees every
-message for the first time, so give `name=` before you rename a function.
+Handlers are discovered in each app's `handlers.py`. Deduplication uses the handler's name: a handler with a new name handles
+every message again, so set `name=` before you rename a function.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ def idempotent_handler(
     concurrency: int | None = None,
     shed: Shed | None = None,
 ) -> Callable[[Function], Function]:
-    """Have the decorated function handle every message of `topic`, its effect exactly once per biz-id.
+    """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
 
-    The function runs inside a transaction on `using` that also holds the inbox row. Returning means done; `RetryLater` means
-    later, `Reject` means never, any other exception is a failed attempt that is retried. It stays callable as it was. An
-    `async def` is run to its end on the thread that holds the transaction.
+    The function runs in a transaction on `using` that also contains the inbox row. Returning means done. `RetryLater` defers
+    the message, `Reject` makes it a dead letter, and any other exception is a failed attempt, which is retried. The decorator
+    returns the function unchanged. An `async def` runs to completion on the thread that holds the transaction.
 
     Args:
-        topic: the topic to take, exactly.
-        biz_id: what the message is deduplicated on: a function of the message, or the path of a field of its payload
-            ("order_id", "order.id"); default: its own biz-id, else its id.
-        name: stable name of this handler; default: `<app label>.<function name>`. Deduplication and its queue rest on it.
+        topic: the exact name of the topic.
+        biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
+            ("order_id", "order.id"); default: the message's own biz-id, else its id.
+        name: stable name of this handler, used for deduplication and for its queue; default: `<app label>.<function name>`.
         using: the database alias that the effect is written to.
         timeout: a run that takes longer is a failed attempt; default: unbounded.
-        retry: how often a failed message is tried, and when; default: as `INBOX` has it.
+        retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
         ordered: handle the messages of one key one at a time, in order; different keys in parallel. True is `Ordered()`.
-        group_commit: more than 1 runs so many calls in one transaction; when one raises, all are run again singly.
-        rate_limit: like "2000/s", "100/m" or "5/h": most messages in that time, in all processes together.
-        concurrency: most threads of one process that run this handler at a time; default: all of them.
-        shed: which messages may be dropped, and above how many waiting ones.
+        group_commit: the number of calls that share one transaction; if one raises, each is run again in its own.
+        rate_limit: the maximum number of messages per period in all processes together: "2000/s", "100/m" or "5/h".
+        concurrency: the maximum number of threads per process that run this handler at a time; default: all threads.
+        shed: which messages may be dropped, and above how many waiting messages.
 
     Raises:
-        NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
+        NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
-        ValueError: the topic cannot be one, the name is taken, an option is out of range, or two contradict each other; a
-            function that takes two topics needs two names.
+        ValueError: the topic is invalid, another handler has the name, an option is out of range, or two options contradict
+            each other. A function that handles two topics needs two names.
     """
     require_count("group_commit", group_commit)
-    return _handling(
+    return _decorator(
         topic,
         biz_id=biz_id,
         name=name,
@@ -108,19 +108,19 @@ def batch_handler(
     concurrency: int | None = None,
     shed: Shed | None = None,
 ) -> Callable[[Function], Function]:
-    """Have the decorated function handle the messages of `topic` in lists, the effect of each exactly once per biz-id.
+    """Handle the messages of `topic` in lists with the decorated function; each effect happens exactly once per biz-id.
 
-    The function gets a list of up to `size` messages, in one transaction. When it raises, the list is rolled back and run again
-    in halves, until the message that fails is alone.
+    The function gets a list of up to `size` messages, in one transaction. If it raises, the list is rolled back and run again
+    in halves, until the failing message is alone.
 
     Args:
-        size: the most messages of a list.
-        wait: the longest wait for a list to fill, from its first message on.
+        size: the maximum number of messages in a list.
+        wait: the longest wait for a list to fill, counted from its first message.
         rate_limit: counts messages, not lists.
 
-    The other arguments, and what is raised, are those of `idempotent_handler`.
+    The other arguments and the exceptions are those of `idempotent_handler`.
     """
-    return _handling(
+    return _decorator(
         topic,
         biz_id=biz_id,
         name=name,
@@ -148,19 +148,19 @@ def leased_handler(
     concurrency: int | None = None,
     shed: Shed | None = None,
 ) -> Callable[[Function], Function]:
-    """Have the decorated function handle every message of `topic` under a lease, for effects outside the database.
+    """Handle every message of `topic` under a lease with the decorated function, for effects outside the database.
 
-    The function runs outside any transaction: at least once, never two at a time for one message, and not again after it has
-    returned. See `Message.step`.
+    The function runs outside any transaction: at least once, never twice at the same time for one message, and not again after
+    it has returned. See `Message.step`.
 
     Args:
-        lease: how long a process may be silent before another one runs its message, and the longest run; default: `Lease()`.
+        lease: the lease's duration, after which another process takes over, and the longest run; default: `Lease()`.
 
-    The other arguments, and what is raised, are those of `idempotent_handler`.
+    The other arguments and the exceptions are those of `idempotent_handler`.
     """
     lease = Lease() if lease is None else lease
     require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
-    return _handling(
+    return _decorator(
         topic,
         biz_id=biz_id,
         name=name,
@@ -175,7 +175,7 @@ def leased_handler(
     )
 
 
-def _handling(
+def _decorator(
     topic: str,
     *,
     biz_id: BizId | str | None,
@@ -187,52 +187,54 @@ def _handling(
     concurrency: int | None,
     shed: Shed | None,
     ordered: bool | Ordered = False,
-    **others: Any,
+    **more: Any,
 ) -> Callable[[Function], Function]:
-    """What the decorators have in common. `others` are options of one of them, checked, as the handler has them."""
+    """Validate the common options and return the decorator. `more`: valid options of one public decorator."""
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
-    _refuse_mistakes(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
     options: dict[str, Any] = {
         "timeout": timeout,
         "retry": retry or AS_THE_SETTINGS,
-        "ordered": _order(ordered),
+        "ordered": _as_ordered(ordered),
         "rate_limit": None if rate_limit is None else per_second(rate_limit),
         "concurrency": concurrency,
         "shed": shed,
-        **others,
+        **more,
     }
 
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise NotCallable(f"{origin(function)} is a generator function: calling it would run nothing. Use return.")
+            raise NotCallable(
+                f"{origin(function)} is a generator function: a call would not run its body. Use return instead of yield."
+            )
         if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
-            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload's field.")
+            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
         if inspect.iscoroutinefunction(biz_id):
-            raise NotCallable(f"The biz_id of {origin(function)} is async: it must answer at once, from the message alone.")
+            raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function, timeout))
-        known_as = name or _default_name(function)
-        if reason := why_unfit(known_as):
-            raise ValueError(f"The name {known_as!r} cannot be a handler's: {reason}.")
+        handler_name = name or _default_name(function)
+        if reason := why_unfit(handler_name):
+            raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
         handler = Handler(
-            name=known_as,
+            name=handler_name,
             topic=topic,
             function=runnable,
-            biz_id=_field(biz_id) if isinstance(biz_id, str) else biz_id,
+            biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id,
             using=using,
             **options,
         )
         if reason := why_contradictory(handler):
-            raise ValueError(f"The handler {known_as} cannot be registered: {reason}.")
+            raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
         registry.add(handler)
         return function
 
     return decorate
 
 
-def _refuse_mistakes(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:
+def _require_valid(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:
     if timeout is not None:
         require_duration("timeout", timeout)
     if retry is not None:
@@ -243,17 +245,17 @@ def _refuse_mistakes(*, timeout: object, retry: object, concurrency: object, she
         require_value("shed", shed, Shed, "Shed(above=10_000)")
 
 
-def _order(ordered: bool | Ordered) -> Ordered | None:
+def _as_ordered(ordered: bool | Ordered) -> Ordered | None:
     if isinstance(ordered, bool):
         return Ordered() if ordered else None
     require_value("ordered", ordered, Ordered, 'Ordered(on_dead="skip")')
     return ordered
 
 
-def _field(path: str) -> BizId:
-    """A function that follows `path` into the payload."""
+def _biz_id_at(path: str) -> BizId:
+    """A function that returns the payload field at `path`."""
 
-    def follow(message: Message) -> object:
+    def biz_id(message: Message) -> object:
         found = message.payload
         for name in path.split("."):
             if not isinstance(found, Mapping) or name not in found:
@@ -261,7 +263,7 @@ def _field(path: str) -> BizId:
             found = found[name]
         return found
 
-    return follow
+    return biz_id
 
 
 def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -274,6 +276,6 @@ def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Call
 
 def _default_name(function: Callable[..., Any]) -> str:
     if not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} has no name of its own to be known by: give the handler a name=.")
+        raise ValueError(f"{function!r} has no __name__, which is the default name of its handler: set name=.")
     config = apps.get_containing_app_config(function.__module__)
     return f"{config.label if config else function.__module__}.{function.__name__}"

@@ -1,4 +1,4 @@
-"""A registered handler: the function, what it is registered for, and its options."""
+"""A registered handler: its function, topic, database and options."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Handler:
 
     Attributes:
         name: stable and unique in this project.
-        topic: the one topic it takes.
+        topic: the topic it handles.
         function: the user's code.
-        biz_id: asked for what to deduplicate on; None takes the message's own biz-id.
+        biz_id: returns the biz-id to deduplicate on; None: the message's own biz-id.
         using: the database alias of its inbox row and its effect.
-        timeout: longest run of the function; None does not bound it.
-        retry: how often a failed message is tried, and when.
-        ordered: messages of one key are handled one at a time, in the order they were published; None keeps no order.
-        batch: the function gets lists of messages; None gives it one message.
-        lease: the function runs outside any transaction, guarded by a lease; None runs it inside one.
-        group_commit: up to so many calls share one transaction.
-        rate_limit: most messages a second, in all processes together; None does not bound it.
-        concurrency: most threads of one process that it may use; None does not bound it.
-        shed: which messages may be dropped when too many wait; None drops none.
+        timeout: the longest run of the function; None: unbounded.
+        retry: the maximum attempts and the delays between them.
+        ordered: messages of one key are handled one at a time, in the order of publishing; None: in any order.
+        batch: the function gets lists of messages; None: one message.
+        lease: the function runs outside any transaction, guarded by a lease; None: inside one.
+        group_commit: the maximum number of calls that share one transaction.
+        rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
+        concurrency: the maximum number of threads of one process that run it at a time; None: unlimited.
+        shed: which messages may be dropped when too many wait; None: no message.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Handler:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What makes two handlers of one name the same: function, topic, database."""
+        """Function, topic and database. Two handlers with one name are the same if these are equal."""
         return origin(self.function), self.topic, self.using
 
     @property
@@ -71,24 +71,24 @@ class Handler:
 
     @property
     def partitions(self) -> int:
-        """How many queues share its keys."""
+        """The number of its queues."""
         return 1 if self.ordered is None else self.ordered.partitions
 
     def call(self, *messages: Message) -> object:
-        """Run the user's code with one message, or with a list if it takes batches; returns its result.
+        """Call the function with one message, or with a list for a batch handler; returns its result.
 
         Raises:
-            NotCallable: it returned something that is still to be run, so nothing has happened yet.
+            NotCallable: it returned an awaitable or an iterator, which the inbox does not run.
             HandlerTimeout: it took longer than `timeout`.
         """
-        with _in_this_process(), bounded(self.name, self.timeout, by_itself=isinstance(self.function, AsyncToSync)):
+        with _exit_if_forked(), bounded(self.name, self.timeout, cancels_itself=isinstance(self.function, AsyncToSync)):
             result = self.function(list(messages) if self.batch else messages[0])
             if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
                 if inspect.iscoroutine(result):
                     result.close()
                 raise NotCallable(
-                    f"The handler {self.name} returned {type(result).__name__}, which nobody would run, so it has had no "
-                    "effect. Decorate the async function itself, or await and exhaust what it calls."
+                    f"The handler {self.name} returned {type(result).__name__}, which the inbox does not run, so its effect is "
+                    "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
                 )
             return result
 
@@ -96,42 +96,50 @@ class Handler:
         """The biz-id of `message`, fit to be stored.
 
         Raises:
-            TypeError: the user's `biz_id` returned a value that identifies nothing.
-            Exception: what it raises.
+            TypeError: the user's `biz_id` returned a value of another type, or "".
+            Exception: any exception of the user's `biz_id`.
         """
         if self.biz_id is None:
             return message.biz_id
-        named = self.biz_id(message)
-        if inspect.iscoroutine(named):
-            named.close()
-        if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
-            raise TypeError(
-                f"it answered {named!r}; a biz-id is non-empty text, a whole number, a UUID, a Decimal or a date, or messages "
-                "that have nothing in common would count as one"
-            )
-        return fit(str(named))
+        return as_biz_id(self.biz_id(message))
+
+
+def as_biz_id(named: object) -> str:
+    """The value that a user's `biz_id` returned, fit to be stored.
+
+    Raises:
+        TypeError: it identifies nothing.
+    """
+    if inspect.iscoroutine(named):
+        named.close()
+    if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
+        raise TypeError(
+            f"it returned {named!r}; a biz-id must be non-empty text, a whole number, a UUID, a Decimal or a date, so that "
+            "unrelated messages do not share one"
+        )
+    return fit(str(named))
 
 
 def why_contradictory(handler: Handler) -> str | None:
-    """Why these options cannot hold together, and what to do; None when they can."""
+    """Why these options contradict each other, with the remedy; None if they do not."""
     if handler.ordered is not None and handler.group_commit > 1:
         return (
-            f"group_commit={handler.group_commit} runs several messages in one transaction, and an ordered handler runs one "
-            "message of a key at a time; leave one of the two out"
+            f"group_commit={handler.group_commit} runs several messages in one transaction, but an ordered handler runs one "
+            "message of a key at a time; remove one of the two options"
         )
     if handler.ordered is not None and handler.shed is not None:
-        return "shed drops messages, and a key with missing messages is not in order; leave shed or ordered out"
+        return "shed drops messages, but an ordered handler must handle every message of a key; remove shed or ordered"
     if handler.lease is not None and handler.timeout is not None and handler.timeout > handler.lease.limit:
         return (
-            f"its timeout of {handler.timeout} is longer than the limit of its lease, {handler.lease.limit}, after which "
-            "nothing of a run is settled; make the timeout shorter, or the limit longer with Lease(limit=...)"
+            f"its timeout of {handler.timeout} is longer than the limit of its lease, {handler.lease.limit}, after which no "
+            "outcome is stored; shorten the timeout, or extend the limit with Lease(limit=...)"
         )
     return None
 
 
 @contextmanager
-def _in_this_process() -> Iterator[None]:
-    """A child that the block forks ends where it would leave the block: it must not go on as a worker, on our connections."""
+def _exit_if_forked() -> Iterator[None]:
+    """End a forked child process at the end of the block: it must not continue as a worker on the parent's connections."""
     process = os.getpid()
     try:
         yield

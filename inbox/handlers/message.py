@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class StepTaker(Protocol):
-    """What remembers the steps of a message that runs under a lease."""
+    """Stores the results of the steps of a message that runs under a lease."""
 
     def take(self, name: str, function: Callable[[], Any], *, repeatable: bool) -> Any:
         """See `Message.step`."""
@@ -20,21 +20,21 @@ class StepTaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What a handler gets.
+    """A message as a handler gets it.
 
     Attributes:
-        id: the message id, the same on every redelivery; use it as the idempotency key of calls to others.
-        topic: what it is about.
+        id: the message id, the same on every redelivery; use it as the idempotency key of calls to other services.
+        topic: the topic it was published to.
         key: its ordering key, or "".
-        biz_id: what it is deduplicated on.
+        biz_id: the biz-id that it is deduplicated on.
         payload: decoded JSON.
-        headers: the publisher's own.
-        created_at: when it was published, by the producer's clock; None when a foreign producer did not say.
-        attempt: which try this is, counted from 1.
-        redelivered: it has been tried before.
-        correlation_id: the first message of the chain this one belongs to, or "".
-        causation_id: the message whose handler published this one, or "".
-        fence: under a lease its fencing token, greater than that of any earlier run of this message; else 0.
+        headers: the headers set by the publisher.
+        created_at: when it was published, by the producer's clock; None if a foreign producer did not set it.
+        attempt: the number of this attempt, counted from 1.
+        redelivered: True if an earlier attempt may have run.
+        correlation_id: the id of the first message of its chain, or "".
+        causation_id: the id of the message whose handler published this one, or "".
+        fence: the fencing token of a leased handler, greater than that of any earlier run of this message; else 0.
     """
 
     id: str
@@ -52,35 +52,35 @@ class Message:
     _steps: StepTaker | None = field(default=None, repr=False, compare=False)
 
     def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:
-        """Take a named step once for this message: what `function` returned, now or in an earlier attempt.
+        """Run a named step once for this message; returns the result of `function`, from now or from an earlier attempt.
 
-        For leased handlers. The result is remembered in a commit of its own, as JSON, and comes back as JSON has it:
-        a tuple is a list, a Decimal is text.
+        For leased handlers. The result is stored in its own commit, as JSON, and returned as JSON decodes it: a tuple becomes
+        a list, a Decimal becomes text.
 
         Args:
             name: unique among the steps of this handler.
-            function: called without arguments. When it raises, the step was not taken, and a retry takes it.
-            repeatable: False for what must not happen twice even when this process dies in the middle, or it fails half-way. It
-                is written down before it begins, and when it has not ended, the message is a dead letter for a person to decide
-                about. A function that knows that nothing has happened raises RetryLater or Reject.
+            function: called without arguments. If it raises, the step was not taken, and a retry takes it.
+            repeatable: False for a step that must not run twice, even if this process dies during it or it fails. Its start is
+                stored before it runs; if its end is not stored, the message becomes a dead letter for an operator to decide
+                about. A function that is certain that it had no effect raises RetryLater or Reject.
 
         Raises:
-            StepInterrupted: a step that is not repeatable was begun before and has not ended, or it failed.
-            LeaseLost: the lease of this run has ended; when the step was not taken, the message says so.
-            RuntimeError: the handler has no lease, or this is an async function, which wants `astep`.
-            ValueError: no such name, or it is inside a transaction.
+            StepInterrupted: a step that is not repeatable was started before and did not end, or it failed.
+            LeaseLost: the lease of this run has ended; the error says if the step was not taken.
+            RuntimeError: the handler has no lease, or this is an async function, which needs `astep`.
+            ValueError: the name is invalid, or the call is inside a transaction.
         """
         return self._under_a_lease(name).take(name, function, repeatable=repeatable)
 
     async def astep(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool = True) -> Any:
-        """`step` for async handlers: what awaiting `function()` gave."""
+        """`step` for async handlers: awaits `function()` and returns its result."""
         return await self._under_a_lease(name).atake(name, function, repeatable=repeatable)
 
     def _under_a_lease(self, step: str) -> StepTaker:
         if self._steps is None:
             raise RuntimeError(
-                f"The step {step!r} was not taken: nothing here would remember it. Steps are for handlers under a lease "
-                "(@leased_handler). A handler in a transaction needs none: its effect and its inbox row commit together."
+                f"The step {step!r} was not taken: this handler has no lease, so its result would not be stored. Steps are for "
+                "leased handlers (@leased_handler). Other handlers need none: effect and inbox row commit together."
             )
         return self._steps
 

@@ -1,6 +1,6 @@
 """The values of a handler's options.
 
-Each is small and frozen, and refuses a wrong value when it is created. So a mistake is found when the handler's module is
+Each is a frozen dataclass that validates its values when it is created. So a mistake is found when the handler's module is
 imported, not when the first message fails.
 """
 
@@ -54,7 +54,7 @@ def _require_factor(value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"factor is {value!r}: it must be a number, such as 2.")
     if not 1 <= value < inf:
-        raise ValueError(f"factor is {value}: it must be 1 or more. 1 has the same delay after every failure.")
+        raise ValueError(f"factor is {value}: it must be 1 or more. 1 means the same delay after every failure.")
 
 
 def require_value(option: str, value: object, kind: type, example: str) -> None:
@@ -81,12 +81,12 @@ def per_second(rate: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """The delays between failed attempts. What is left out is as `INBOX` has it.
+    """The delays between failed attempts. An omitted value is taken from `INBOX`.
 
     Attributes:
         base: the delay after the first failed attempt; default: RETRY_BASE.
-        factor: each further failure multiplies the delay by it; 1 or more; default: RETRY_FACTOR.
-        cap: the longest delay; default: RETRY_CAP, or `base` where that is longer.
+        factor: multiplies the delay after each further failure; 1 or more; default: RETRY_FACTOR.
+        cap: the longest delay; default: RETRY_CAP, or `base` if that is longer.
 
     Raises:
         TypeError: a delay is not a timedelta, or `factor` is not a number.
@@ -109,10 +109,10 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """How often a failed message is tried, and when. What is left out is as `INBOX` has it.
+    """The maximum attempts and the delays between them. An omitted value is taken from `INBOX`.
 
     Attributes:
-        max_attempts: attempts in all, the first included; default: MAX_ATTEMPTS.
+        max_attempts: the maximum number of attempts, including the first; default: MAX_ATTEMPTS.
         backoff: the delays between them.
 
     Raises:
@@ -129,7 +129,7 @@ class Retry:
         require_value("backoff", self.backoff, Backoff, "Backoff(base=timedelta(seconds=10), factor=2)")
 
     def over(self, default: RetryPolicy) -> RetryPolicy:
-        """This policy, with what it leaves out taken from `default`."""
+        """This policy, with omitted values taken from `default`."""
         if self == AS_THE_SETTINGS:
             return default
         base, factor, cap = self.backoff.base, self.backoff.factor, self.backoff.cap
@@ -147,16 +147,16 @@ AS_THE_SETTINGS = Retry()
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """The messages of one key are handled one at a time, in their order; different keys in parallel.
+    """The messages of one key are handled one at a time, in order; different keys in parallel.
 
     Attributes:
-        on_dead: "block" keeps the later messages of a dead letter's key waiting until an operator retries or skips it, "skip"
-            continues without it.
-        partitions: queues that share the keys, by consistent hash (RabbitMQ).
+        on_dead: "block": the later messages of a dead letter's key wait until an operator retries or skips it. "skip": they
+            continue without it.
+        partitions: the number of queues that the keys are distributed to, by consistent hash (RabbitMQ).
 
     Raises:
         TypeError: `partitions` is not a whole number.
-        ValueError: `on_dead` is neither, or `partitions` is less than 1.
+        ValueError: `on_dead` has another value, or `partitions` is less than 1.
     """
 
     on_dead: Literal["block", "skip"] = "block"
@@ -173,8 +173,8 @@ class Batch:
     """The function gets a list of messages, in one transaction.
 
     Attributes:
-        size: the most messages of a list.
-        wait: the longest wait for a list to fill, from its first message on.
+        size: the maximum number of messages in a list.
+        wait: the longest wait for a list to fill, counted from its first message.
 
     Raises:
         TypeError: `size` is not a whole number, or `wait` is not a timedelta.
@@ -191,11 +191,11 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The function runs outside any transaction, for effects outside the database, with one owner of a message at a time.
+    """The function runs outside any transaction, for effects outside the database. Each message has one owner at a time.
 
     Attributes:
-        duration: how long a process may be silent before another one runs its message. A heartbeat extends it meanwhile.
-        limit: the longest run. After that the lease is not extended any more.
+        duration: the time without a heartbeat after which another process may run the message. Heartbeats extend the lease.
+        limit: the longest run. After that the lease is no longer extended.
 
     Raises:
         TypeError: one of them is not a timedelta.
@@ -220,11 +220,11 @@ def _always(message: Message) -> bool:
 class Shed:
     """Load shedding: while more than `above` messages wait for a handler, those that are `droppable` are not handled.
 
-    Each is stored as `shed`, with the reason; nothing is dropped silently.
+    Each dropped message is stored in the state `shed`, with the reason.
 
     Attributes:
-        above: messages waiting in the handler's queue; dropping ends when nine tenths of it are left.
-        droppable: whether this message may be dropped. An exception counts as no.
+        above: the number of messages in the handler's queue above which messages are dropped; dropping ends at 90 % of it.
+        droppable: returns True if this message may be dropped. An exception counts as False.
 
     Raises:
         TypeError: `above` is not a whole number, or `droppable` is not a synchronous function.
@@ -238,5 +238,5 @@ class Shed:
         if not callable(self.droppable):
             raise TypeError(f"droppable is {self.droppable!r}: it must be a function of the message.")
         if inspect.iscoroutinefunction(self.droppable):
-            raise TypeError("droppable is async: it must answer at once, from the message alone.")
+            raise TypeError("droppable is async: it must be a synchronous function of the message.")
         require_count("above", self.above)

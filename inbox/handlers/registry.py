@@ -1,4 +1,4 @@
-"""The handlers of this process."""
+"""The registry of handlers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Registry:
         self._handlers: dict[str, Handler] = {}
 
     def add(self, handler: Handler) -> None:
-        """Raises ValueError when another function, or the same one for something else, already has the name."""
+        """Raises ValueError if a handler with another function, topic or database has the same name."""
         known = self._handlers.get(handler.name)
         if known is not None and known.identity != handler.identity:
             raise ValueError(
-                f"Two handlers are called {handler.name!r}: {' on '.join(known.identity)}, and "
-                f"{' on '.join(handler.identity)}. Their inbox rows would be mixed up; give one of them another name=."
+                f"Two handlers have the name {handler.name!r}: {' on '.join(known.identity)}, and "
+                f"{' on '.join(handler.identity)}. They would share inbox rows; set another name= for one of them."
             )
         self._handlers[handler.name] = handler
 

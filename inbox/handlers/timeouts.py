@@ -1,10 +1,9 @@
-"""A handler that may take only so long.
+"""The timeout of a handler.
 
-Python cannot stop a thread. An exception can be raised in it at its next bytecode (`PyThreadState_SetAsyncExc`, the C API's
-own remedy for this), and PostgreSQL can be told to cancel a statement; what sits in a call of some C library hears neither.
-A coroutine runs on a thread of its own and is cancelled there, by its event loop. A handler that is still there at twice its
-time ends the process: everything in hand is an open transaction or an unanswered delivery and goes to the next one, where the
-attempt is counted.
+Python cannot stop a thread. `PyThreadState_SetAsyncExc` raises an exception at the thread's next bytecode, and PostgreSQL can
+cancel a statement; neither interrupts a call into a C library. A coroutine runs on a separate thread, where its event loop
+cancels it. A handler that still runs at twice its timeout ends the process: its open transactions are rolled back and its
+unanswered deliveries are redelivered to another process, which counts the attempt.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from outbox.kernel.loop import EXIT_SILENT
 
 logger = logging.getLogger(__name__)
 
-_LEAST_GRACE_SECONDS = 5.0
-_A_MOMENT_SECONDS = 1.0
+_SHORTEST_GRACE_SECONDS = 5.0
+_CANCEL_GRACE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -42,37 +41,37 @@ class _Run:
     thread: int
     seconds: float
     ends_at: float
-    decided: threading.Lock = field(default_factory=threading.Lock)
-    """Taken once and never let go: by its thread, which has ended in time then, or by the alarm, which strikes then."""
-    struck: bool = False
+    claimed: threading.Lock = field(default_factory=threading.Lock)
+    """Taken once and never released: by the run's thread if it ends in time, or by the monitor, which then interrupts it."""
+    interrupted: bool = False
 
 
-class _Alarm:
-    """The thread that watches all bounded runs of this process."""
+class _Monitor:
+    """The thread that enforces the timeouts of all runs in this process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._runs: set[_Run] = set()
         self._thread: threading.Thread | None = None
-        self._looks_at = inf
+        self._wakes_at = inf
 
     def watch(self, run: _Run) -> None:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="handler-timeouts", daemon=True)
                 self._thread.start()
-            if run.ends_at < self._looks_at:
+            if run.ends_at < self._wakes_at:
                 self._changed.notify()
-            # Nothing may strike while this thread holds a lock: last, and without one it is seen by nobody yet.
+            # Last: the monitor must not interrupt this thread while it holds the lock.
             self._runs.add(run)
 
-    def forget(self, run: _Run) -> None:
-        """After this, nothing is raised in the run's thread any more.
+    def unwatch(self, run: _Run) -> None:
+        """After this, the monitor raises nothing in the run's thread.
 
-        No lock of ours is waited for here: the exception may strike at any instruction, also between getting one and knowing.
+        This does not wait for a lock: the exception may be raised at any instruction, also right after a lock was acquired.
         """
-        if not run.decided.acquire(blocking=False):
-            while not run.struck:
+        if not run.claimed.acquire(blocking=False):
+            while not run.interrupted:
                 time.sleep(0)
             _raise_in(run.thread, None)
         self._runs.discard(run)
@@ -85,62 +84,63 @@ class _Alarm:
                 for run in runs:
                     if now >= run.ends_at:
                         self._end(run, now)
-                self._looks_at = min((run.ends_at for run in runs), default=inf)
-                self._changed.wait(None if self._looks_at == inf else self._looks_at - now)
+                self._wakes_at = min((run.ends_at for run in runs), default=inf)
+                self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)
 
     @staticmethod
     def _end(run: _Run, now: float) -> None:
-        if run.struck:
+        if run.interrupted:
             logger.critical(
-                "Ending this process: %s may take %.1f s and cannot be stopped. What is in hand goes to the next one.",
+                "handler %s: its timeout of %.1f s has passed and it cannot be interrupted. The process ends; its messages are "
+                "redelivered. The stack of every thread follows.",
                 run.what,
                 run.seconds,
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or 2)
             os._exit(EXIT_SILENT)
-        run.ends_at = now + max(run.seconds, _LEAST_GRACE_SECONDS)
-        if run.decided.acquire(blocking=False):
+        run.ends_at = now + max(run.seconds, _SHORTEST_GRACE_SECONDS)
+        if run.claimed.acquire(blocking=False):
             _raise_in(run.thread, HandlerTimeout)
-            run.struck = True
+            run.interrupted = True
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Have it raised at the thread's next bytecode; None takes back what was not raised yet."""
+    """Raise it at the thread's next bytecode; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
 
 
-_alarm = _Alarm()
+_monitor = _Monitor()
 
 
 @contextmanager
-def bounded(what: str, limit: timedelta | None, *, by_itself: bool = False) -> Iterator[None]:
-    """Raise HandlerTimeout in this thread when the block takes longer than `limit`; None does not bound it.
+def bounded(what: str, limit: timedelta | None, *, cancels_itself: bool = False) -> Iterator[None]:
+    """Raise HandlerTimeout in this thread if the block takes longer than `limit`; None: unbounded.
 
     Args:
-        by_itself: the block ends at its limit with a TimeoutError. Only when it has not a moment later is it struck.
+        cancels_itself: the block raises TimeoutError at its limit. It is interrupted only if it has not ended a second later.
 
     Raises:
-        HandlerTimeout: it took longer.
+        HandlerTimeout: the block took longer than `limit`.
     """
     if limit is None:
         yield
         return
     began_at, seconds = monotonic(), limit.total_seconds()
-    strikes_at = began_at + seconds + (_A_MOMENT_SECONDS if by_itself else 0)
-    run = _Run(what=what, thread=threading.get_ident(), seconds=seconds, ends_at=strikes_at)
+    interrupts_at = began_at + seconds + (_CANCEL_GRACE_SECONDS if cancels_itself else 0)
+    run = _Run(what=what, thread=threading.get_ident(), seconds=seconds, ends_at=interrupts_at)
     try:
-        _alarm.watch(run)
+        _monitor.watch(run)
         yield
     except HandlerTimeout as error:
         raise HandlerTimeout(what, limit) from error
     except (DatabaseError, TimeoutError) as error:
-        # The statement that the database cancelled because our time was up, or what ended by itself.
+        # The database has cancelled a statement after the timeout, or the block has ended itself.
         if monotonic() - began_at >= seconds:
             raise HandlerTimeout(what, limit) from error
         raise
     finally:
         try:
-            _alarm.forget(run)
+            _monitor.unwatch(run)
         except HandlerTimeout:
-            # It strikes once, and did so between the handler's end and here.
-            _alarm.forget(run)
+            # The exception is raised once; it was raised between the end of the handler and here.
+            _monitor.unwatch(run)

@@ -20,11 +20,10 @@ def is_inside_a_transaction(alias: str) -> bool:
 
 @contextmanager
 def autocommit(alias: str) -> Iterator[None]:
-    """Refuse a transaction on `alias` that the handler leaves open: its writes are not committed, and our next write would join
-    it, also after a failure.
+    """Refuse a transaction on `alias` that the handler leaves open: the inbox's next write would become part of it.
 
     Raises:
-        TransactionBroken: one was open. The connection is closed, and that transaction rolled back.
+        TransactionBroken: a transaction was open. It is rolled back, and the connection is closed.
     """
     try:
         with none_left_open():
@@ -37,7 +36,7 @@ def autocommit(alias: str) -> Iterator[None]:
 
 
 def _refuse_left_open(alias: str) -> None:
-    """Refuse a transaction that Django does not know of."""
+    """Refuse an open transaction, including one that Django does not know."""
     connection = connections[alias]
     in_a_test_case = connection.in_atomic_block
     if connection.connection is None or in_a_test_case:
@@ -45,6 +44,6 @@ def _refuse_left_open(alias: str) -> None:
     if not connection.autocommit or has_begun(connection):
         abandon(connection)
         raise TransactionBroken(
-            "The handler returned and left a transaction open, so what it wrote in it was rolled back. Use "
+            "The handler returned with an open transaction, so its writes in it were rolled back. Use "
             "`with transaction.atomic():`."
         )

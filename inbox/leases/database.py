@@ -1,7 +1,7 @@
 """Leases in the handler's own database: the record is the inbox row itself.
 
-The row is stored, with its body, when the lease is taken. So a duplicate that finds it can be acknowledged at once, and any
-runner takes over the message of a dead process when its lease has ended.
+The row is stored, with its body, when the lease is acquired. So a duplicate can be acknowledged at once, and any runner takes
+over the message of a dead process when its lease has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from inbox.conf import InboxOptions
-from inbox.leases.stores import Consumed, Held, Kept, Lease, Verdict, Wanted
+from inbox.leases.stores import Consumed, Held, Lease, LeaseRequest, RowDecides, Verdict
 from inbox.models import SETTLED, State
 from inbox.store import leases
 from inbox.store import steps as steps_table
@@ -25,15 +25,15 @@ class DatabaseLeases:
     """See `LeaseStore`. The clock is the database's."""
 
     def __init__(self, options: InboxOptions) -> None:
-        """Nothing to open: the handler names the database."""
+        """The options are not needed: each handler names its database."""
 
-    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
-        began_at, alias, lasts = monotonic(), wanted.handler.using, _unlike_others(wanted.terms.duration)
+    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
+        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
         tries = itertools.count()
-        granted = committed(lambda: _grant(wanted, lasts, duplicate_timeout, asked_before=next(tries) > 0), alias)
+        granted = committed(lambda: _grant(request, lasts, duplicate_timeout, is_retry=next(tries) > 0), alias)
         if granted is None:
-            return _verdict(wanted)
-        lease = Lease(wanted=wanted, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
+            return _verdict(request)
+        lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
         if granted.fence > 1:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
@@ -48,11 +48,11 @@ class DatabaseLeases:
 
     def consume(self, lease: Lease) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.wanted.order), alias)
+        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.request.order), alias)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.wanted.leaves(failure)), alias)
+        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.request.leaves(failure)), alias)
 
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
@@ -66,30 +66,30 @@ class DatabaseLeases:
         return {}
 
 
-def _unlike_others(lease: timedelta) -> timedelta:
-    """Slightly longer, by a random time. An owner that lost the answer recognizes its lease by it."""
+def _with_random_microseconds(lease: timedelta) -> timedelta:
+    """A duration that identifies the lease: its owner recognizes it if the answer to its request was lost."""
     return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
-def _grant(wanted: Wanted, lasts: timedelta, duplicate_timeout: timedelta, *, asked_before: bool) -> leases.Granted | None:
-    handler, stored = wanted.handler, wanted.stored
+def _grant(request: LeaseRequest, lasts: timedelta, duplicate_timeout: timedelta, *, is_retry: bool) -> leases.Granted | None:
+    handler, stored = request.handler, request.stored
     if stored is not None:
-        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, wanted.alone_in, was=stored.state)
-    fresh = leases.lease_fresh(handler.using, wanted.row, lasts, duplicate_timeout)
-    return fresh or leases.lease_over(handler.using, wanted.row, lasts, asked_before=asked_before)
+        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, request.exclusive_key, was=stored.state)
+    fresh = leases.lease_fresh(handler.using, request.row, lasts, duplicate_timeout)
+    return fresh or leases.lease_over(handler.using, request.row, lasts, is_retry=is_retry)
 
 
-def _verdict(wanted: Wanted) -> Verdict:
-    if wanted.stored is not None:
-        return Kept()
-    standing = committed(lambda: leases.standing(wanted.handler.using, wanted.row), wanted.handler.using)
+def _verdict(request: LeaseRequest) -> Verdict:
+    if request.stored is not None:
+        return RowDecides()
+    standing = committed(lambda: leases.standing(request.handler.using, request.row), request.handler.using)
     if standing is None:
-        return Kept()
+        return RowDecides()
     if standing.state in SETTLED:
         return Consumed()
-    return Held(standing.remaining) if standing.state == State.RUNNING else Kept()
+    return Held(standing.remaining) if standing.state == State.RUNNING else RowDecides()
 
 
 def _row_of(lease: Lease) -> tuple[str, int]:
     assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
-    return lease.wanted.handler.using, lease.pk
+    return lease.request.handler.using, lease.pk

@@ -1,4 +1,4 @@
-"""Operators' actions on a running message: allowed only after its lease store says that its run has ended."""
+"""Operators' actions on a running message: allowed only after its lease has ended, according to its lease store."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Leases in Redis: a successful run writes nothing to the database.
 
-Each message has one hash, see `scripts`. A failed message is stored as an inbox row, with its known steps, and its record says
-that it has a row. So does the record of a message with a second delivery during its run: that delivery is stored, too, and
-checked again when the lease has ended. Deliveries of a message that has a row never run.
+Each message has one hash, see `scripts`. A failed message is stored as an inbox row, with its known steps, and its hash records
+that it has a row. A second delivery during a run is also stored as a row, and is checked when the lease has ended. Deliveries
+of a message that has a row never run.
 
-Redis may lose data. Each script checks for a loss (an incarnation mark that the database also has, and the number of writes
-that this process has seen, by server) and does nothing after one. Whether a message was handled before the loss is then
-unknown: it does not run again automatically.
+Redis may lose data. Each script detects a loss, by an incarnation id that the database also has and by the number of writes
+that this process knows of, and then does nothing. After a loss it is unknown whether a message was handled before: it does not
+run again automatically.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redis.retry import Retry
 
 from inbox.conf import InboxOptions
 from inbox.leases import scripts
-from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreUnavailable, Verdict, Wanted
+from inbox.leases.stores import Consumed, Held, HistoryLost, Lease, LeaseRequest, LeaseStoreUnavailable, RowDecides, Verdict
 from inbox.models import InboxMessage, State
 from inbox.store import leases
 from inbox.store import steps as steps_table
@@ -43,23 +43,23 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _SOCKET_SECONDS = 5.0
-_OPENINGS = 3
-_SHORT = 16
+_MAX_TRIES = 3
+_HASH_LENGTH = 16
 _STEP = "step:"
 _DONE = "done"
 _MILLISECONDS = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    """A database's record of this Redis: its mark, and the time since which its data is complete; None: always."""
+class _KnownState:
+    """A database's record of this Redis: its incarnation, and the time since which its data is complete; None: always."""
 
     incarnation: str
     since: datetime | None
 
 
-class _Heard(NamedTuple):
-    """The last report of Redis: the server process that answered, and the number of writes it had seen."""
+class _Report(NamedTuple):
+    """The last report of Redis: the server process that answered, and its number of writes."""
 
     server: str = ""
     writes: int = 0
@@ -82,80 +82,80 @@ class RedisLeases:
             retry=Retry(NoBackoff(), 1),
         )
         self._scripts: dict[str, Any] = {}
-        self._memories: dict[str, _Memory] = {}
-        self._opening: dict[str, threading.Lock] = {}
+        self._states: dict[str, _KnownState] = {}
+        self._state_locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._heard: dict[str, _Heard] = {}
-        self._told_of_eviction = False
+        self._reports: dict[str, _Report] = {}
+        self._eviction_checked = False
 
-    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
+    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
         began_at, owner = monotonic(), uuid.uuid4().hex
-        for _ in range(_OPENINGS):
-            memory = self._memory(wanted.handler.using)
+        for _ in range(_MAX_TRIES):
+            state = self._state(request.handler.using)
             answer = self._run(
                 scripts.ACQUIRE,
-                memory.incarnation,
-                wanted.row,
+                state.incarnation,
+                request.row,
                 owner,
-                _milliseconds(wanted.terms.duration),
+                _milliseconds(request.terms.duration),
                 _milliseconds(self._keep),
-                *_of_the_row(wanted),
-                int(_is_doubtful(wanted, memory)),
-                wanted.row.digest[:_SHORT],
-                _short(wanted.row.message_id),
-                wanted.row.handler,
-                cause_if_the_same(wanted.row, redelivered=wanted.redelivered).value,
+                *_row_arguments(request),
+                int(_may_be_lost(request, state)),
+                request.row.digest[:_HASH_LENGTH],
+                _short_hash(request.row.message_id),
+                request.row.handler,
+                cause_if_the_same(request.row, redelivered=request.redelivered).value,
             )
             if answer[0] != "lost":
-                return self._verdict(wanted, answer, owner, began_at)
-            self._reopen(memory)
-        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
+                return self._verdict(request, answer, owner, began_at)
+            self._handle_loss(state)
+        raise self._keeps_losing_data()
 
     def extend(self, lease: Lease, by: timedelta) -> bool:
-        return bool(self._ours(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
+        return bool(self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
-        return bool(self._ours(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
+        return bool(self._as_owner(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
 
     def consume(self, lease: Lease) -> bool:
-        said, *has_row = self._ours(scripts.CONSUME, lease, lease.wanted.row.handler)
-        if said == _DONE and has_row == ["1"]:
-            wanted = lease.wanted
-            finish = partial(leases.finish_kept, wanted.handler.using, wanted.row, wanted.order)
-            committed(partial(finish, delivered=wanted.stored is None), wanted.handler.using)
-        return bool(said == _DONE)
+        answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.request.row.handler)
+        if answer == _DONE and has_row == ["1"]:
+            request = lease.request
+            finish = partial(leases.finish_external, request.handler.using, request.row, request.order)
+            committed(partial(finish, delivered=request.stored is None), request.handler.using)
+        return bool(answer == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
-        if self._ours(scripts.FREE, lease, failure.attempts)[0] != _DONE:
+        if self._as_owner(scripts.FREE, lease, failure.attempts)[0] != _DONE:
             return False
-        wanted = lease.wanted
-        store_it = partial(
-            leases.fail_kept,
-            wanted.handler.using,
-            wanted.row,
+        request = lease.request
+        store = partial(
+            leases.fail_external,
+            request.handler.using,
+            request.row,
             failure,
             fence=lease.fence,
             steps=lease.steps,
             duplicate_timeout=self._duplicate_timeout,
-            leaves=wanted.leaves(failure),
+            leaves=request.leaves(failure),
         )
-        lease.pk = committed(store_it, wanted.handler.using)
+        lease.pk = committed(store, request.handler.using)
         return True
 
     def forget(self, lease: Lease, step: str) -> None:
-        self._ours(scripts.FORGET, lease, step)
-        alias, pk = lease.wanted.handler.using, lease.pk
+        self._as_owner(scripts.FORGET, lease, step)
+        alias, pk = lease.request.handler.using, lease.pk
         if pk is not None:
             committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
     def is_held(self, alias: str, row: NewRow) -> bool:
-        for _ in range(_OPENINGS):
-            memory = self._memory(alias)
-            (said,) = self._run(scripts.HELD, memory.incarnation, row)
-            if said != "lost":
-                return bool(said == "held")
-            self._reopen(memory)
-        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
+        for _ in range(_MAX_TRIES):
+            state = self._state(alias)
+            (answer,) = self._run(scripts.HELD, state.incarnation, row)
+            if answer != "lost":
+                return bool(answer == "held")
+            self._handle_loss(state)
+        raise self._keeps_losing_data()
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, messages without a row: `handled`, their `duplicates` by cause, and `conflicts`.
@@ -164,87 +164,87 @@ class RedisLeases:
             LeaseStoreUnavailable: Redis does not answer.
         """
         counted: dict[str, dict[str, int]] = {}
-        with self._asking():
-            told: Any = self._client.hgetall(self._key("counts"))
-        for name, count in told.items():
+        with self._errors_as_unavailable():
+            found: Any = self._client.hgetall(self._key("counts"))
+        for name, count in found.items():
             what, _, handler = name.partition(":")
             counted.setdefault(handler, {})[what] = int(count)
         return counted
 
-    # ---------------------------------------------------------------------------------------------------------- asking Redis
+    # -------------------------------------------------------------------------------------------------------- calls of Redis
 
-    def _verdict(self, wanted: Wanted, answer: list[Any], owner: str, began_at: float) -> Verdict:
+    def _verdict(self, request: LeaseRequest, answer: list[Any], owner: str, began_at: float) -> Verdict:
         match answer:
             case ["lease", fence, attempt, fields]:
                 steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
-                lease = Lease(wanted=wanted, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
-                return self._on_its_row(lease, wanted.stored) if wanted.stored else lease
+                lease = Lease(request=request, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
+                return self._mark_row(lease, request.stored) if request.stored else lease
             case ["consumed", same, differs]:
-                return Consumed(counted=wanted.stored is None, cause=_cause(wanted, same), conflicting=bool(differs))
+                return Consumed(counted=request.stored is None, cause=_cause(request, same), conflicting=bool(differs))
             case ["held", same, differs, milliseconds, attempts]:
-                return Held(int(milliseconds) * _MILLISECONDS, int(attempts), _cause(wanted, same), conflicting=bool(differs))
-            case ["forgotten"]:
-                return Forgotten(_forgotten(self._where))
-        return Kept()
+                return Held(int(milliseconds) * _MILLISECONDS, int(attempts), _cause(request, same), conflicting=bool(differs))
+            case ["history lost"]:
+                return HistoryLost(_why_history_lost(self._where))
+        return RowDecides()
 
-    def _on_its_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
-        alias, pk = lease.wanted.handler.using, stored.pk
+    def _mark_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
+        alias, pk = lease.request.handler.using, stored.pk
         lease.pk = pk
-        claimed = (alias, pk, stored.attempts, lease.fence, lease.wanted.terms.duration, lease.wanted.alone_in)
-        show = partial(leases.show_running, *claimed, was=stored.state)
+        claimed = (alias, pk, stored.attempts, lease.fence, lease.request.terms.duration, lease.request.exclusive_key)
+        show = partial(leases.mark_running, *claimed, was=stored.state)
         try:
             if stored.fence:
                 lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
             if committed(show, alias):
                 return lease
         except (KeyBusy, ConcurrentDuplicate, DatabaseUnavailable):
-            self._ours(scripts.FREE, lease, lease.attempt - 1)
+            self._as_owner(scripts.FREE, lease, lease.attempt - 1)
             raise
-        self._ours(scripts.FREE, lease, lease.attempt - 1)
-        return Kept()
+        self._as_owner(scripts.FREE, lease, lease.attempt - 1)
+        return RowDecides()
 
-    def _ours(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
-        memory = self._memory(lease.wanted.handler.using)
+    def _as_owner(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
+        state = self._state(lease.request.handler.using)
         keep = _milliseconds(self._keep)
-        answer = self._run(script, memory.incarnation, lease.wanted.row, lease.owner, lease.fence, keep, *arguments)
+        answer = self._run(script, state.incarnation, lease.request.row, lease.owner, lease.fence, keep, *arguments)
         if answer[0] == "lost":
-            self._reopen(memory)
+            self._handle_loss(state)
         return answer
 
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
-        """The script's answer, without its report of Redis."""
-        keys = [self._key("memory"), self._key(_record_of(row)), self._key("counts")]
-        said, told, *more = self._call(script, keys, [incarnation, *self._heard_of(incarnation), *arguments])
-        if said != "lost":
-            self._hear(incarnation, _Heard(*told))
-        return [said, *more]
+        """The script's answer, without its report."""
+        keys = [self._key("state"), self._key(_record_key(row)), self._key("counts")]
+        answer, report, *more = self._call(script, keys, [incarnation, *self._last_report(incarnation), *arguments])
+        if answer != "lost":
+            self._store_report(incarnation, _Report(*report))
+        return [answer, *more]
 
-    def _heard_of(self, incarnation: str) -> _Heard:
-        return self._heard.get(incarnation, _Heard())
+    def _last_report(self, incarnation: str) -> _Report:
+        return self._reports.get(incarnation, _Report())
 
-    def _hear(self, incarnation: str, told: _Heard) -> None:
+    def _store_report(self, incarnation: str, report: _Report) -> None:
         with self._lock:
-            before = self._heard.get(incarnation, told)
+            before = self._reports.get(incarnation, report)
             # Another thread may have a later report of the same server.
-            self._heard[incarnation] = max(before, told) if before.server == told.server else told
-        if before.server and before.server != told.server:
+            self._reports[incarnation] = max(before, report) if before.server == report.server else report
+        if before.server and before.server != report.server:
             logger.warning(
-                "The lease store %s was restarted, or a replica took over: another Redis process answers (%s, before %s). "
-                "It has everything that this process had heard of.",
+                "lease store %s: another Redis process answers (%s, before %s), after a restart or a failover. It has all data "
+                "that this process knows of; leases continue.",
                 self._where,
-                told.server,
+                report.server,
                 before.server,
             )
 
     def _call(self, script: str, keys: list[str], arguments: list[Any]) -> list[Any]:
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(script)
-        with self._asking():
+        with self._errors_as_unavailable():
             answer: list[Any] = self._scripts[script](keys, arguments)
         return answer
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _errors_as_unavailable(self) -> Iterator[None]:
         try:
             yield
         except (redis.RedisError, OSError) as error:
@@ -253,98 +253,102 @@ class RedisLeases:
     def _key(self, name: str) -> str:
         return f"inbox:{self._group}:{name}"
 
-    # ------------------------------------------------------------------------------------------------------------- its memory
+    # ---------------------------------------------------------------------------------------------------- detection of losses
 
-    def _memory(self, alias: str) -> _Memory:
-        known = self._memories.get(alias)
+    def _state(self, alias: str) -> _KnownState:
+        known = self._states.get(alias)
         if known is None:
-            # One lock for each database: if one does not answer, the leases of the others must still be extended.
-            with self._opening.setdefault(alias, threading.Lock()):
-                known = self._memories.get(alias) or self._open(alias)
+            # One lock for each database: if one is unavailable, the leases of the others must still be extended.
+            with self._state_locks.setdefault(alias, threading.Lock()):
+                known = self._states.get(alias) or self._read_state(alias)
                 with self._lock:
-                    self._memories[alias] = known
+                    self._states[alias] = known
         return known
 
-    def _open(self, alias: str) -> _Memory:
-        self._warn_of_eviction()
+    def _read_state(self, alias: str) -> _KnownState:
+        self._check_eviction()
         name = self._key("leases")
-        for _ in range(_OPENINGS):
-            found, told = self._call(scripts.REMEMBERS, [self._key("memory")], [uuid.uuid4().hex])
-            known, since = committed(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
+        for _ in range(_MAX_TRIES):
+            found, report = self._call(scripts.READ_INCARNATION, [self._key("state")], [uuid.uuid4().hex])
+            known, since = committed(lambda: leases.recorded_incarnation(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
-                    self._heard.setdefault(found, _Heard(*told))
-                return _Memory(known, since)
+                    self._reports.setdefault(found, _Report(*report))
+                return _KnownState(known, since)
             if committed(lambda: leases.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
                 logger.error(
-                    "The lease store %s has lost its memory. Messages that were created before now, and that the database has "
-                    "no row of, become dead letters instead of being run again; find out about each, then override or skip it.",
+                    "lease store %s: Redis has lost data. Messages that were created before now and have no row in the "
+                    "database become dead letters when they are delivered again. Check whether each has been "
+                    "run; then override or skip it.",
                     self._where,
                 )
-        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
+        raise self._keeps_losing_data()
 
-    def _reopen(self, memory: _Memory) -> None:
-        heard = self._heard_of(memory.incarnation)
-        self._call(scripts.BREAK, [self._key("memory")], [memory.incarnation, *heard, uuid.uuid4().hex])
+    def _keeps_losing_data(self) -> LeaseStoreUnavailable:
+        return LeaseStoreUnavailable(f"the lease store {self._where} lost data {_MAX_TRIES} times in a row")
+
+    def _handle_loss(self, state: _KnownState) -> None:
+        report = self._last_report(state.incarnation)
+        self._call(scripts.REPLACE_INCARNATION, [self._key("state")], [state.incarnation, *report, uuid.uuid4().hex])
         with self._lock:
-            self._memories = {alias: known for alias, known in self._memories.items() if known != memory}
+            self._states = {alias: known for alias, known in self._states.items() if known != state}
 
-    def _warn_of_eviction(self) -> None:
-        if self._told_of_eviction:
+    def _check_eviction(self) -> None:
+        if self._eviction_checked:
             return
-        with self._asking():
+        with self._errors_as_unavailable():
             try:
-                said: Any = self._client.info("memory")
+                answer: Any = self._client.info("memory")
             except redis.ResponseError:
-                # The user may lack the right to INFO.
-                said = {}
-        self._told_of_eviction = True
-        if said.get("maxmemory") and said.get("maxmemory_policy") != "noeviction":
+                # The user may have no permission for INFO.
+                answer = {}
+        self._eviction_checked = True
+        if answer.get("maxmemory") and answer.get("maxmemory_policy") != "noeviction":
             logger.error(
-                "The lease store %s may throw records away when its memory is full: its maxmemory-policy is %s. A message "
-                "whose record is gone runs again when it comes again. Set it to noeviction.",
+                "lease store %s: Redis deletes records when its memory is full, because its maxmemory-policy is %s. A message "
+                "whose record was deleted runs again when it is delivered again. Set the policy to noeviction.",
                 self._where,
-                said.get("maxmemory_policy"),
+                answer.get("maxmemory_policy"),
             )
 
 
-def _is_doubtful(wanted: Wanted, memory: _Memory) -> bool:
-    """Might a missing record be one that Redis has lost?"""
-    if wanted.stored is not None:
-        # The database has a failed message's steps. Only Redis has those of a running one.
-        return wanted.stored.state == State.RUNNING
-    if memory.since is None:
+def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:
+    """May Redis have lost the record of this message?"""
+    if request.stored is not None:
+        # The database has the steps of a failed message. Only Redis has the steps of a running one.
+        return request.stored.state == State.RUNNING
+    if state.since is None:
         return False
-    return wanted.redelivered if wanted.sent_at is None else wanted.sent_at < memory.since
+    return request.redelivered if request.sent_at is None else request.sent_at < state.since
 
 
-def _cause(wanted: Wanted, same: int) -> DuplicateCause:
-    return cause_if_the_same(wanted.row, redelivered=wanted.redelivered) if same else DuplicateCause.BUSINESS
+def _cause(request: LeaseRequest, same: int) -> DuplicateCause:
+    return cause_if_the_same(request.row, redelivered=request.redelivered) if same else DuplicateCause.BUSINESS
 
 
-def _forgotten(where: str) -> str:
+def _why_history_lost(where: str) -> str:
     return (
-        f"The lease store {where} has lost its memory since this message was created: whether it has been run can no longer be "
-        "known. Once you know that it has not, override this; else skip it."
+        f"The lease store {where} has lost data since this message was created, so it is unknown whether the message has been "
+        "run. Check that. If it has not been run, override the maximum message age; otherwise skip it."
     )
 
 
-def _of_the_row(wanted: Wanted) -> tuple[int, int, int]:
-    return (0, 0, 0) if wanted.stored is None else (1, wanted.stored.attempts, wanted.stored.fence)
+def _row_arguments(request: LeaseRequest) -> tuple[int, int, int]:
+    return (0, 0, 0) if request.stored is None else (1, request.stored.attempts, request.stored.fence)
 
 
-def _record_of(row: NewRow) -> str:
+def _record_key(row: NewRow) -> str:
     # Hashed, because names may be long and contain any character.
     return hashlib.sha256(json.dumps([row.handler, row.topic, row.biz_id]).encode()).hexdigest()[:32]
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT] if text else ""
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH] if text else ""
 
 
-def _milliseconds(span: timedelta) -> int:
-    return max(int(span / _MILLISECONDS), 1)
+def _milliseconds(duration: timedelta) -> int:
+    return max(int(duration / _MILLISECONDS), 1)
 
 
 def _pairs(flat: list[str]) -> list[tuple[str, str]]:

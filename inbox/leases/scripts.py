@@ -1,35 +1,35 @@
-"""The Lua scripts of the Redis lease store: each is one atomic step, by Redis's clock.
+"""The Lua scripts of the Redis lease store: each is one atomic operation, with the time of Redis's clock.
 
 Keys: 1 the state of Redis itself, 2 the record of one message, 3 the counts. The first three arguments of every script are the
-incarnation that the caller knows, and its last report: the server, and the number of writes that server had seen. Every script
-returns these two, for the next call.
+incarnation that the caller knows, and the last report that it received: a server, and that server's number of writes. Every
+script returns a report for the next call.
 
-Redis stores its `incarnation`, the number of `writes` it has seen, the `server` process that saw the last of them, and all
-`servers` in order: run id, and the number of writes when it took over. An emptied Redis has another incarnation or none. A
-Redis restored from an older state, by a restart or the promotion of a replica, had seen fewer writes when it took over than the
-caller's report, however many it has seen since. Both answer "lost" and do nothing.
+Redis stores its `incarnation`, the number of `writes`, the current `server` process, and the history of `servers`: for each its
+run id, and the number of writes when it took over. An emptied Redis has another incarnation or none. A Redis restored from an
+older state, by a restart or the promotion of a replica, had fewer writes when it took over than the caller's report contains,
+even if it has more now. In both cases every script answers "lost" and does nothing.
 
 A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
 `message` (short hashes of body and message id), `row` (1: the message has a row in the database, which decides from then on),
 `under` (the incarnation of its last run), `step:…`.
 """
 
-_REMEMBERED = """
-local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes', 'server', 'servers')
-local writes, server, servers = tonumber(memory[2] or 0), memory[3] or '', memory[4] or ''
+_READ_META = """
+local meta = redis.call('HMGET', KEYS[1], 'incarnation', 'writes', 'server', 'servers')
+local writes, server, servers = tonumber(meta[2] or 0), meta[3] or '', meta[4] or ''
 local info = redis.pcall('INFO', 'server')
 local run = type(info) == 'string' and string.match(info, 'run_id:(%w+)')
-if memory[1] and run and string.sub(run, 1, 12) ~= string.sub(server, 1, 12) then
+if meta[1] and run and string.sub(run, 1, 12) ~= string.sub(server, 1, 12) then
   server = string.sub(run, 1, 12) .. ':' .. writes
   servers = string.sub(servers, -1000) .. server .. ' '
   redis.call('HSET', KEYS[1], 'server', server, 'servers', servers)
 end
-local function heard() return {server, writes} end
-local function kept(by, count)
+local function report() return {server, writes} end
+local function has_all(server_before, count)
   if count == 0 then return true end
   if writes < count then return false end
-  if by == server then return true end
-  local _, last = string.find(servers, by .. ' ', 1, true)
+  if server_before == server then return true end
+  local _, last = string.find(servers, server_before .. ' ', 1, true)
   if not last then return false end
   for had in string.gmatch(string.sub(servers, last), ' %w+:(%d+)') do
     if tonumber(had) < count then return false end
@@ -37,20 +37,20 @@ local function kept(by, count)
   return true
 end
 """
-"""`kept`: does this Redis have all data from when server `by` had seen `count` writes?
+"""`has_all`: does this Redis have all data that `server_before` had after `count` writes?
 
-Without the right to INFO, a change of server is not detected. Then only a count that is too low shows a loss.
+Without permission for INFO, a change of server is not detected. Then only a count that is too low shows a loss.
 """
 
 _OPEN = (
-    _REMEMBERED
+    _READ_META
     + """
-if memory[1] ~= ARGV[1] or not kept(ARGV[2], tonumber(ARGV[3])) then return {'lost', {'', 0}} end
+if meta[1] ~= ARGV[1] or not has_all(ARGV[2], tonumber(ARGV[3])) then return {'lost', {'', 0}} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function written()
   writes = redis.call('HINCRBY', KEYS[1], 'writes', 1)
-  return heard()
+  return report()
 end
 local function instant(milliseconds) return string.format('%.0f', milliseconds) end
 """
@@ -70,7 +70,7 @@ local ours = state == 'running' and same and found[2] == owner and tonumber(foun
 ACQUIRE = (
     _OPEN
     + """
-local owner, span, keep = ARGV[4], tonumber(ARGV[5]), ARGV[6]
+local owner, duration, keep = ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local stored, attempt, fence_before, doubtful = ARGV[7] == '1', tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
 local digest, message, handler, cause = ARGV[11], ARGV[12], ARGV[13], ARGV[14]
 local under = string.sub(ARGV[1], 1, 8)
@@ -92,14 +92,14 @@ if running and not mine then
   redis.call('HSET', KEYS[2], 'row', 1)
   return {'held', written(), same, differs, instant(tonumber(found[4]) - now), found[5]}
 end
-if state and not stored and row == '1' then return {'kept', heard()} end
-if doubtful and (not state or found[9] ~= under) then return {'forgotten', heard()} end
+if state and not stored and row == '1' then return {'row decides', report()} end
+if doubtful and (not state or found[9] ~= under) then return {'history lost', report()} end
 local fence, attempts = tonumber(found[3] or 0), tonumber(found[5] or 0)
 if not mine then
   fence = math.max(fence, fence_before) + 1
   attempts = stored and attempt or attempts + 1
 end
-redis.call('HSET', KEYS[2], 'state', 'running', 'owner', owner, 'fence', fence, 'until', instant(now + span),
+redis.call('HSET', KEYS[2], 'state', 'running', 'owner', owner, 'fence', fence, 'until', instant(now + duration),
   'attempts', attempts, 'row', stored and 1 or row, 'digest', digest, 'message', message, 'under', under)
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEYS[2]) or {}}
@@ -109,7 +109,7 @@ return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEY
 EXTEND = (
     _OURS
     + """
-if not ours then return {'refused', heard()} end
+if not ours then return {'refused', report()} end
 redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[7])))
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'done', written()}
@@ -119,7 +119,7 @@ return {'done', written()}
 REMEMBER = (
     _OURS
     + """
-if not ours then return {'refused', heard()} end
+if not ours then return {'refused', report()} end
 redis.call('HSET', KEYS[2], 'step:' .. ARGV[7], ARGV[8])
 return {'done', written()}
 """
@@ -128,8 +128,8 @@ return {'done', written()}
 CONSUME = (
     _OURS
     + """
-if state == 'consumed' and same then return {'done', heard(), row} end
-if not ours then return {'refused', heard()} end
+if state == 'consumed' and same then return {'done', report(), row} end
+if not ours then return {'refused', report()} end
 redis.call('DEL', KEYS[2])
 redis.call('HSET', KEYS[2], 'state', 'consumed', 'fence', fence, 'row', row, 'digest', found[6], 'message', found[7])
 redis.call('PEXPIRE', KEYS[2], keep)
@@ -141,8 +141,8 @@ return {'done', written(), row}
 FREE = (
     _OURS
     + """
-if state == 'free' and same then return {'done', heard()} end
-if not ours then return {'refused', heard()} end
+if state == 'free' and same then return {'done', report()} end
+if not ours then return {'refused', report()} end
 redis.call('HDEL', KEYS[2], 'owner', 'until')
 redis.call('HSET', KEYS[2], 'state', 'free', 'row', 1, 'attempts', ARGV[7])
 redis.call('PEXPIRE', KEYS[2], keep)
@@ -153,7 +153,7 @@ return {'done', written()}
 FORGET = (
     _OURS
     + """
-if state == 'consumed' or not same then return {'refused', heard()} end
+if state == 'consumed' or not same then return {'refused', report()} end
 if redis.call('HGET', KEYS[2], 'step:' .. ARGV[7]) == '' then redis.call('HDEL', KEYS[2], 'step:' .. ARGV[7]) end
 return {'done', written()}
 """
@@ -163,28 +163,28 @@ HELD = (
     _OPEN
     + """
 local found = redis.call('HMGET', KEYS[2], 'state', 'until')
-if not found[1] then return {'free', heard()} end
+if not found[1] then return {'free', report()} end
 redis.call('HSET', KEYS[2], 'row', 1)
 return {found[1] == 'running' and tonumber(found[2]) > now and 'held' or 'free', written()}
 """
 )
 
-REMEMBERS = (
+READ_INCARNATION = (
     """
 redis.call('HSETNX', KEYS[1], 'incarnation', ARGV[1])
 """
-    + _REMEMBERED
+    + _READ_META
     + """
-return {memory[1], heard()}
+return {meta[1], report()}
 """
 )
-"""The state of Redis itself; ARGV[1] becomes its incarnation if it has none."""
+"""The incarnation of Redis; ARGV[1] becomes the incarnation if there is none."""
 
-BREAK = (
-    _REMEMBERED
+REPLACE_INCARNATION = (
+    _READ_META
     + """
-if memory[1] == ARGV[1] and not kept(ARGV[2], tonumber(ARGV[3])) then redis.call('HSET', KEYS[1], 'incarnation', ARGV[4]) end
+if meta[1] == ARGV[1] and not has_all(ARGV[2], tonumber(ARGV[3])) then redis.call('HSET', KEYS[1], 'incarnation', ARGV[4]) end
 return 1
 """
 )
-"""Give a Redis restored from an older state another incarnation, so that all processes detect it."""
+"""Give a Redis that was restored from an older state a new incarnation, so that all processes detect the loss."""

@@ -24,6 +24,12 @@ from outbox.kernel.text import describe, why_unfit
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+_CHECK = (
+    "Check whether it has happened. If not, retry this message, which takes the step. Otherwise do the remaining steps by "
+    "hand, and skip the message."
+)
+
+
 class Steps:
     """The steps of one run.
 
@@ -41,10 +47,10 @@ class Steps:
     def take(self, name: str, function: Callable[[], Any], *, repeatable: bool) -> Any:
         """See `Message.step`."""
         if inspect.iscoroutinefunction(function):
-            raise TypeError(f"The step {name!r} is given a coroutine function: use `await message.astep(…)`.")
+            raise TypeError(f"The step {name!r} got a coroutine function: use `await message.astep(…)`.")
         _refuse_event_loop(name)
-        if (known := self._begin(name, repeatable=repeatable)) is not None:
-            return json.loads(known)
+        if (result := self._begin(name, repeatable=repeatable)) is not None:
+            return json.loads(result)
         try:
             returned = function()
             _refuse_awaitable(name, returned)
@@ -56,9 +62,9 @@ class Steps:
     async def atake(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool) -> Any:
         """See `Message.astep`."""
         if not callable(function):
-            raise TypeError(f"The step {name!r} is given {function!r}, which is no function: a retry could not call it.")
-        if (known := await sync_to_async(self._begin)(name, repeatable=repeatable)) is not None:
-            return json.loads(known)
+            raise TypeError(f"The step {name!r} got {function!r}, which is not callable: pass an async function.")
+        if (result := await sync_to_async(self._begin)(name, repeatable=repeatable)) is not None:
+            return json.loads(result)
         try:
             returned = await function()
         except BaseException as error:
@@ -73,8 +79,7 @@ class Steps:
         if name in steps and steps[name] is None:
             raise self._interrupt(
                 name,
-                f"The step {name!r} was begun by an earlier attempt, which never said how it ended. Find out whether it has "
-                "happened. If it has not, retry this message: it will be taken then. Else do the rest by hand, and skip it.",
+                f"The step {name!r} was begun by an earlier attempt, and its outcome is unknown. {_CHECK}",
             )
         if name not in steps and not repeatable:
             self._remember(name, None)
@@ -82,29 +87,30 @@ class Steps:
 
     def _refuse(self, name: str) -> None:
         if reason := why_unfit(name) if name else "it is empty":
-            raise ValueError(f"The name {name!r} cannot be a step's: {reason}.")
+            raise ValueError(f"{name!r} is not a valid name of a step: {reason}.")
         if self.interrupted is not None:
             raise self.interrupted
         if self._lease.is_over:
-            raise LeaseLost(f"The step {name!r} was not taken: the lease of this run has ended, and another may have begun.")
-        if is_inside_a_transaction(alias := self._lease.wanted.handler.using):
+            raise LeaseLost(
+                f"The step {name!r} was not taken: the lease of this run has ended, and another run may have begun."
+            )
+        if is_inside_a_transaction(alias := self._lease.request.handler.using):
             raise ValueError(
-                f"The step {name!r} was not taken: it is inside `transaction.atomic()` on {alias!r}, whose rollback would make "
-                "the inbox forget it. Put the transaction inside the step, or after it."
+                f"The step {name!r} was not taken: it is inside `transaction.atomic()` on {alias!r}, whose rollback would "
+                "delete the record of the step. Put the transaction inside the step, or after it."
             )
 
     def _failed(self, name: str, error: BaseException, *, repeatable: bool) -> None:
         if repeatable:
             return
         if isinstance(error, RetryLater | Reject):
-            # By these exceptions the step declares that it has not happened.
+            # These exceptions declare that the step has not happened.
             self._store.forget(self._lease, name)
             self._lease.steps.pop(name, None)
             return
         raise self._interrupt(
             name,
-            f"The step {name!r} failed ({type(error).__name__}: {describe(error)}) and is not to be repeated. Find out whether "
-            "it has happened. If it has not, retry this message: it will be taken then. Else do the rest by hand, and skip it.",
+            f"The step {name!r} failed ({type(error).__name__}: {describe(error)}) and is not repeatable. {_CHECK}",
         ) from error
 
     def _end(self, name: str, returned: Any) -> Any:
@@ -113,8 +119,8 @@ class Steps:
         except (TypeError, ValueError) as error:
             raise self._interrupt(
                 name,
-                f"The step {name!r} was taken, but what it returned cannot be remembered ({describe(error)}). Have it return "
-                "what JSON can hold. A retry takes it again.",
+                f"The step {name!r} was taken, but its result cannot be stored as JSON ({describe(error)}). Return a value "
+                "that JSON can represent. A retry takes the step again.",
             ) from error
         self._remember(name, result)
         # A retry gets the same value.
@@ -123,8 +129,8 @@ class Steps:
     def _remember(self, name: str, result: str | None) -> None:
         if not self._store.remember(self._lease, name, result):
             self._lease.lost = True
-            was = "was not taken" if result is None else "was taken and is not remembered"
-            raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another may have begun.")
+            was = "was not taken" if result is None else "was taken, but its result is not stored"
+            raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another run may have begun.")
         self._lease.steps[name] = result
 
     def _interrupt(self, name: str, reason: str) -> StepInterrupted:
@@ -136,7 +142,7 @@ def _refuse_awaitable(name: str, returned: Any) -> None:
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
-        raise TypeError(f"The step {name!r} returned something that is still to be awaited: use `await message.astep(…)`.")
+        raise TypeError(f"The step {name!r} returned an awaitable: use `await message.astep(…)`.")
 
 
 def _refuse_event_loop(name: str) -> None:

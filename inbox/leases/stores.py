@@ -1,10 +1,10 @@
 """Leases, and the guarantees of every lease store.
 
 A lease is the right to run one message until an instant, by the store's clock. Each has a *fencing token*, greater than that
-of any earlier lease of the same message (Kleppmann, "How to do distributed locking", 2016). Every write names it, and is
+of any earlier lease of the same message (Kleppmann, "How to do distributed locking", 2016). Every write contains it, and is
 refused once the lease has ended or another was granted: an owner that was frozen for too long settles nothing.
 
-An unavailable store raises, and then nothing is run: no lease is ever assumed.
+If the store is unavailable, it raises, and the message is not run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from outbox.kernel.envelope import headers_as_json
 
 
 class LeaseStoreUnavailable(DatabaseUnavailable):
-    """The lease store does not answer. Nothing was decided, and nothing may be run."""
+    """The lease store does not answer. Nothing was decided, and the message must not be run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LeaseRequest:
     """A message for which a lease is requested.
 
     Attributes:
         row: its content; for a delivery also the row to store if it fails.
-        stored: its row, if it is stored and its attempt was claimed; None for a delivery.
+        stored: its row, if its attempt was claimed; None for a delivery.
         redelivered: the broker reports an earlier delivery.
         sent_at: when it could first be delivered, by the producer's clock; None if unknown.
     """
@@ -47,23 +47,24 @@ class Wanted:
 
     @property
     def terms(self) -> Terms:
-        """The duration of its lease, and the limit of a run."""
+        """The duration of the lease, and the limit of a run."""
         if self.handler.lease is None:
             raise ValueError(f"The handler {self.handler.name} has no lease.")
         return self.handler.lease
 
     @property
     def order(self) -> OrderedKey | None:
-        """The order that its row belongs to."""
+        """The order that its row has a place in."""
         stored = self.stored
         return OrderedKey(stored.handler, stored.key) if stored is not None and stored.ordered and stored.key else None
 
     @property
-    def alone_in(self) -> OrderedKey | None:
-        """The key of which no other message may run meanwhile, also if its row has left the order."""
+    def exclusive_key(self) -> OrderedKey | None:
+        """The key whose other messages may not run at the same time, even if its row has left the order."""
         stored = self.stored
-        wanted = stored is not None and stored.key and (stored.ordered or self.handler.ordered)
-        return OrderedKey(stored.handler, stored.key) if stored is not None and wanted else None
+        if stored is None or not stored.key or not (stored.ordered or self.handler.ordered):
+            return None
+        return OrderedKey(stored.handler, stored.key)
 
     def leaves(self, failure: Failure) -> OrderedKey | None:
         """The order that its row leaves after this failure."""
@@ -72,7 +73,7 @@ class Wanted:
 
 @dataclass(eq=False, kw_only=True)
 class Lease:
-    """The right to run `wanted`.
+    """The right to run `request`.
 
     Attributes:
         fence: the fencing token.
@@ -81,11 +82,11 @@ class Lease:
         owner: the unique name of this lease, if the store uses one.
         steps: results of steps of earlier runs, as JSON by name; None for a step that was begun and never ended.
         began_at, ends_at: monotonic; the end is never later than the store's own.
-        settling: its handler has ended, and the store is asked whether the lease is still ours.
-        lost: it is known to have ended or to be another owner's.
+        settling: its handler has ended, and the outcome is being stored.
+        lost: it is known that it has ended or that another owner has it.
     """
 
-    wanted: Wanted
+    request: LeaseRequest
     fence: int
     attempt: int
     began_at: float
@@ -96,10 +97,10 @@ class Lease:
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.ends_at = self.began_at + self.wanted.terms.duration.total_seconds()
+        self.ends_at = self.began_at + self.request.terms.duration.total_seconds()
 
     def __str__(self) -> str:
-        row = self.wanted.row
+        row = self.request.row
         return f"{row.handler}: message {row.message_id or 'without id'} (biz-id {row.biz_id}), fence {self.fence}"
 
     @property
@@ -116,7 +117,7 @@ class Held:
         remaining: time until that lease ends.
         attempts: attempts so far, that one included.
         cause: why this is a duplicate.
-        conflicting: that one has other content under the same biz-id.
+        conflicting: the running message has other content under the same biz-id.
     """
 
     remaining: timedelta
@@ -139,37 +140,37 @@ class Consumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Its row in the database decides: it has failed before, or this claim is no longer valid."""
+class RowDecides:
+    """No lease: the message has a row, which decides what happens to it; or this claim is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The store has lost data since: whether the message has been run before is unknown."""
+class HistoryLost:
+    """The store has lost data, so it is unknown whether the message has been run before."""
 
     reason: str
 
 
-Verdict = Lease | Held | Consumed | Kept | Forgotten
+Verdict = Lease | Held | Consumed | RowDecides | HistoryLost
 
 
 class LeaseStore(Protocol):
     """A store of leases. Each call is atomic, and durable on return as far as the store is durable at all.
 
-    Every method raises LeaseStoreUnavailable or DatabaseUnavailable if the store does not answer. A request that was granted,
-    and is repeated because its answer was lost, gets the same answer.
+    Every method raises LeaseStoreUnavailable or DatabaseUnavailable if the store does not answer. A call that is repeated
+    because its answer was lost gets the same answer.
     """
 
-    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
-        """Get the right to run a message, and count its attempt.
+    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
+        """Grant the right to run a message, and count its attempt.
 
         Raises:
-            ConcurrentDuplicate: a transaction is inserting its row right now and does not end within `duplicate_timeout`.
+            ConcurrentDuplicate: another transaction is inserting its row and does not end within `duplicate_timeout`.
             KeyBusy: another message of its key is running; nothing was decided.
         """
 
     def extend(self, lease: Lease, by: timedelta) -> bool:
-        """Let it end `by` from now. False: it is no longer ours."""
+        """Move its end to `by` from now. False: the lease is no longer ours."""
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         """Record a step's result, or with None that it has begun. False: the lease is no longer ours."""
@@ -181,15 +182,15 @@ class LeaseStore(Protocol):
         """Store a failed message, for a retry or as a dead letter. False: as `consume`."""
 
     def forget(self, lease: Lease, step: str) -> None:
-        """Treat a step that was begun and has not ended as never begun, unless there was a later lease."""
+        """Delete the record of a step that was begun and has not ended, unless a later lease was granted."""
 
     def is_held(self, alias: str, row: NewRow) -> bool:
-        """Is this stored message running now? Its row decides about it once that run has ended."""
+        """Is this stored message running now?"""
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """By handler, messages without a row: `handled`, their `duplicates`, also by cause, and `conflicts` among these."""
+        """By handler, for messages without a row: `handled`, `duplicates` (also by cause), and `conflicts` among these."""
 
 
 def stored_row(stored: InboxMessage) -> NewRow:
-    """A stored message as a new delivery's row."""
+    """The `NewRow` of a stored message."""
     return value_of(NewRow, stored, body=bytes(stored.body), headers=headers_as_json(stored.headers), replayed=False)

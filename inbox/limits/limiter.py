@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 PREFETCH_SECONDS = 2.0
 
-_SOON = 0.005
-_AFTER_COLLISION = 0.025
+_SHORTEST_WAIT_SECONDS = 0.005
+_COLLISION_BACKOFF_SECONDS = 0.025
 _DEMAND_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
 
@@ -54,13 +54,13 @@ class Limiter:
         self.rate = handler.rate_limit
         self._name = handler.name
         self._alias = handler.using
-        self._purse = TokenCache(handler.rate_limit)
-        self._lessor = _lessors[handler.using]
+        self._cache = TokenCache(handler.rate_limit)
+        self._leasing_thread = _leasing_threads[handler.using]
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
         self._wanted_at: float | None = None
         self._pause = Pause()
-        self._away = False
+        self._is_unavailable = False
 
     def take(self, most: int) -> int:
         """How many of `most` messages may run now. Each is one token, to be used at once or given back.
@@ -69,7 +69,7 @@ class Limiter:
         """
         taken = self._take(most)
         if self.is_wanted:
-            self._lessor.wake(self)
+            self._leasing_thread.wake(self)
         return taken
 
     def take_or_lease(self, most: int) -> int:
@@ -79,19 +79,19 @@ class Limiter:
     def give_back(self, tokens: int) -> None:
         """Return tokens taken just now and not used: another thread of this process may take them."""
         with self._lock:
-            self._purse.give_back(tokens, monotonic())
+            self._cache.give_back(tokens, monotonic())
 
     def wait_seconds(self) -> float:
         """Seconds until the next `take`: 0 if a token is available or should be requested."""
         with self._lock:
             now = monotonic()
-            if self._purse.tokens(now):
+            if self._cache.tokens(now):
                 return 0.0
-            return max(_SOON if self.is_wanted else 0.0, self._purse.ask_at - now)
+            return max(_SHORTEST_WAIT_SECONDS if self.is_wanted else 0.0, self._cache.next_lease_at - now)
 
     @property
     def is_wanted(self) -> bool:
-        """Did a recent request use more tokens than available, or nearly all?"""
+        """Did a recent call of `take` need more tokens than available, or nearly all?"""
         wanted_at = self._wanted_at
         return wanted_at is not None and monotonic() - wanted_at < _DEMAND_SECONDS
 
@@ -100,51 +100,53 @@ class Limiter:
         # One thread at a time leases for all threads of this process.
         with self._leasing:
             with self._lock:
-                purse, now = self._purse, monotonic()
-                enough = purse.tokens(now) > 0 and not purse.wants_more(now)
-                if enough or now < purse.ask_at:
-                    return enough
+                cache, now = self._cache, monotonic()
+                has_enough = cache.tokens(now) > 0 and not cache.wants_more(now)
+                if has_enough or now < cache.next_lease_at:
+                    return has_enough
             drop_unusable_connections()
             try:
-                leased = lease_tokens(self._alias, self._name, rate=purse.rate, burst=purse.burst, most=purse.portion)
+                leased = lease_tokens(self._alias, self._name, rate=cache.rate, burst=cache.burst, most=cache.portion)
             except (DatabaseError, InterfaceError) as error:
-                self._grant_nothing(error)
+                self._back_off(error)
                 return False
             with self._lock:
-                purse.put_in(leased.tokens, leased.left, monotonic())
-            self._is_back()
+                cache.add(leased.tokens, leased.left, monotonic())
+            self._report_available()
             return leased.tokens > 0
 
     def _take(self, most: int) -> int:
         with self._lock:
             now = monotonic()
-            taken = self._purse.take(most, now)
-            self._wanted_at = now if taken < most or self._purse.wants_more(now) else None
+            taken = self._cache.take(most, now)
+            self._wanted_at = now if taken < most or self._cache.wants_more(now) else None
             return taken
 
-    def _grant_nothing(self, error: Exception) -> None:
+    def _back_off(self, error: Exception) -> None:
         collided = is_collision(error)
         with self._lock:
-            self._purse.rest(random.uniform(0, _AFTER_COLLISION) if collided else self._pause.next_seconds(), monotonic())
+            self._cache.back_off(
+                random.uniform(0, _COLLISION_BACKOFF_SECONDS) if collided else self._pause.next_seconds(), monotonic()
+            )
         if collided:
             return
         # A handler or a failover may have left the session in a bad state.
         end_session(self._alias)
-        if self._away:
+        if self._is_unavailable:
             return
-        self._away = True
+        self._is_unavailable = True
         logger.warning(
-            "%s: its token bucket on %r does not answer (%s). Its messages wait until it does.",
+            "handler %s: the token bucket on database %r is unavailable (%s). Its messages wait until it is available.",
             self._name,
             self._alias,
             describe(error),
         )
 
-    def _is_back(self) -> None:
-        if self._away:
-            self._away = False
+    def _report_available(self) -> None:
+        if self._is_unavailable:
+            self._is_unavailable = False
             self._pause.reset()
-            logger.warning("%s: its token bucket on %r answers again.", self._name, self._alias)
+            logger.warning("handler %s: the token bucket on database %r is available again.", self._name, self._alias)
 
 
 def limiter_of(handler: Handler) -> Limiter | None:
@@ -158,20 +160,20 @@ def limiter_of(handler: Handler) -> Limiter | None:
         return limiter
 
 
-class _Lessor:
+class _LeasingThread:
     """The thread that leases missing tokens from one database. It ends after a while without requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wanting: set[Limiter] = set()
-        self._bell = threading.Event()
+        self._requests: set[Limiter] = set()
+        self._requested = threading.Event()
         self._thread: threading.Thread | None = None
 
     def wake(self, limiter: Limiter) -> None:
         with self._lock:
-            if limiter not in self._wanting:
-                self._wanting.add(limiter)
-                self._bell.set()
+            if limiter not in self._requests:
+                self._requests.add(limiter)
+                self._requested.set()
             # A fork does not copy the thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="inbox-lessor", daemon=True)
@@ -182,27 +184,29 @@ class _Lessor:
             while self._serve():
                 pass
         except Exception:
-            logger.exception("Leasing tokens met an error nobody foresaw. It begins anew when a message wants one.")
+            logger.exception(
+                "rate limits: unexpected error while leasing tokens. Leasing continues when a message needs a token."
+            )
         finally:
             connections.close_all()
 
     def _serve(self) -> bool:
         """Lease for all limiters that need tokens; False after a while without requests."""
         with self._lock:
-            # Cleared first: a request during the lease rings again.
-            wanting, self._wanting = self._wanting, set()
-        unserved = {limiter for limiter in wanting if limiter.is_wanted and not limiter.lease()}
-        rest = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)
+            # Cleared first: a request during the lease sets the event again.
+            requests, self._requests = self._requests, set()
+        unserved = {limiter for limiter in requests if limiter.is_wanted and not limiter.lease()}
+        wait = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)
         with self._lock:
-            self._wanting |= unserved
-        self._bell.wait(min(rest, _IDLE_SECONDS))
-        self._bell.clear()
+            self._requests |= unserved
+        self._requested.wait(min(wait, _IDLE_SECONDS))
+        self._requested.clear()
         with self._lock:
-            if not self._wanting:
+            if not self._requests:
                 self._thread = None
-            return bool(self._wanting)
+            return bool(self._requests)
 
 
 _registering = threading.Lock()
 _limiters: dict[str, Limiter] = {}
-_lessors: defaultdict[str, _Lessor] = defaultdict(_Lessor)
+_leasing_threads: defaultdict[str, _LeasingThread] = defaultdict(_LeasingThread)

@@ -19,15 +19,15 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_FRESH_SECONDS = 5.0
-_ENOUGH = 0.9
-_TELL_EVERY_SECONDS = 10.0
+_READING_VALID_SECONDS = 5.0
+_STOP_FRACTION = 0.9
+_LOG_INTERVAL_SECONDS = 10.0
 
 
 class Shedder:
     """Whether deliveries of one handler are to be dropped now. Shared by all threads of this process; see `shedder_of`.
 
-    It reads only this process's clock and no queue: `saw` reports the queue's length.
+    It reads only this process's clock and no queue: `record_lag` reports the queue's length.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -39,37 +39,37 @@ class Shedder:
         self._lock = threading.Lock()
         self._shedding = False
         self._lag = 0
-        self._seen_at = 0.0
+        self._read_at = 0.0
         self._allowance = 0
-        self._told = False
+        self._error_logged = False
         self._dropped = 0
-        self._tell_at = 0.0
+        self._log_at = 0.0
 
-    def saw(self, lag: int, consumers: int = 1) -> None:
+    def record_lag(self, lag: int, consumers: int = 1) -> None:
         """Record the number of waiting messages and consumers of the queue, from a passive declare."""
         with self._lock:
-            enough = self._shed.above * _ENOUGH
-            self._lag, self._seen_at = lag, monotonic()
-            before, self._shedding = self._shedding, lag > (enough if self._shedding else self._shed.above)
-            self._allowance = ceil((lag - enough) / max(1, consumers)) if self._shedding else 0
-            dropped = self._dropped if not self._shedding or self._seen_at >= self._tell_at else 0
+            stop_at = self._shed.above * _STOP_FRACTION
+            self._lag, self._read_at = lag, monotonic()
+            before, self._shedding = self._shedding, lag > (stop_at if self._shedding else self._shed.above)
+            self._allowance = ceil((lag - stop_at) / max(1, consumers)) if self._shedding else 0
+            dropped = self._dropped if not self._shedding or self._read_at >= self._log_at else 0
             if dropped:
-                self._dropped, self._tell_at = 0, self._seen_at + _TELL_EVERY_SECONDS
+                self._dropped, self._log_at = 0, self._read_at + _LOG_INTERVAL_SECONDS
         if dropped:
-            logger.warning("%s: %d messages have been shed; each has its row.", self._name, dropped)
+            logger.warning("handler %s: %d messages shed; each is stored in the state shed.", self._name, dropped)
         if self._shedding != before:
             logger.warning(
-                "%s: %d messages wait. Shedding %s: the limit is %d.",
+                "handler %s: load shedding %s: %d messages wait, the limit is %d.",
                 self._name,
-                lag,
                 "begins" if self._shedding else "ends",
+                lag,
                 self._shed.above,
             )
 
     @property
     def is_shedding(self) -> bool:
-        """Is `why_shed` needed now?"""
-        return self._allowance > 0 and monotonic() - self._seen_at < _FRESH_SECONDS
+        """May messages be dropped now?"""
+        return self._allowance > 0 and monotonic() - self._read_at < _READING_VALID_SECONDS
 
     def why_shed(self, message: Message) -> str:
         """Why `message` is dropped, or "" if it is to be handled."""
@@ -92,12 +92,12 @@ class Shedder:
 
     def _is_droppable(self, message: Message) -> bool:
         try:
-            return _answered(self._shed.droppable(message))
-        except BaseException as error:  # noqa: BLE001 - the user's code, on a thread that must go on
-            if not self._told:
-                self._told = True
-                logger.error(  # noqa: TRY400 - said once, whatever comes
-                    "%s: droppable failed with %s: %s. Messages it fails on are handled, not dropped.",
+            return _as_bool(self._shed.droppable(message))
+        except BaseException as error:  # noqa: BLE001 - the user's code must not end this thread
+            if not self._error_logged:
+                self._error_logged = True
+                logger.error(  # noqa: TRY400 - logged once, for all errors
+                    "handler %s: Shed.droppable failed with %s: %s. Messages that it fails for are handled, not dropped.",
                     self._name,
                     type(error).__name__,
                     describe(error),
@@ -105,9 +105,9 @@ class Shedder:
             return False
 
 
-def _answered(answer: object) -> bool:
+def _as_bool(answer: object) -> bool:
     if inspect.isawaitable(answer):
-        raise TypeError(f"it answered {type(answer).__name__}, and must answer at once")
+        raise TypeError(f"it returned {type(answer).__name__}; it must return a bool")
     return bool(answer)
 
 

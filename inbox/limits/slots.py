@@ -2,7 +2,7 @@
 
 A thread that runs a message of such a handler holds one of its slots, for deliveries and stored messages alike. Both kinds get
 slots in turn; otherwise stored messages would wait as long as deliveries arrive. So after the runner has found no free slot for
-a stored message, a slot that a delivery had is not given to another delivery until the runner has looked again.
+a stored message, a slot that a delivery used is not given to another delivery until the runner has polled again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inbox.handlers.handler import Handler
 from outbox.kernel.clock import monotonic
 
 _RESERVED_SECONDS = 0.2
-"""The runner may be unable to look, because its database is unavailable; deliveries do not wait for that."""
+"""The longest reservation for the runner. It may be unable to poll, because its database is unavailable."""
 
 
 class Slots:
@@ -25,13 +25,13 @@ class Slots:
         self._lock = threading.Lock()
         self._taken = 0
         self._was_for_delivery = False
-        self._runner_looks: Callable[[], object] | None = None
+        self._wake_runner: Callable[[], object] | None = None
         self._reserved_until = 0.0
 
     @property
     def is_free(self) -> bool:
         """May a worker take one now, for deliveries?"""
-        is_reserved = self._was_for_delivery and self._runner_looks and monotonic() < self._reserved_until
+        is_reserved = self._was_for_delivery and self._wake_runner and monotonic() < self._reserved_until
         return self._taken < self.count and not is_reserved
 
     def take(self) -> bool:
@@ -43,34 +43,34 @@ class Slots:
             self._was_for_delivery = True
             return True
 
-    def take_for_stored(self, look: Callable[[], object]) -> bool:
-        """Take one to look for a stored message. If none is free, `look`, which must not raise, is called once one is."""
+    def take_for_stored(self, wake: Callable[[], object]) -> bool:
+        """Take one before polling for a stored message. If none is free, call `wake` once one is; it must not raise."""
         with self._lock:
             if self._taken == self.count:
-                self._runner_looks = look
+                self._wake_runner = wake
                 return False
-            self._runner_looks = None
+            self._wake_runner = None
             self._taken += 1
             return True
 
     def give_back(self) -> None:
-        """Return a slot taken to look for a stored message: there is none."""
+        """Return a slot taken by `take_for_stored`: no message is due."""
         with self._lock:
             self._taken -= 1
-            self._runner_looks = None
+            self._wake_runner = None
 
     def begin_stored(self) -> None:
-        """Use a slot taken to look for a stored message: there is one."""
+        """Use a slot taken by `take_for_stored`: a message is run."""
         self._was_for_delivery = False
 
     def leave(self) -> None:
         """Free the slot after the run."""
         with self._lock:
             self._taken -= 1
-            look = self._runner_looks
+            wake = self._wake_runner
             self._reserved_until = monotonic() + _RESERVED_SECONDS
-        if look is not None:
-            look()
+        if wake is not None:
+            wake()
 
 
 def slots_of(handler: Handler) -> Slots | None:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 BURST_SECONDS = 0.1
 PORTION_SECONDS = 0.05
-_LONGEST_KEEP = 1.0
-_SHORTEST_REST = 0.025
-_LONGEST_REST = 5.0
-_AHEAD_FROM = 4
+_LONGEST_LIFETIME_SECONDS = 1.0
+_SHORTEST_BACKOFF_SECONDS = 0.025
+_LONGEST_BACKOFF_SECONDS = 5.0
+_EARLY_LEASE_FROM = 4
 
 
 @dataclass(slots=True)
 class _Portion:
-    """Tokens leased together, which expire together. `whole`: the bucket granted the full request."""
+    """Tokens that were leased together and expire together. `whole`: the bucket granted the full request."""
 
     leased: int
     left: int
@@ -47,34 +47,34 @@ class TokenCache:
         self.rate = rate
         self.burst = 1.0 + rate * BURST_SECONDS
         # At a low rate, tokens live longer: the thread that needs one may return later.
-        self.keep = max(2 * PORTION_SECONDS, min(_LONGEST_KEEP, 1.0 / rate))
+        self.lifetime = max(2 * PORTION_SECONDS, min(_LONGEST_LIFETIME_SECONDS, 1.0 / rate))
         self.portion = 1
-        self.ask_at = 0.0
+        self.next_lease_at = 0.0
         self._largest = max(1, int(rate * PORTION_SECONDS))
         self._portions: deque[_Portion] = deque()
         self._latest: _Portion | None = None
 
     def tokens(self, now: float) -> int:
-        """How many may be taken."""
-        while self._portions and now - self._portions[0].leased_at > self.keep:
-            lost = self._portions.popleft()
-            if lost.left:
+        """The number of unexpired tokens."""
+        while self._portions and now - self._portions[0].leased_at > self.lifetime:
+            expired = self._portions.popleft()
+            if expired.left:
                 # At least half: a process that paused briefly continues as fast as before.
-                self.portion = max(1, lost.leased - lost.left, self.portion // 2)
+                self.portion = max(1, expired.leased - expired.left, self.portion // 2)
         return sum(portion.left for portion in self._portions)
 
     def wants_more(self, now: float) -> bool:
-        """Should the next lease precede the last portion's end? Small portions are leased when tokens are missing."""
-        return self.portion >= _AHEAD_FROM and 2 * self.tokens(now) <= self.portion
+        """Should the next portion be leased before this one is used up? Small portions are leased when no token is left."""
+        return self.portion >= _EARLY_LEASE_FROM and 2 * self.tokens(now) <= self.portion
 
     def take(self, most: int, now: float) -> int:
         wanted = min(most, self.tokens(now))
         taken = 0
         while taken < wanted:
             oldest = self._portions[0]
-            some = min(wanted - taken, oldest.left)
-            oldest.left -= some
-            taken += some
+            count = min(wanted - taken, oldest.left)
+            oldest.left -= count
+            taken += count
             if not oldest.left:
                 self._portions.popleft()
         self._grow(now, short=taken < most)
@@ -85,16 +85,16 @@ class TokenCache:
             self._portions.append(_Portion(0, 0, now, whole=False))
         self._portions[0].left += tokens
 
-    def put_in(self, leased: int, left: float, now: float) -> None:
+    def add(self, leased: int, left: float, now: float) -> None:
         """The bucket granted `leased` tokens of the requested portion, and has `left`."""
         if leased:
             self._latest = _Portion(leased, leased, now, whole=leased == self.portion)
             self._portions.append(self._latest)
-        self.ask_at = now
+        self.next_lease_at = now
         if left < 1:
             # The jitter keeps processes from asking in sync.
-            rest = max(_SHORTEST_REST, (self._largest - left) / self.rate) + random.uniform(0, 0.01)
-            self.ask_at = now + min(rest, _LONGEST_REST)
+            wait = max(_SHORTEST_BACKOFF_SECONDS, (self._largest - left) / self.rate) + random.uniform(0, 0.01)
+            self.next_lease_at = now + min(wait, _LONGEST_BACKOFF_SECONDS)
 
     def _grow(self, now: float, *, short: bool) -> None:
         latest, early = self._latest, PORTION_SECONDS if short else PORTION_SECONDS / 2
@@ -102,6 +102,6 @@ class TokenCache:
             self.portion = min(2 * latest.leased, self._largest)
             self._latest = None
 
-    def rest(self, seconds: float, now: float) -> None:
-        """The bucket does not answer: do not ask for `seconds`."""
-        self.ask_at = now + seconds
+    def back_off(self, seconds: float, now: float) -> None:
+        """The bucket is unavailable: lease nothing for `seconds`."""
+        self.next_lease_at = now + seconds

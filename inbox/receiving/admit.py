@@ -76,12 +76,14 @@ def admit(
         if handler.ordered:
             reason = f"a transaction has had one of these messages in hand for over {options.DUPLICATE_TIMEOUT}"
             raise DatabaseUnavailable(reason) from error
-        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [_defer(incoming[0].row, options)]
+        # Every part with that message waits for it again, so there must be only one.
+        alone = [[delivery] for delivery in deliveries]
+        return _admit_in_parts(handler, alone, options, shed) if len(alone) > 1 else [_defer(incoming[0].row, options)]
     except DatabaseError as error:
-        if len(deliveries) > 1:
-            # The values of one delivery cause the error; the others must not wait for it.
-            return _singly(handler, deliveries, options, shed)
-        return _without_values(handler, *deliveries[0], options, error)
+        # The values of single deliveries cause the error. Halves find them with the fewest transactions.
+        if not (half := len(deliveries) // 2):
+            return _without_values(handler, *deliveries[0], options, error)
+        return _admit_in_parts(handler, [deliveries[:half], deliveries[half:]], options, shed)
     except Exception as error:
         if not handler.ordered:
             raise
@@ -139,18 +141,21 @@ def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: boo
     )
 
 
-def _singly(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, shed: str) -> list[Received]:
+def _admit_in_parts(
+    handler: Handler, parts: Sequence[Sequence[tuple[Arrival, bool]]], options: InboxOptions, shed: str
+) -> list[Received]:
+    """Admit the parts in their order, each in its own transaction."""
     became: list[Received] = []
-    for delivery in deliveries:
+    for part in parts:
         try:
-            became += admit(handler, [delivery], options, shed=shed)
+            became += admit(handler, part, options, shed=shed)
         except DatabaseError as error:
-            # The others are stored, and must not be stored again because of this one.
+            # It is a single delivery. The others are stored, and must not be stored again because of this one.
             became.append(Received.UNSTORED)
             logger.error(  # noqa: TRY400 - the reason says it all
                 "%s: message %s cannot be stored; it stays unacknowledged and is tried again later: %s",
                 handler.name,
-                delivery[0].row.message_id or "without id",
+                part[0][0].row.message_id or "without id",
                 describe(error),
             )
     return became

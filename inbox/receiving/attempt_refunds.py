@@ -17,12 +17,12 @@ class AttemptRefunds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owed: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self._pending: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
     def add(self, alias: str, outage: DatabaseUnavailable) -> None:
         if outage.refund is not None:
             with self._lock:
-                self._owed[alias].append(outage.refund)
+                self._pending[alias].append(outage.refund)
 
     def settle(self, alias: str) -> None:
         """Make the pending refunds of this database.
@@ -35,13 +35,15 @@ class AttemptRefunds:
                 committed(refund, alias)
             except DatabaseUnavailable as outage:
                 with self._lock:
-                    self._owed[alias].appendleft(refund)
+                    self._pending[alias].appendleft(refund)
                 outage.refused = False  # the next message is not the cause
                 raise
             except Exception:
-                logger.exception("An attempt on %r cannot be given back; its message is due again after a while.", alias)
+                logger.exception(
+                    "inbox: an attempt on %r could not be refunded; its message is due again after REDELIVERY_AFTER.", alias
+                )
 
     def _next(self, alias: str) -> Callable[[], None] | None:
         with self._lock:
-            refund = self._owed.get(alias)
+            refund = self._pending.get(alias)
             return refund.popleft() if refund else None

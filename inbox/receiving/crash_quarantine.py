@@ -1,8 +1,8 @@
 """Crash quarantine: each process runs messages that may have ended their process one at a time.
 
-If an attempt began and never ended, its message ended the process, or another one that ran at the same time did. Run together
-again, they would all run out of attempts. So each is run while this process runs no other such message. Any message that runs
-beside it when the process ends loses an attempt, and is itself quarantined next.
+If an attempt began and never ended, its message ended the process, or another one that ran at the same time did. If they ran
+together again, all of them would run out of attempts. So a process runs only one such message at a time. Any message that runs
+concurrently when the process ends loses an attempt, and is quarantined next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OneAtATime:
         return True
 
     def leave(self) -> None:
-        """This thread runs none, or no longer."""
+        """This thread runs none now."""
         if self._owner == threading.get_ident():
             self._owner = None
             self._free.release()

@@ -1,7 +1,7 @@
 """Messages that this process is handling in open transactions, so that it detects a concurrent duplicate at once.
 
-Otherwise each duplicate would occupy a worker while it waits in the database for the end of the first delivery. A message that
-another process is handling is remembered for a short time after a delivery has waited for it in vain.
+Otherwise each duplicate would occupy a worker while it waits in the database for the end of the first delivery. If another
+process is handling the message, that is known only after a timeout, and is then remembered for a short time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from inbox.models import InboxMessage
 from inbox.store.rows import NewRow
 from outbox.kernel.clock import monotonic
 
-_REMEMBERED = 5
-"""A multiple of the wait, so that duplicates of one message make a worker wait for at most a sixth of its time."""
+_REMEMBERED_WAITS = 5
+"""A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""
 
 _Name = tuple[str, str, str]
 
@@ -71,14 +71,14 @@ class InHand:
                 self._after[_name(row)].append(callback)
 
     def remember_elsewhere(self, row: NewRow, waited: timedelta) -> None:
-        """Record that another process is handling it and did not end within `waited`."""
+        """Record that another process is handling this message and did not end within `waited`."""
         now = monotonic()
         with self._lock:
             self._elsewhere = {name: until for name, until in self._elsewhere.items() if until > now}
-            self._elsewhere[_name(row)] = now + _REMEMBERED * waited.total_seconds()
+            self._elsewhere[_name(row)] = now + _REMEMBERED_WAITS * waited.total_seconds()
 
     def is_elsewhere(self, row: NewRow) -> bool:
-        """Was another process handling it a moment ago?"""
+        """Was another process recently found to handle this message?"""
         return bool(self._elsewhere) and self._elsewhere.get(_name(row), 0.0) > monotonic()
 
     def _end(self, names: Iterable[_Name]) -> None:

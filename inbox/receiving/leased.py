@@ -1,8 +1,8 @@
 """One message under a lease: acquire, run, settle.
 
-The handler runs outside any transaction, while its lease is extended. Its outcome is written by a statement that the store
-refuses once the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner whose
-lease has expired cannot overwrite its successor's outcome.
+The handler runs outside any transaction, while its lease is extended. The lease store refuses its outcome once the lease has
+ended. So a message has one owner at a time, its effect happens at least once, and an owner whose lease has ended cannot
+overwrite the outcome of the next owner.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from inbox.leases.autocommit import autocommit, is_inside_a_transaction
 from inbox.leases.heartbeat import heartbeat
 from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreUnavailable, Wanted, stored_row
+from inbox.leases.stores import (
+    Consumed,
+    Held,
+    HistoryLost,
+    Lease,
+    LeaseRequest,
+    LeaseStore,
+    LeaseStoreUnavailable,
+    RowDecides,
+    stored_row,
+)
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import (
     Received,
@@ -52,7 +62,7 @@ logger = logging.getLogger(__name__)
 _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 """Backoff of a stored message while the lease store is unavailable."""
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
-_NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
+_NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
 def receive(
@@ -63,33 +73,33 @@ def receive(
     redelivered: bool,
     acknowledge: Callable[[], object] | None = None,
 ) -> Received:
-    """Process a delivery that may be run to its outcome.
+    """Process one delivery to its outcome.
 
-    It is acknowledged before the run if its lease is in the database, because its row and body are there, too. With Redis,
-    the broker's copy is the only one until the run has ended.
+    If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
+    broker has the only copy until the run has ended.
 
     Raises:
-        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; nothing was run.
+        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; the message was not run.
         ConcurrentDuplicate: another transaction is inserting its row.
     """
     row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
     sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-    wanted = Wanted(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
+    request = LeaseRequest(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
     store = lease_store(options)
-    verdict = store.acquire(wanted, duplicate_timeout=options.DUPLICATE_TIMEOUT)
+    verdict = store.acquire(request, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     if isinstance(verdict, Lease):
         return _run_delivered(store, verdict, arrival, options, acknowledge)
-    if isinstance(verdict, Forgotten):
+    if isinstance(verdict, HistoryLost):
         return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
     if isinstance(verdict, Consumed) and verdict.counted:
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.DUPLICATE
-    if isinstance(verdict, Kept) and committed(
+    if isinstance(verdict, RowDecides) and committed(
         partial(store_due, handler.using, row, options.DUPLICATE_TIMEOUT), handler.using
     ):
         return Received.STORED
-    if isinstance(verdict, Held) and _keep(wanted, options, verdict):
+    if isinstance(verdict, Held) and _store_external(request, options, verdict):
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.STORED
     return duplicate(handler, row, redelivered=redelivered)
@@ -103,32 +113,33 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     """
     row, store, alias = stored_row(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
-    wanted = Wanted(handler=handler, row=row, stored=stored)
-    give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
+    request = LeaseRequest(handler=handler, row=row, stored=stored)
+    refund = partial(give_back, alias, stored.pk, stored.attempts)
     try:
-        verdict = store.acquire(wanted, duplicate_timeout=options.DUPLICATE_TIMEOUT)
+        verdict = store.acquire(request, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     except (LeaseStoreUnavailable, KeyBusy) as busy:
         # No attempt was made, and other messages must not wait.
-        rest = _KEY_BUSY_BACKOFF
+        backoff = _KEY_BUSY_BACKOFF
         if isinstance(busy, LeaseStoreUnavailable):
-            rest = _UNAVAILABLE_BACKOFF
-            logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, busy)
-        committed(partial(give_it_back, rest), alias)
+            backoff = _UNAVAILABLE_BACKOFF
+            seconds = backoff.total_seconds()
+            logger.warning("%s: message %s is deferred for %.0f s: %s", handler.name, stored.message_id, seconds, busy)
+        committed(partial(refund, backoff), alias)
         return Received.STORED
     except ConcurrentDuplicate:
         return defer_locked(handler, stored)
     except DatabaseUnavailable as outage:
-        outage.refund = give_it_back
+        outage.refund = refund
         raise
     if isinstance(verdict, Lease):
         return _run(store, verdict, message, envelope, options)
-    if isinstance(verdict, Forgotten):
+    if isinstance(verdict, HistoryLost):
         return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
     if isinstance(verdict, Held):
-        committed(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        committed(partial(leases.defer_to_lease_end, alias, stored.pk, stored.attempts, verdict.remaining), alias)
         return Received.STORED
     if isinstance(verdict, Consumed):
-        committed(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
+        committed(partial(leases.finish_external, alias, row, request.order, uncounted=1), alias)
     return Received.DUPLICATE
 
 
@@ -143,37 +154,37 @@ def _run_delivered(
         return _run(store, lease, message, arrival.envelope, options)
     except DatabaseUnavailable as outage:
         # The broker does not deliver it again.
-        logger.warning("%s: its outcome cannot be stored, so it is run again when its lease has ended: %s", lease, outage)
+        logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
     except Exception:
-        logger.exception("%s: an unexpected error; it is run again when its lease has ended.", lease)
+        logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
     return Received.STORED
 
 
 def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
-    handler, row, steps = lease.wanted.handler, lease.wanted.row, Steps(store, lease)
+    handler, row, steps = lease.request.handler, lease.request.row, Steps(store, lease)
     message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
-    with heartbeat.keeping(store, lease):
+    with heartbeat.extending(store, lease):
         failure = _attempt(lease, message, steps, envelope, options)
         lease.settling = True
         write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
         settled = not lease.lost and _settle(lease, write)
     if not settled:
-        return _overtaken(lease, options)
+        return _lease_ended(lease, options)
     if failure is None:
         return handled(handler, message)
     if steps.in_doubt:
-        # Only now: the message is dead, so it runs again only if an operator decides so.
+        # After the message was dead-lettered: it runs again only if an operator retries it.
         _settle(lease, partial(store.forget, lease, steps.in_doubt))
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
 def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
     """Run the handler; returns its failure, or None."""
-    handler = lease.wanted.handler
+    handler = lease.request.handler
     if lease.attempt > handler.retry.over(options.retry).max_attempts:
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
-        raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
+        raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
@@ -188,7 +199,7 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
 
 
 def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
-    """Store the outcome; while the store is unavailable, retry for as long as the lease can still be ours.
+    """Store the outcome; while the store is unavailable, retry until the lease has ended.
 
     Raises:
         DatabaseUnavailable: the store was unavailable for longer.
@@ -200,43 +211,43 @@ def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
         except DatabaseUnavailable as outage:
             if lease.is_over:
                 raise
-            logger.warning("%s: it has been run, and that cannot be written down yet: %s", lease, outage)
+            logger.warning("%s: its outcome cannot be stored now; this is retried until its lease ends: %s", lease, outage)
             time.sleep(pause.next_seconds())
 
 
-def _overtaken(lease: Lease, options: InboxOptions) -> Received:
-    """The new owner decides. A row is stored, so that a runner checks the message if it has no owner."""
+def _lease_ended(lease: Lease, options: InboxOptions) -> Received:
+    """The next owner decides. A row is stored, so that a runner checks the message if it has no owner."""
     logger.error(
-        "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make the "
-        "duration and the limit of its Lease longer than its longest run.",
+        "%s: its lease ended before its run, so its outcome was not stored and it may run again. Make the duration and the "
+        "limit of its Lease longer than its longest run.",
         lease,
     )
     if lease.pk is None:
-        _keep(lease.wanted, options, Held(timedelta(), lease.attempt), counting=False)
+        _store_external(lease.request, options, Held(timedelta(), lease.attempt), counting=False)
     return Received.STORED
 
 
-def _keep(wanted: Wanted, options: InboxOptions, held: Held, *, counting: bool = True) -> bool:
-    """Store a message to be checked when its owner's lease ends; `counting` this delivery as its duplicate.
+def _store_external(request: LeaseRequest, options: InboxOptions, held: Held, *, counting: bool = True) -> bool:
+    """Store a message that a runner checks when the lease of its owner ends; `counting` this delivery as its duplicate.
 
-    False: the database has a row of it.
+    False: it has a row.
     """
-    keep = partial(
-        leases.keep,
-        wanted.handler.using,
-        wanted.row,
+    store = partial(
+        leases.store_external,
+        request.handler.using,
+        request.row,
         options.DUPLICATE_TIMEOUT,
         until=held.remaining,
         attempts=held.attempts,
         duplicate=held.cause if counting else None,
         conflicting=held.conflicting,
     )
-    return committed(keep, wanted.handler.using)
+    return committed(store, request.handler.using)
 
 
 def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *, conflicting: bool) -> None:
     announce_duplicate(handler, row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
 
 
-def _quarantined(verdict: Forgotten, *, attempts: int) -> Failure:
+def _quarantined(verdict: HistoryLost, *, attempts: int) -> Failure:
     return Failure(error=verdict.reason, retry_after=None, attempts=attempts, quarantined=True)

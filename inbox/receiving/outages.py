@@ -1,8 +1,8 @@
 """Databases that cannot store messages now: one record for all consumer and runner threads of a process.
 
-A database that does not answer, accepts no writes, or lacks a table is *unavailable*: nothing is acknowledged or given back to
-the broker for it, and all its handlers pause. If the database can store but one handler's message could not be stored, only
-that handler pauses, and not even that handler if the message can be left for later: see `consumer.reception`.
+A database that does not answer, accepts no writes, or lacks a table is *unavailable*: its deliveries are neither acknowledged
+nor returned to the broker, and all its handlers pause. If the database can store but one handler's message could not be stored,
+only that handler pauses, unless the message can be deferred: see `consumer.reception`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Outages:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._databases: dict[str, Outage] = {}
-        self._works: dict[str, Outage] = {}
+        self._items: dict[str, Outage] = {}
 
     def is_ongoing(self, alias: str) -> bool:
         outage = self._databases.get(alias)
@@ -38,9 +38,9 @@ class Outages:
         problem = self._problem(alias)
         with self._lock:
             if problem is None:
-                return self._works.setdefault(what, Outage(f"the store of {what}")).record(error, error.remedy), False
+                return self._items.setdefault(what, Outage(f"the store of {what}")).record(error, error.remedy), False
             outage = self._database(alias)
-            # Only one of the threads that find the outage at once extends the pause; otherwise each would count as a try.
+            # If several threads detect the outage, only the first extends the pause; otherwise each would count as a try.
             return 0.0 if outage.ongoing else outage.record(*problem), True
 
     def can_store(self, alias: str) -> bool:
@@ -58,9 +58,9 @@ class Outages:
 
     def end(self, what: str) -> None:
         """`what` has been stored."""
-        if what in self._works:
+        if what in self._items:
             with self._lock:
-                self._works[what].over()
+                self._items[what].over()
 
     def _database(self, alias: str) -> Outage:
         return self._databases.setdefault(alias, Outage(f"the database {alias!r}"))
@@ -71,8 +71,8 @@ class Outages:
         try:
             trial.try_to_store(alias)
         except ConcurrentDuplicate:
-            return "another session has locked the table of the inbox", "End that session, or wait for it."
-        except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker
+            return "another session has locked the table of the inbox", "Wait for that session, or end it."
+        except Exception as error:  # noqa: BLE001 - an error of a custom database backend must not end the worker
             if is_collision(error):
                 return None
             reason = why_not_stored(error, alias)

@@ -1,7 +1,4 @@
-"""The outcome of a delivery: stored, logged and announced by a signal.
-
-Every way of running a handler ends here. The other modules of `receiving` run it.
-"""
+"""The outcome of a delivery: stored, logged and announced by a signal. The other modules of `receiving` run the handler."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from inbox.store.intake import Taken
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 from outbox.database.faults import is_collision
-from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, class_of, own_frames, place_of
+from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import describe
 
@@ -43,14 +40,14 @@ class Received(Enum):
     HANDLED = "handled"
     DUPLICATE = "duplicate"
     STORED = "stored"
-    """Its attempt failed, or it takes the careful path; the database has it."""
+    """Its attempt failed, or it takes the careful path; it is stored in the database."""
     DEAD = "dead"
     SHED = "shed"
-    """Too many wait, and it may be dropped: stored, not handled."""
+    """Dropped under load: stored, not handled."""
     DEFERRED = "deferred"
-    """A concurrent duplicate is being run: not acknowledged, to be tried again in a moment."""
+    """Another transaction is handling the same message: not acknowledged, and processed again soon."""
     UNSTORED = "unstored"
-    """Neither it nor its failure could be stored: not acknowledged, to be tried again later."""
+    """Neither it nor its failure could be stored: not acknowledged, and processed again later."""
 
 
 def store_failure(
@@ -65,7 +62,7 @@ def store_failure(
     try:
         new = committed(write, handler.using)
     except DatabaseError as error:
-        # The values of its row cause the error; the new row has only the body.
+        # The values of its row are the cause; the new row has only the body.
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = committed(write, handler.using)
     if not new:
@@ -82,13 +79,13 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         )
     except ConcurrentDuplicate:
         logger.warning(
-            "%s: message %s (biz-id %s) failed at attempt %d (%s), which is not written down: %s",
+            "%s: message %s (biz-id %s) failed at attempt %d (%s), and this failure is not stored: %s",
             handler.name,
             stored.message_id,
             stored.biz_id,
             stored.attempts,
             failure.error,
-            _locked(handler, stored),
+            _lock_description(handler, stored),
         )
         return Received.STORED
     if not ours:
@@ -97,22 +94,42 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
+def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received | None:
+    """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
+    made = stored.attempts - 1
+    if made < handler.retry.over(options.retry).max_attempts:
+        return None
+    error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
+    failure = Failure(
+        error=error,
+        error_class=stored.error_class or NEVER_ENDED,
+        error_place=stored.error_place,
+        retry_after=None,
+        attempts=made,
+    )
+    return fail_stored(handler, stored, failure)
+
+
 def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
     """Defer a claimed message whose row another session has locked; its attempt is refunded later."""
-    # In a thread of its own, which waits for the lock and gets the row before the next claim.
-    threading.Thread(target=_give_back_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
+    # In a separate thread, which waits for the lock and gets the row before the next claim.
+    threading.Thread(target=_refund_when_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
     logger.warning(
-        "%s: message %s (biz-id %s) is deferred: %s", handler.name, stored.message_id, stored.biz_id, _locked(handler, stored)
+        "%s: message %s (biz-id %s) is deferred: %s",
+        handler.name,
+        stored.message_id,
+        stored.biz_id,
+        _lock_description(handler, stored),
     )
     return Received.STORED
 
 
-def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
+def _refund_when_unlocked(handler: Handler, stored: InboxMessage) -> None:
     try:
         claims.give_back(handler.using, stored.pk, stored.attempts)
     except (DatabaseError, InterfaceError) as error:
         logger.warning(
-            "%s: message %s (biz-id %s) has an attempt counted that was not made: %s",
+            "%s: message %s (biz-id %s): an attempt that was not made could not be refunded: %s",
             handler.name,
             stored.message_id,
             stored.biz_id,
@@ -122,24 +139,24 @@ def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
         connections.close_all()
 
 
-def _locked(handler: Handler, stored: InboxMessage) -> str:
+def _lock_description(handler: Handler, stored: InboxMessage) -> str:
     holder = ""
     with suppress(DatabaseError, InterfaceError):
-        holder = claims.who_locks(handler.using, stored.pk)
+        holder = claims.lock_holder(handler.using, stored.pk)
     return (
-        f"another session has locked row {stored.pk} of {dialect.TABLE}{f', {holder}' if holder else ''}. It is run when that "
-        "session lets go; if it does not, end it with pg_terminate_backend()."
+        f"another session has locked row {stored.pk} of {dialect.TABLE}{f', {holder}' if holder else ''}. The message runs "
+        "when that session releases the lock; if it does not, end it with pg_terminate_backend()."
     )
 
 
 def unfit(error: DatabaseError) -> str:
-    """Why only the body of a message is stored; in ASCII, because the database may have refused a character."""
-    said = describe(error).encode("ascii", "backslashreplace").decode()
-    return f"The database refuses what it says: {said}. Only its body is stored."
+    """The reason for storing only the body of a message; in ASCII, because the database may have refused a character."""
+    text_of_error = describe(error).encode("ascii", "backslashreplace").decode()
+    return f"The database refuses its values: {text_of_error}. Only its body is stored."
 
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
-    return _met(
+    return _duplicate_of(
         handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     )
 
@@ -150,13 +167,13 @@ def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "
     if taken.state == State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
     if taken.state == State.SHED:
-        _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
+        _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Received.SHED
-    return Received.STORED if taken.state else _met(handler, row, taken.earlier)
+    return Received.STORED if taken.state else _duplicate_of(handler, row, taken.earlier)
 
 
-def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
-    """The outcome of a duplicate of `earlier`; None: that row is being run now, or was deleted meanwhile."""
+def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
+    """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
         return Received.DEFERRED
     if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
@@ -187,7 +204,7 @@ def failure_of(
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
     if is_collision(error):
-        # Not the handler's fault, however often: the backoff of a failure, and no attempt counted.
+        # The handler is not the cause: the backoff of a failure, but no attempt is counted.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
         return failure_from(error, error=text, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
@@ -221,9 +238,9 @@ def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedel
     if error.give_up_after is not None:
         left = error.give_up_after - age
         if left <= timedelta():
-            text = f"given up {shown} after it arrived, as RetryLater(give_up_after={error.give_up_after!r}) says"
+            text = f"given up {shown} after it arrived, because of RetryLater(give_up_after={error.give_up_after!r})"
             return failure_from(error, error=f"{text}: {describe(error)}", retry_after=None, attempts=attempt)
-        # One more attempt is made when its time is over.
+        # The last attempt is made when `give_up_after` has passed.
         delay = min(delay, left)
     text = f"deferred, {shown} after it arrived: {describe(error)}" if shown else f"deferred: {describe(error)}"
     return Failure(
@@ -232,18 +249,18 @@ def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedel
         error_place=place_of(error),
         retry_after=max(delay, _SHORTEST_DELAY),
         attempts=attempt - 1,
-        put_off=True,
+        deferred=True,
     )
 
 
 def _age(handler: Handler, row: int | None) -> timedelta:
-    """How long ago a stored message arrived; zero for a new one, or if the database fails."""
+    """The time since a stored message arrived; zero for a new one, or if the database fails."""
     if row is None:
         return timedelta()
     try:
         return committed(lambda: claims.age(handler.using, row), handler.using)
     except (DatabaseUnavailable, DatabaseError, InterfaceError) as failed:
-        logger.debug("%s: how long row %d has waited is not known: %s", handler.name, row, describe(failed))
+        logger.debug("%s: the age of row %d is unknown: %s", handler.name, row, describe(failed))
         return timedelta()
 
 
@@ -252,7 +269,7 @@ def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -
 
 
 def announce_dead_letter(dead_lettered: claims.DeadLettered) -> Received:
-    """Announce a message that the runner found because its handler committed by itself; the handler may be unknown here."""
+    """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
     return _announce(dead_lettered.handler, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
 
 
@@ -266,11 +283,11 @@ def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> R
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
     else:
         # A deferral is not a failure.
-        level = logging.INFO if failure.put_off else logging.WARNING
-        rest = failure.retry_after or timedelta()
-        fate = f"is tried again in {rest.total_seconds():.0f} s"
+        level = logging.INFO if failure.deferred else logging.WARNING
+        backoff = failure.retry_after or timedelta()
+        fate = f"is tried again in {backoff.total_seconds():.0f} s"
     logger.log(level, "%s: message %s (biz-id %s) %s: %s", handler, message_id or "without id", biz_id, fate, failure.error)
-    _tell(
+    _send(
         signals.message_dead if dead else signals.message_retrying,
         handler=handler,
         message_id=message_id,
@@ -283,30 +300,30 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
     if earlier.conflicting:
         logger.error(
-            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of an earlier one, but says something else. It "
-            "was not run; look for the bug upstream.",
+            "%(handler)s: message %(message_id)s has the biz-id %(biz_id)s of an earlier message, but other content. It was "
+            "not run; check how its publisher chooses biz-ids.",
             names,
         )
-        _tell(signals.conflicting_duplicate, **names)
+        _send(signals.conflicting_duplicate, **names)
     the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
     if earlier.state == State.DEAD and not the_same:
         logger.error(
-            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of a dead letter, and was not run. Retry or skip "
-            "that one to decide about both.",
+            "%(handler)s: message %(message_id)s has the biz-id %(biz_id)s of a dead letter, and was not run. Retry or skip "
+            "the dead letter to decide about both.",
             names,
         )
-    _tell(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
+    _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
 def handled(handler: Handler, message: Message) -> Received:
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
-    _tell(signals.message_handled, message=message, handler=handler.name)
+    _send(signals.message_handled, message=message, handler=handler.name)
     return Received.HANDLED
 
 
-def _tell(signal: Signal, **arguments: Any) -> None:
+def _send(signal: Signal, **arguments: Any) -> None:
     try:
         signal.send_robust(sender=InboxMessage, **arguments)
     except BaseException:
         # send_robust lets SystemExit through, and the state is committed.
-        logger.exception("A receiver of an inbox signal tried to end the process.")
+        logger.exception("inbox: a signal receiver raised an exception that would end the process; it is ignored.")

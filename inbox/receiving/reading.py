@@ -1,10 +1,10 @@
-"""Reading a delivery: which message is it, for which handler, and may it be handled?
+"""Reading a delivery: which message is it, and may it be handled?
 
-This module accesses no database. A delivery that cannot be read or identified, or is outside the deduplication window, becomes
-a *refused* arrival with a reason for people; it is stored as a dead letter and not lost.
+This module does not use the database. A delivery that cannot be read or identified, or is outside the deduplication window,
+becomes a *refused* arrival with a reason; it is stored as a dead letter.
 
-A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is not read until an attempt is
-counted, because it may have ended the process that had it. `undecided` ensures that.
+A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is read only after an attempt was
+counted, because reading it may have ended the process before. See `undecided`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ from outbox.kernel.text import describe
 _UNDECIDED = "undecided:"
 _UNDECIDED_REDELIVERY = f"{_UNDECIDED}redelivery:"
 
-_OVERRIDE = (
-    "Once you know that it has not been handled, run it by an override of the maximum message age; a plain retry does not."
-)
-_LIMIT = "The limit is set by INBOX['BODY_LIMIT_BYTES']. Raise it and retry the message, if it is to be handled."
+_OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
+_LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +46,7 @@ class Arrival:
     Attributes:
         message: the handler's argument; None if it is refused, undecoded, or stored before it is run.
         refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
-        quarantined: only the maximum message age refuses it.
+        quarantined: the maximum message age is the only reason for refusing it.
         undecoded: its body has not been read.
     """
 
@@ -63,7 +61,7 @@ class Arrival:
 def read(
     handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "", redelivered: bool = False
 ) -> Arrival:
-    """Identify this delivery for `handler`, or say why it is `refused`. It writes and raises nothing."""
+    """Identify this delivery for `handler`, or state why it is `refused`. Never raises."""
     if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
     biz_id = outside = ""
@@ -76,17 +74,21 @@ def read(
             refused = outside = outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
-    row = _row(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id)
     if message is not None:
-        # An ordered message is read again when it is run, and many of them are stored at once.
-        message = None if handler.ordered else replace(message, biz_id=row.biz_id)
+        # An ordered message is read again when it is run; many of them are stored at once, so keeping them would take memory.
+        message = None if handler.ordered else _named(message, row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
+
+
+def _named(message: Message, biz_id: str) -> Message:
+    return message if message.biz_id == biz_id else replace(message, biz_id=biz_id)
 
 
 def can_wait(handler: Handler, envelope: Envelope) -> bool:
     """Can it be stored before its body is read? If not, its reading is counted, see `undecided.read_counted`."""
     # An ordered message needs its biz-id and key for its place in the order: identified later, it might be placed behind a
-    # copy of itself. A lease store must be asked about the delivery, because it may have forgotten the message.
+    # copy of itself. With a lease, the store must check the delivery first, because it may have lost the message.
     return handler.lease is None and (not handler.ordered or _is_named_by_headers(handler, envelope))
 
 
@@ -104,7 +106,7 @@ def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions)
         refused = outside = outside_window(envelope, options)
     except Undecodable as error:
         refused = str(error)
-    row = _row(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id)
     return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), undecoded=not refused)
 
 
@@ -115,11 +117,10 @@ def why_undecodable(error: Undecodable) -> str:
 def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
     """The row of a delivery under a provisional biz-id, before it is known whether its message has been delivered before.
 
-    It has all headers and attributes of the delivery, so that nothing is lost before it is decided. Its biz-id is a digest of
-    the whole delivery, so that copies share a row.
+    It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
-    row = replace(_row(handler, envelope, biz_id=_UNDECIDED), headers=headers)
+    row = replace(row_of(handler, envelope, biz_id=_UNDECIDED), headers=headers)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
     return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else _UNDECIDED}{digest}")
 
@@ -148,14 +149,14 @@ def identify(handler: Handler, message: Message) -> str:
     _of_this_queue(handler, message.topic, message.biz_id)
     try:
         biz_id = handler.identify(message)
-    except BaseException as error:  # the user's code, see _receive_fresh
+    except BaseException as error:  # the user's code, see transactional.run_fresh
         raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
     return _not_ours(biz_id)
 
 
 def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
     if topic != handler.topic:
-        raise Undecodable(f"It says its topic is {topic!r}, but this queue is for {handler.topic!r}.")
+        raise Undecodable(f"Its topic is {topic!r}, but this queue is for {handler.topic!r}.")
     return _not_ours(biz_id)
 
 
@@ -164,7 +165,7 @@ def _not_ours(biz_id: str) -> str:
 
 
 def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
-    """Its stored biz-id; if it had none and an operator retries it, the one that can be found now."""
+    """The stored biz-id; for a message that was stored without one and is retried, the biz-id that can be found now."""
     if not stored.biz_id.startswith(UNIDENTIFIED):
         return stored.biz_id
     return identify(handler, message) if handler.biz_id else stored.biz_id
@@ -182,18 +183,16 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     age = utcnow() - since
     if age > options.oldest_run:
         return (
-            f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been "
-            f"handled before can no longer be known. {_OVERRIDE}"
+            f"It is {_duration(age)} old, past the deduplication window of {_duration(options.oldest_run)}, so it is unknown "
+            f"whether it has been handled before. {_OVERRIDE}"
         )
     if -age > options.MAX_AGE_MARGIN:
-        return (
-            f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window. {_OVERRIDE}"
-        )
+        return f"Its creation time is in the future ({since.isoformat()}), beyond the deduplication window. {_OVERRIDE}"
     return ""
 
 
-def _long(span: timedelta) -> str:
-    return f"{span.days} days" if span >= timedelta(days=2) else f"{span.total_seconds() / 3600:.1f} hours"
+def _duration(duration: timedelta) -> str:
+    return f"{duration.days} days" if duration >= timedelta(days=2) else f"{duration.total_seconds() / 3600:.1f} hours"
 
 
 def message_of(
@@ -225,7 +224,7 @@ def message_of(
 
 def _refuse_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> None:
     if needs_id and not envelope.dedup_id:
-        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id that can be read.")
+        raise Undecodable("It has no identity: no readable CloudEvents id, bizid or AMQP message_id.")
     kind = media_type(envelope.content_type)
     if kind not in options.ACCEPT and not kind.endswith("+json"):
         raise Undecodable(
@@ -234,15 +233,15 @@ def _refuse_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: b
 
 
 def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
-    """The message for the first run, and a new one for every later run: a handler may change its payload."""
+    """The message for the first run, and a new object for every rerun, because a handler may change its payload."""
     if arrival.message is not None:
         yield arrival.message
     while True:
         yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
 
 
-def _row(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
-    """The row of a delivery with this biz-id; with "", named by a digest of its contents."""
+def row_of(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
+    """The row of a delivery with this biz-id; if it is "", the biz-id is a digest of the contents."""
     digest = hashlib.sha256(envelope.body).hexdigest()
     if not biz_id:
         biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()

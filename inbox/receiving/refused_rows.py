@@ -1,7 +1,6 @@
 """Stored messages whose rows the database refuses to change, for example by a trigger: skipped while the others run.
 
-Each time, a trial row that is rolled back shows whether the database can store at all. So an outage is not mistaken for one bad
-row, and the runner waits for its end.
+A trial write, which is rolled back, shows whether the database can store at all. So an outage is not mistaken for a bad row.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 5
-"""How many refused rows one claim finds, or tries again."""
+"""How many refused rows one claim finds or retries."""
 
 
 class RefusedMessages(RefusedRows):
@@ -42,11 +41,11 @@ class RefusedMessages(RefusedRows):
         """Call `claim` without the rows that it cannot change.
 
         Args:
-            claim: claims one message that is none of these.
-            refused_row: finds the row that `claim` failed over; None if it would not fail again.
+            claim: claims one message, except these rows.
+            refused_row: finds the row because of which `claim` failed; None if it would not fail again.
 
         Raises:
-            django.db.DatabaseError: single rows are not the cause.
+            django.db.DatabaseError: a single row is not the cause.
         """
         for _ in range(_AT_ONCE):
             skipped = self.skipped()
@@ -65,12 +64,12 @@ class RefusedMessages(RefusedRows):
         return None
 
     def skip(self, row: int, error: BaseException) -> None:
-        """Skip it for a while, and log it when the reminder is due."""
+        """Skip the row for a while, and log it when the reminder is due."""
         self.record({row: error})
         if self._reminder.is_due():
             logger.error(
                 "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "
-                "row %d: %s. %s They are tried again every %.0f s at least; all others go on.",
+                "row %d: %s. %s These rows are retried at least every %.0f s; other messages run.",
                 self._alias,
                 len(self),
                 row,

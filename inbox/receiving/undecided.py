@@ -7,8 +7,8 @@ counted before its body is read.
 
 Both are stored under a provisional biz-id and acknowledged. The runner decides them later.
 
-Some redeliveries cannot be acknowledged until they have been read. For these, a row under the provisional biz-id only counts
-how often reading has begun; it is deleted when the body has been read.
+Some redeliveries must be read before they can be stored. For these, a row under the provisional biz-id only counts how often
+reading has begun; it is deleted when the body has been read.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_GLANCE = timedelta(milliseconds=10)
-"""How long the runner waits to find out whether another process is handling a message."""
-_ENDS_ITS_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
-_one_reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-"""By database. A delivery that is read concurrently with one that ends the process would be counted and refused with it."""
+_RUN_CHECK_TIMEOUT = timedelta(milliseconds=10)
+"""How long the runner waits for a row lock before it assumes that another process is handling the message."""
+_ENDED_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
+_reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By database. Reading is serialized, because a delivery read concurrently with one that ends the process would be counted."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
@@ -53,9 +53,9 @@ def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *
         DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     row = undecided_row(handler, arrival.envelope, redelivered=redelivered)
-    keep = partial(arrivals.store_due, handler.using, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
+    store = partial(arrivals.store_due, handler.using, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
     try:
-        stored = committed(keep, handler.using)
+        stored = committed(store, handler.using)
     except ConcurrentDuplicate:
         return Received.DEFERRED
     if stored:
@@ -76,9 +76,9 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
         DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     row = undecided_row(handler, envelope, redelivered=True)
-    with _one_reading[handler.using]:
+    with _reading_locks[handler.using]:
         begun = _begin_reading(handler, row, options)
-        refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
+        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
         arrival = read(handler, envelope, options, refused=refused)
         if begun:
             committed(lambda: undecided.end_reading(handler.using, row), handler.using)
@@ -99,28 +99,28 @@ def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
 
 
 def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received | None:
-    """Give a claimed delivery that was stored before it was read its biz-id, unless another row has it; returns its outcome.
+    """Assign its biz-id to a claimed delivery that was stored unread, or merge it into the row that has it; its outcome.
 
     None: this is now the row of its message, to be run.
     """
-    name = partial(undecided.name_undecided, handler.using, stored, arrival.row, _GLANCE)
+    assign = partial(undecided.assign_biz_id, handler.using, stored, arrival.row, _RUN_CHECK_TIMEOUT)
     try:
         if in_hand.holds(arrival.row):
             return _defer(handler, stored)
-        named = committed(name, handler.using)
-        if named is False:
-            return _fold(handler, stored, arrival)
+        assigned = committed(assign, handler.using)
+        if assigned is False:
+            return _merge(handler, stored, arrival)
     except ConcurrentDuplicate:
         return _defer(handler, stored)
     except DatabaseUnavailable as outage:
         outage.refund = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
         raise
-    if named is None:
+    if assigned is None:
         return Received.STORED
     return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
 
 
-def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
+def _merge(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
     """Count it as a duplicate of its message's row.
 
     Raises:
@@ -128,8 +128,8 @@ def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
     """
     # A row with a biz-id from its headers was stored unread, see `reading.read`.
     redelivered = is_undecided_redelivery(stored.biz_id) or not is_undecided(stored.biz_id)
-    fold = partial(undecided.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
-    earlier = committed(fold, handler.using)
+    merge = partial(undecided.merge_undecided, handler.using, stored, arrival.row, _RUN_CHECK_TIMEOUT, redelivered=redelivered)
+    earlier = committed(merge, handler.using)
     if earlier is None:
         return _defer(handler, stored)
     announce_duplicate(handler, arrival.row, earlier)
@@ -137,7 +137,7 @@ def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
 
 
 def _defer(handler: Handler, stored: InboxMessage) -> Received:
-    """Its message is being handled, perhaps for long: check again after about as long as it has waited."""
+    """Its message is still being handled: check again after about as long as it has waited already."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
     committed(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
@@ -147,5 +147,5 @@ def _defer(handler: Handler, stored: InboxMessage) -> Received:
 def _decide_now(handler: Handler, row: NewRow) -> None:
     try:
         undecided.decide_now(handler.using, row)
-    except Exception as error:  # noqa: BLE001 - it is due a little later, whatever the database says
-        logger.debug("%s: the duplicate %s is decided later: %s", handler.name, row.biz_id, describe(error))
+    except Exception as error:  # noqa: BLE001 - it is due soon in any case
+        logger.debug("%s: the duplicate %s is decided when it is due: %s", handler.name, row.biz_id, describe(error))

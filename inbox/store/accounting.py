@@ -1,6 +1,6 @@
 """The accounting of all deliveries: one row for the first of a message, one count for each further one.
 
-Nearly all rows are settled. They are counted without being read: each count and sum has a partial index.
+Most rows are settled. They are counted without being read: each count and sum has a partial index.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Balance:
 
     @property
     def delivered(self) -> int:
-        """Number of deliveries that this inbox has accepted, of messages whose rows have not been purged."""
+        """Number of accepted deliveries of messages whose rows have not been purged."""
         return sum(self.states.values()) - self.edited + self.duplicates.suppressed
 
 
@@ -58,16 +58,16 @@ def balance(alias: str) -> Balance:
 
     It reads the whole index of the settled rows: about 50 ms for a million rows on PostgreSQL.
     """
-    nothing = ", 0" * (len(_COUNTS) - 1)
+    zeros = ", 0" * (len(_COUNTS) - 1)
     open_states = [state for state in State if state not in SETTLED]
     sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in _COUNTS)
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT state, COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(open_states)}) GROUP BY state "
-            f"UNION ALL SELECT state, COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
-            f"UNION ALL SELECT 'settled', COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
-            f"UNION ALL SELECT 'quarantined', COUNT(*){nothing} FROM {TABLE} WHERE state = 'dead' AND quarantined "
-            f"UNION ALL SELECT 'edited', COUNT(*){nothing} FROM {TABLE} WHERE replaces_id IS NOT NULL "
+            f"SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(open_states)}) GROUP BY state "
+            f"UNION ALL SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
+            f"UNION ALL SELECT 'settled', COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
+            f"UNION ALL SELECT 'quarantined', COUNT(*){zeros} FROM {TABLE} WHERE state = 'dead' AND quarantined "
+            f"UNION ALL SELECT 'edited', COUNT(*){zeros} FROM {TABLE} WHERE replaces_id IS NOT NULL "
             f"UNION ALL SELECT 'duplicates', {sums} FROM {TABLE} WHERE duplicates > 0"
         )
         found = {name: counts for name, *counts in cursor.fetchall()}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import connections
 
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
-from inbox.store.failures import FAILED_NOW, as_inserted, failed_now
-from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, emptied, locked_means_busy
+from inbox.store.dialect import TABLE, binary, fetch_all
+from inbox.store.failures import as_inserted
+from inbox.store.inserting import Insertion, insert_done, insert_one
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
 from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import now, now_after
-from outbox.database.prepared_statements import PreparedStatement, is_usable
-from outbox.kernel.clock import utcnow
+from outbox.database.now import now
+from outbox.database.prepared_statements import is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -35,25 +34,18 @@ _KEEP_CONFLICT = (
     "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
 )
-_ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
-_PLACES = [f"${number}" for number in range(1, len(COLUMNS) + 1)]
-_ATTEMPT, _LONGEST_WAIT = (f"${len(COLUMNS) + number}" for number in (1, 2))
-# One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
-_BEGIN = PreparedStatement(
-    "inbox_begin",
-    [*COLUMNS.values(), "int", "text"],
-    f"{BOUND.replace('%s', _LONGEST_WAIT)} "
-    f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, attempts, state, received_at, settled_at) "
-    f"SELECT {', '.join(_PLACES)}, {_ATTEMPT}, 'done', statement_timestamp(), statement_timestamp() FROM bound {_ONCE} "
-    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
-)
 
 
-def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1) -> Guard | None:
+def begin_fresh(
+    alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1, result: str | None = None
+) -> Guard | None:
     """∅ → done, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
 
     No other transaction sees the row before the commit, and then its state is true; so it is written once. Where the sentinel
     cannot read which transaction inserted it (in a savepoint, on SQLite, behind a proxy), it is ∅ → received first.
+
+    Args:
+        result: the handler's expected result as JSON, so that a handler with this result need not write the row again.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `duplicate_timeout`.
@@ -61,24 +53,24 @@ def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attemp
     connection = connections[alias]
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     if is_outermost(connection) and is_usable(connection):
-        return _begin_prepared(connection, row, duplicate_timeout, attempt)
-    inserted = insert(alias, row, duplicate_timeout, state=State.RECEIVED)
+        return _begin_prepared(connection, row, duplicate_timeout, attempt, result)
+    inserted = insert_one(alias, Insertion(row=row, state=State.RECEIVED), duplicate_timeout)
     if inserted is not None and not is_postgresql(connection):
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     return inserted
 
 
-def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int) -> Guard | None:
+def _begin_prepared(
+    connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int, result: str | None
+) -> Guard | None:
     # No other transaction sees the row unless it is done.
-    kept = row if inbox_options().keeps_all_bodies else emptied(row)
-    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(duplicate_timeout)]
-    with locked_means_busy():
-        rows = _BEGIN.execute(connection, given).rows
-    if not rows:
+    stored = row if inbox_options().keeps_all_bodies else emptied(row)
+    inserted = insert_done(connection, stored, duplicate_timeout, attempts=attempt, result=result)
+    if inserted is None:
         return None
-    ((pk, begun, _),) = rows
-    return Guard(connection.alias, (int(pk),), begun, is_settled=True, emptied=() if kept is row else (row,))
+    pk, begun = inserted
+    return Guard(connection.alias, (pk,), begun, is_settled=True, emptied=() if stored is row else (row,), result=result)
 
 
 def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
@@ -88,7 +80,8 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
         ConcurrentDuplicate: see `begin_fresh`.
     """
     with recording(alias, matters=False):
-        inserted = insert(alias, row, duplicate_timeout, state=State.RECEIVED, due_after=after)
+        insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
+        inserted = insert_one(alias, insertion, duplicate_timeout)
         record(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted is not None
 
@@ -99,10 +92,17 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    state = State.DEAD if failure.retry_after is None else State.RETRYING
-    matters = not failure.put_off
+    insertion = Insertion(
+        row=row,
+        state=State.DEAD if failure.retry_after is None else State.RETRYING,
+        due_after=None if failure.retry_after is None else failure.retry_after.total_seconds(),
+        attempts=failure.attempts,
+        quarantined=failure.quarantined,
+        **as_inserted(failure),
+    )
+    matters = not failure.deferred
     with recording(alias, matters=matters):
-        inserted = insert(alias, row, duplicate_timeout, state=state, failure=failure, due_after=failure.retry_after)
+        inserted = insert_one(alias, insertion, duplicate_timeout)
         record(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
     return inserted is not None
 
@@ -127,70 +127,22 @@ def store_running(
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    also: dict[str, Any] = {"attempts": attempts, "fence": fence}
-    if duplicate is not None:
-        also |= {"duplicates": 1, **({_COUNTED_AS[duplicate]: 1} if duplicate in _COUNTED_AS else {})}
-    if conflicting:
-        at = adapted(connections[alias], utcnow())
-        also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
+    insertion = Insertion(
+        row=row,
+        state=State.RUNNING,
+        due_after=ends_after.total_seconds(),
+        attempts=attempts,
+        fence=fence,
+        duplicates=int(duplicate is not None),
+        redeliveries=int(duplicate is DuplicateCause.REDELIVERY),
+        resends=int(duplicate is DuplicateCause.RESEND),
+        replays=int(duplicate is DuplicateCause.REPLAY),
+        conflicts=int(conflicting),
+    )
     with recording(alias, matters=False):
-        inserted = insert(alias, row, duplicate_timeout, state=State.RUNNING, due_after=ends_after, also=also)
+        inserted = insert_one(alias, insertion, duplicate_timeout)
         record(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted.rows[0] if inserted else None
-
-
-def insert(
-    alias: str,
-    row: NewRow,
-    duplicate_timeout: timedelta,
-    *,
-    state: State,
-    failure: Failure | None = None,
-    due_after: timedelta | None = None,
-    also: Mapping[str, Any] | None = None,
-) -> Guard | None:
-    """Insert a row in this state, unless it exists.
-
-    Raises:
-        ConcurrentDuplicate: see `begin_fresh`.
-    """
-    connection = connections[alias]
-    at = now(connection)
-    values: dict[str, Any] = {column: adapted(connection, getattr(row, column)) for column in COLUMNS} | {
-        "state": state.value,
-        **(as_inserted(failure) if failure else {}),
-        "quarantined": failure is not None and failure.quarantined,
-        **(also or {"attempts": failure.attempts if failure else 0}),
-    }
-    columns = ", ".join([*values, *FAILED_NOW, "received_at", "settled_at", "next_attempt_at"])
-    parameters = [*values.values()]
-    failed, recorded = failed_now(connection, failure)
-    parameters += recorded
-    due = "NULL"
-    if due_after is not None:
-        due = now_after(connection)
-        parameters.append(due_after.total_seconds())
-    each = (binary(connection) if column == "body" else "%s" for column in values)
-    places = ", ".join([*each, *failed, at, at if state in {State.DEAD, State.SHED} else "NULL", due])
-    if not is_postgresql(connection):
-        sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
-        return _guard(alias, fetch_all(connection, sql, parameters))
-    # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout, also if
-    # nothing was inserted. A row that exists is excluded before the unique index is checked, which would wait for the end of a
-    # handler that is running the row.
-    sql = (
-        f"{BOUND}, begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "
-        f"WHERE NOT EXISTS (SELECT 1 FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s) {_ONCE} "
-        "RETURNING id, pg_current_xact_id()::text) "
-        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-    )
-    name = [row.handler, row.topic, row.biz_id]
-    with locked_means_busy():
-        return _guard(alias, fetch_all(connection, sql, [as_bound(duplicate_timeout), *parameters, *name]))
-
-
-def _guard(alias: str, found: Sequence[tuple[Any, ...]]) -> Guard | None:
-    return Guard(alias, (found[0][0],), found[0][1]) if found and found[0][0] else None
 
 
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:

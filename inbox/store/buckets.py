@@ -1,9 +1,8 @@
-"""The shared token buckets: how many more messages all processes of a handler together may take now.
+"""Token buckets shared by all processes of a handler: how many messages may they take now?
 
-A bucket fills at the handler's rate up to its *burst*, and every message takes a token out of it (the leaky bucket as a meter,
-Turner 1986). Processes lease whole tokens in small portions. A bucket is one row in the handler's own database and uses
-that database's clock, so the processes need no common time. On PostgreSQL a lease is one statement: a process that freezes in
-the middle holds no lock.
+A bucket is refilled at the handler's rate up to its *burst*, and every message takes a token (the leaky bucket as a meter,
+Turner 1986). Processes lease whole tokens in small portions. A bucket is one row in the handler's database and uses its clock,
+so the clocks of the processes may differ. On PostgreSQL a lease is one statement, so a frozen process holds no lock.
 """
 
 from __future__ import annotations
@@ -37,31 +36,28 @@ class Leased:
     left: float
 
 
-def pour(tokens: float, elapsed: float, *, rate: float, burst: float, most: int) -> Leased:
-    """The arithmetic of a bucket that held `tokens` `elapsed` seconds ago and is asked for up to `most` now.
-
-    A clock that was set back fills nothing.
-    """
+def refill_and_take(tokens: float, elapsed: float, *, rate: float, burst: float, most: int) -> Leased:
+    """Refill a bucket that held `tokens` `elapsed` seconds ago, and take up to `most`. A clock that was set back adds none."""
     level = min(burst, tokens + rate * max(0.0, elapsed))
     leased = min(most, math.floor(level))
     return Leased(leased, level - leased)
 
 
 def lease_tokens(alias: str, handler: str, *, rate: float, burst: float, most: int) -> Leased:
-    """Take up to `most` tokens out of the bucket of `handler`, which is full at its first use.
+    """Take up to `most` tokens from the bucket of `handler`, which is full at its first use.
 
-    To be called outside transactions: the lease is committed at once, and other processes wait for no handler.
+    Call it outside transactions, so that the lease is committed at once and other processes do not wait for a handler.
     """
     connection = connections[alias]
     lease = _lease_on_postgresql if is_postgresql(connection) else _lease_on_sqlite
     leased = lease(connection, handler, rate, burst, most)
     while leased is None:
-        _begin(connection, handler, burst)
+        _create(connection, handler, burst)
         leased = lease(connection, handler, rate, burst, most)
     return leased
 
 
-def _begin(connection: BaseDatabaseWrapper, handler: str, burst: float) -> None:
+def _create(connection: BaseDatabaseWrapper, handler: str, burst: float) -> None:
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {TABLE} (handler, tokens, filled_at) VALUES (%s, %s, {now(connection)}) "
@@ -71,8 +67,8 @@ def _begin(connection: BaseDatabaseWrapper, handler: str, burst: float) -> None:
 
 
 def _lease_on_postgresql(connection: BaseDatabaseWrapper, handler: str, rate: float, burst: float, most: int) -> Leased | None:
-    # The clock is read after the lock: waiting for another lease must not look like a clock that was set back. No lease
-    # waits for the disk: a bucket whose latest leases are lost in a server crash holds no more than its burst.
+    # The clock is read after the lock, because waiting for another lease would look like a clock that was set back. The commit
+    # does not wait for the disk: if a server crash loses leases, the bucket still holds no more than its burst.
     sql = (
         "WITH held AS MATERIALIZED (SELECT handler, tokens, filled_at, set_config('synchronous_commit', 'off', true) "
         f"FROM {TABLE} WHERE handler = %s FOR UPDATE), "
@@ -98,7 +94,7 @@ def _lease_on_sqlite(connection: BaseDatabaseWrapper, handler: str, rate: float,
         if not found:
             return None
         tokens, elapsed, at = found[0]
-        leased = pour(tokens, elapsed, rate=rate, burst=burst, most=most)
+        leased = refill_and_take(tokens, elapsed, rate=rate, burst=burst, most=most)
         with connection.cursor() as cursor:
             cursor.execute(f"UPDATE {TABLE} SET tokens = %s, filled_at = %s WHERE handler = %s", [leased.left, at, handler])
     return leased

@@ -1,7 +1,7 @@
-"""Messages that wait in the database: claimed in their own commit, run, failed, given back.
+"""Stored messages: claimed in their own commit, run, failed, given back.
 
-Other transactions do not see that a row is being run: only inside its own transaction `next_attempt_at` is NULL. So a
-committed due row without `next_attempt_at` can only come from a handler that committed by itself. It is never run again;
+`next_attempt_at` is NULL only inside the transaction that runs the row, so other transactions do not see it. A committed row
+that is due and has no `next_attempt_at` can only come from a handler that committed by itself. It is not run again;
 `dead_letter_abandoned` makes it a dead letter.
 """
 
@@ -18,17 +18,35 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_written
-from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
+from inbox.store.loading import columns_of, message_of
+from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-_OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+# In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
+_IS_CLAIMED = f"CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+_OURS = f"id = %s AND attempts = %s AND {_IS_CLAIMED}"
+_SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
+
+
+def _begin_text(longest_wait: str, row: str, attempts: str, lock: str) -> str:
+    """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
+    return (
+        f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
+        f"WHERE id = {row} AND attempts = {attempts} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+        f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
+        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
+    )
+
+
+_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "int", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
 
 
 def claim_due(
@@ -43,12 +61,11 @@ def claim_due(
 
     If the process dies, the message is due again after `redelivery_after`, with the attempt counted, so that a message
     which kills its process runs out of attempts. The claim does not wait: a row that another transaction is running is
-    locked and skipped, whatever its `next_attempt_at`. A running row whose lease has ended is taken from its owner: it
-    gets another fence.
+    locked, and skipped. A running row whose lease has ended gets a new fence, so its owner can settle nothing.
 
     Args:
-        handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
-        quarantined: also those whose last attempt began and never ended.
+        handlers: the caller changes their order from call to call, so that the backlog of one does not delay the others.
+        quarantined: also claim messages whose last attempt began and never ended.
         without: rows to skip.
     """
     connection = connections[alias]
@@ -59,25 +76,25 @@ def claim_due(
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        sql = f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id RETURNING m.*"
-        parameters: list[Any] = [*wanted, lasts]
-    else:
-        # An UPDATE of no row would still take the write lock.
-        if not due.due_handlers(alias, handlers):
-            return None
-        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-        parameters = [lasts, *wanted]
-    claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
-    return claimed[0] if claimed else None
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id "
+                f"RETURNING {columns_of('m')}",
+                [*wanted, lasts],
+            )
+            row = cursor.fetchone()
+        return message_of(alias, row) if row else None
+    # An UPDATE of no row would still take the write lock.
+    if not due.due_handlers(alias, handlers):
+        return None
+    sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+    return next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
 
 
 def refused_claim(
     alias: str, handlers: Sequence[str], *, quarantined: bool = True, without: Collection[int] = ()
 ) -> int | None:
-    """The row that `claim_due` fails on, because the database refuses to change it; None if it does not fail.
-
-    Nothing is claimed.
-    """
+    """The row whose change the database refuses, so that `claim_due` fails; None if it does not fail. Claims nothing."""
     connection = connections[alias]
     found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
     with transaction.atomic(using=alias):
@@ -104,17 +121,16 @@ def _claiming(connection: BaseDatabaseWrapper) -> str:
     )
 
 
-def claimed(alias: str, row: int) -> InboxMessage:
-    """The message that has been claimed as a follower."""
-    found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
-    return found
+def under_claim(alias: str, row: int, attempts: int) -> Any:
+    """A query for the claimed row, which finds nothing once another claim or run has begun."""
+    return InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
 
 
 def begin_stored(
     alias: str,
     row: int,
     attempts: int,
-    alone_in: OrderedKey | None = None,
+    exclusive_key: OrderedKey | None = None,
     follower: Follower | None = None,
     *,
     was: str = State.RECEIVED,
@@ -123,53 +139,55 @@ def begin_stored(
     """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
-        alone_in: no other message of this key may run at the same time.
-        follower: identifies the next message in its order.
+        exclusive_key: no other message of this key may run at the same time.
+        follower: gets the next message in its order.
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy: one does. Roll back, and give the row back.
+        KeyBusy: another one is running. Roll back, and give the row back.
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
-    postgresql = is_postgresql(connection)
     if follower is not None:
-        follower.row = None
-    returned = "pg_current_xact_id()::text AS proof" if postgresql else "''"
-    parameters: list[Any] = [row, attempts]
-    if alone_in is not None:
-        columns, for_columns = begun(connection, alone_in)
-        returned += f", ordered, {columns}"
-        parameters += for_columns
-    sql = (
-        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-        f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
-        f"RETURNING {returned}"
-    )
-    begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
-    if postgresql:
-        # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
-        sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-        parameters.insert(0, as_bound(longest_wait))
-    else:
-        sql = f"{begin} {sql}"
-    with locked_means_busy(), connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        found = [columns for columns in cursor.fetchall() if columns[0] is not None]
-        if not found:
-            return None
-        if not postgresql:
-            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    if alone_in is None:
-        return Guard(alias, (row,), found[0][0], was=was)
-    proof, ordered, isolation, alone = found[0][:4]
-    if not alone:
+        follower.message = None
+    found = _begin(connection, row, attempts, exclusive_key, longest_wait)
+    if found is None:
+        return None
+    proof, ordered, isolation, has_run_lock = found
+    if not has_run_lock:
         raise KeyBusy
-    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower, was)
+    order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
+    return Guard(alias, (row,), proof, order, follower, was)
+
+
+def _begin(
+    connection: BaseDatabaseWrapper, row: int, attempts: int, exclusive_key: OrderedKey | None, longest_wait: timedelta
+) -> tuple[str, bool, str, bool] | None:
+    """The transaction's id, has the row a place in an order, the isolation level, and was the run lock acquired?"""
+    if is_postgresql(connection):
+        # A lock that is not wanted is NULL, and so is the answer.
+        given: list[Any] = [as_bound(longest_wait), row, attempts, None if exclusive_key is None else run_lock(exclusive_key)]
+        with locked_means_busy():
+            if is_usable(connection):
+                connection.validate_no_broken_transaction()
+                ((proof, *found, _),) = _BEGIN.fetch(connection, given)
+            else:
+                with connection.cursor() as cursor:
+                    cursor.execute(_begin_text(*["%s"] * 4), given)
+                    ((proof, *found, _),) = cursor.fetchall()
+        ordered, isolation, has_run_lock = found
+        return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_SET_BEGUN} WHERE id = %s AND attempts = %s AND {_IS_CLAIMED} RETURNING ordered", [row, attempts])
+        on_sqlite = cursor.fetchall()
+        if not on_sqlite:
+            return None
+        cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+    return "", bool(on_sqlite[0][0]), "", True
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
-    """Give a row that was stored without a biz-id the one known now. False: another row has it."""
+    """Set the biz-id of a row that was stored without one. False: another row has it."""
     try:
         with transaction.atomic(using=alias):
             InboxMessage.objects.using(alias).filter(pk=row).update(biz_id=biz_id)
@@ -179,7 +197,7 @@ def rekey(alias: str, row: int, biz_id: str) -> bool:
 
 
 def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
-    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: no longer ours.
+    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: it is no longer ours.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
 
@@ -196,18 +214,18 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "settled_at": DatabaseTime() if dead else None,
         "quarantined": failure.quarantined,
     }
-    ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
-    matters = not failure.put_off
+    ours = under_claim(alias, row, attempts)
+    matters = not failure.deferred
 
-    def ours_is_told() -> bool:
-        told = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
-        return bool(told) or not is_recorded(matters=matters)
+    def record_ours() -> bool:
+        recorded = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
+        return bool(recorded) or not is_recorded(matters=matters)
 
     if not dead or leaves is None:
         with transaction.atomic(using=alias), locked_means_busy(), lock_timeout(alias, LONGEST_LOCK_WAIT):
-            return ours_is_told() and bool(ours.update(**written))
+            return record_ours() and bool(ours.update(**written))
     with locked_means_busy(), deciding(alias):
-        if not ours_is_told() or not ours.update(**written, ordered=False):
+        if not record_ours() or not ours.update(**written, ordered=False):
             return False
         hold_gates(alias, leaves.handler, [leaves.key])
         promote_next(alias, *leaves)
@@ -215,15 +233,13 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
 
 
 def record_error(alias: str, row: int, failure: Failure) -> None:
-    """Store the error of an attempt that outlasted its claim, so that another attempt has begun."""
+    """Store the error of an attempt that outlasted its claim; another attempt has begun."""
     InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(**as_written(failure))
 
 
 def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
-    InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
-        attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
-    )
+    under_claim(alias, row, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(after))
 
 
 def age(alias: str, row: int) -> timedelta:
@@ -232,13 +248,13 @@ def age(alias: str, row: int) -> timedelta:
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-def who_locks(alias: str, row: int) -> str:
-    """Which session has locked the row, for people; "" if that is unknown."""
+def lock_holder(alias: str, row: int) -> str:
+    """A description of the session that has locked the row; "" if it is unknown."""
     connection = connections[alias]
     if not is_postgresql(connection):
         return ""
     with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute("SET LOCAL lock_timeout = 100")  # all of the table may be locked
+        cursor.execute("SET LOCAL lock_timeout = 100")  # the whole table may be locked
         cursor.execute(
             "SELECT format('process %%s (%%s, %%s for %%s s)', a.pid, coalesce(nullif(a.application_name, ''), a.usename), "
             "a.state, extract(epoch FROM clock_timestamp() - a.state_change)::int) "
@@ -260,8 +276,8 @@ class DeadLettered:
 
 
 def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLettered]:
-    """received, committed by its handler itself → dead; which ones. Without `row`, all such rows."""
-    # Reading first, because an UPDATE of no row would still take SQLite's write lock.
+    """received, committed by its handler itself → dead. Without `row`, all such rows."""
+    # Read first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
     if not rows:
         return []

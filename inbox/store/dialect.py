@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, PausedHandler
 from outbox.database.connections import is_postgresql
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
+PAUSED_HANDLERS = PausedHandler._meta.db_table
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
 """Before a PostgreSQL statement FROM bound: it limits the wait for a lock, and UNBOUND in its result undoes that."""

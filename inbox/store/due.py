@@ -1,11 +1,11 @@
 """Which stored messages are due: looked up handler by handler, in the index `inbox_due` (handler, time of the next attempt).
 
-A process runs the messages of some handlers only: of those it knows, and of those with a rate limit if it has a token. With an
-index by time alone, every poll would first read all due messages of other handlers. A probe for each handler reads one entry,
-regardless of the number of messages of other handlers, later ones or settled ones.
+A process runs only the messages of handlers that it knows and, with a rate limit, has a token for. With an index by time alone,
+every poll would first read all due messages of other handlers. One query for each handler reads one index entry, however many
+messages there are.
 
-Rows that another session has locked are skipped, but every poll reads each of them. So on PostgreSQL only a few are tried: of
-those due longest and, if all of these are locked, of those due last. The rows in between wait for the locks.
+Rows that another session has locked are skipped, but every poll reads them. So on PostgreSQL only a few rows are tried: those
+due longest and, if all of them are locked, those due last. The rows in between wait for the locks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import DUE
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import PAUSED_HANDLERS, TABLE
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
 from outbox.kernel.wire import CELERY_TOPICS
@@ -26,18 +26,28 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
-"""True for messages that are run when their next attempt is due, as in the index `inbox_due`."""
+"""The condition of the index `inbox_due`: messages that are run when their next attempt is due."""
 ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
-"""The messages of an unknown handler are counted up to this."""
+"""Limit for counting the messages of an unknown handler."""
 _FIRST_TRIED, _LAST_TRIED = 32, 4
-"""Rows of runs that outlast `REDELIVERY_AFTER` are locked and due longest: about one for each worker of all processes."""
+"""Rows of runs longer than `REDELIVERY_AFTER` are locked and due longest: at most one for each worker of all processes."""
 _NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
 }
 """A list of handlers as rows, in its order."""
+# A scalar sub-select, because a join could return the handlers in another order.
+_NOT_PAUSED = f"(SELECT 1 FROM {PAUSED_HANDLERS} paused WHERE paused.handler = {{name}}) IS NULL"
+_UNPAUSED = {
+    "postgresql": (
+        "(SELECT name AS handler FROM json_array_elements_text(%s::json) AS given(name) "
+        f"WHERE {_NOT_PAUSED.format(name='given.name')}) AS wanted"
+    ),
+    "sqlite": f"(SELECT value AS handler FROM json_each(%s) WHERE {_NOT_PAUSED.format(name='value')}) AS wanted",
+}
+"""`_WANTED` without the handlers that an operator has paused."""
 
 
 def first_due(
@@ -45,26 +55,28 @@ def first_due(
 ) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
+    Paused handlers are left out.
+
     On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
 
     Args:
-        quarantined: also those whose last attempt began and never ended.
+        quarantined: also messages whose last attempt began and never ended.
         without: rows to skip.
     """
     also = "" if quarantined else _NOT_QUARANTINED
     if without:
         also += f" AND stored.id NOT IN ({', '.join(str(int(row)) for row in without)})"
     probe = _longest_due(connection, also)
-    wanted = _WANTED[connection.vendor]
+    wanted = _UNPAUSED[connection.vendor]
     if is_postgresql(connection):
         first = _longest_due(connection, also, most=_FIRST_TRIED)
         last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
-        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
+        # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
         lock = (
             f"SELECT id FROM {TABLE} WHERE id = tried.id "
             f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
         )
-        # Probes and rows are read one after the other: LIMIT stops them when one row has been locked.
+        # LIMIT stops the lateral queries as soon as one row is locked.
         sql = (
             f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({last})) AS tried, LATERAL ({lock}) AS found LIMIT 1"
         )
@@ -74,11 +86,11 @@ def first_due(
 
 
 def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
-    """Those of `handlers` that have a due message, in their order."""
+    """Those of `handlers` that have a due message and are not paused, in their order."""
     if not handlers:
         return []
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
+    probe, wanted = _longest_due(connection), _UNPAUSED[connection.vendor]
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL", [json.dumps([*handlers])])
         return [handler for (handler,) in cursor.fetchall()]
@@ -94,7 +106,7 @@ def longest_due(alias: str) -> list[int]:
 
 
 def stored_handlers(alias: str) -> list[str]:
-    """The handlers with messages that are run when due; one probe for each, regardless of the number of messages."""
+    """The handlers with messages that are run when due, by one index lookup for each."""
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
     with connections[alias].cursor() as cursor:
         cursor.execute(
@@ -106,9 +118,9 @@ def stored_handlers(alias: str) -> list[str]:
 
 
 def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
-    """How many messages are stored for handlers not in `handlers`, by handler, counted up to `MOST_COUNTED`.
+    """By handler, how many messages are stored for handlers not in `handlers`, counted up to `MOST_COUNTED`.
 
-    Celery runs its tasks itself.
+    Celery's tasks are left out, because Celery runs them.
     """
     unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(CELERY_TOPICS)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
@@ -121,7 +133,7 @@ def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
 
 
 def abandoned(alias: str) -> list[int]:
-    """The rows that their handlers have committed by themselves."""
+    """The rows of handlers that committed by themselves."""
     handlers = stored_handlers(alias)
     if not handlers:
         return []

@@ -3,7 +3,7 @@
 A `running` row belongs to the owner of its latest *fence*, until `next_attempt_at`. Every statement here that acts for an owner
 names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
 
-Also here: what the database stores about an external lease store, and the rows of messages with a lease in such a store.
+This module also writes the rows of messages whose lease is in an external store, and the record of that store's data losses.
 """
 
 from __future__ import annotations
@@ -21,17 +21,32 @@ from django.db.models import F
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
+from inbox.store.claims import under_claim
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.failures import NO_FAILURE, as_written
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
+from inbox.store.sentinel import EMPTIED
 from inbox.store.steps import remember_all
-from inbox.store.trail import record, record_leaving, recording
+from inbox.store.trail import is_recorded, record, record_leaving, recording
 from outbox.database.connections import is_postgresql
 from outbox.database.now import DatabaseTime, now, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 
-_LEASE_OVER = "its lease had ended: its process died, or ran it for longer"
-_THE_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
+_LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
+_OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
+# Without CASE the planner would use a partial index, and read the dead entries of leases that have ended since the last vacuum.
+_OWNED = "CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp() THEN TRUE ELSE FALSE END"
+_CONSUME = {
+    keep_body: PreparedStatement(
+        "inbox_consume" if keep_body else "inbox_consume_emptied",
+        ["bigint", "bigint"],
+        f"UPDATE {TABLE} SET state = 'done', settled_at = statement_timestamp(), next_attempt_at = NULL, last_error = '', "
+        "traceback = '', error_class = '', error_place = '', failing_since = NULL"
+        f"{'' if keep_body else EMPTIED['postgresql']} WHERE id = $1 AND fence = $2 AND {_OWNED}",
+    )
+    for keep_body in (True, False)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +60,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The existing row of a delivery that got no lease.
-
-    Attributes:
-        remaining: the remaining time of its lease, if it is running.
-    """
+    """The existing row of a delivery that got no lease; `remaining` is the time until its lease ends, if it is running."""
 
     state: str
     remaining: timedelta
@@ -65,17 +76,17 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     return None if pk is None else Granted(pk, 1, 1)
 
 
-def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool = False) -> Granted | None:
-    """running, past its lease → running, attempt and fence incremented. None: it is not that, or its content differs.
+def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = False) -> Granted | None:
+    """running, past its lease → running, attempt and fence incremented. None: it is in another state, or has other content.
 
     For a delivery of a message whose process has died; a runner would also take it over, a little later.
 
     Args:
-        asked_before: an answer of `lease_fresh` may have been lost. A lease that it granted for the same time is granted again.
+        is_retry: an answer of `lease_fresh` may have been lost. A lease that it granted for the same duration is granted again.
     """
     connection = connections[alias]
     seconds, ours = lease.total_seconds(), "false"
-    if asked_before and is_postgresql(connection):
+    if is_retry and is_postgresql(connection):
         ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
     one = f"CASE WHEN {ours} THEN 0 ELSE 1 END"
     places = ours.count("%s")
@@ -93,7 +104,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool 
         )
         found = cursor.fetchall()
         granted = Granted(*found[0]) if found else None
-        if granted and granted.fence > 1:  # the first one is only granted again
+        if granted and granted.fence > 1:  # fence 1 is a lease that was granted before
             record(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
     return granted
 
@@ -103,25 +114,25 @@ def lease_stored(
     pk: int,
     attempts: int,
     lease: timedelta,
-    alone_in: OrderedKey | None = None,
+    exclusive_key: OrderedKey | None = None,
     *,
     was: str = State.RECEIVED,
 ) -> Granted | None:
     """received | retrying | running, claimed → running, fence incremented. None: it is no longer ours.
 
     Args:
-        alone_in: no other message of this key may run at the same time.
+        exclusive_key: no other message of this key may run at the same time.
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy: another one does. Give the row back.
+        KeyBusy: another one is running. Give the row back.
         ConcurrentDuplicate: another session has locked the row and does not release it.
     """
     connection = connections[alias]
     bound, among, wait = "", "", []
     if is_postgresql(connection):
         bound, among, wait = BOUND, "FROM bound", [as_bound(LONGEST_LOCK_WAIT)]
-    with locked_means_busy(), _in_order(alias, alone_in, matters=was == State.RUNNING), connection.cursor() as cursor:
+    with locked_means_busy(), _in_order(alias, exclusive_key, matters=was == State.RUNNING), connection.cursor() as cursor:
         cursor.execute(
             f"{bound} UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
             f"{among} WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') "
@@ -131,7 +142,7 @@ def lease_stored(
         found = cursor.fetchall()
         if found:
             _record_running(alias, pk, was)
-        _refuse_company(alias, pk, alone_in)
+        _refuse_concurrent_run(alias, pk, exclusive_key)
     return Granted(*found[0]) if found else None
 
 
@@ -159,12 +170,16 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and promote the next one of its `order`. False: it is no longer ours."""
+    connection = connections[alias]
+    if order is None and not is_recorded(matters=False) and is_usable(connection):
+        done = _CONSUME[inbox_options().keeps_all_bodies].execute(connection, [pk, fence]).hit
+        return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
     with _in_order(alias, order, matters=False):
         done = _owned(alias, pk, fence).update(**_done())
         record(alias, [pk] if done else [], was=State.RUNNING, matters=False)
-        _pass_on(alias, order)
+        _promote(alias, order)
     # After a connection lost during the commit, this is called again.
-    return bool(done) or _was_left(alias, pk, fence, State.DONE)
+    return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
 
 
 def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey | None = None) -> bool:
@@ -172,15 +187,15 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
     """
-    written, matters = _failed(failure, leaves), not failure.put_off
+    written, matters = _failed(failure, leaves), not failure.deferred
     with _in_order(alias, leaves, matters=matters):
         freed = _owned(alias, pk, fence).update(**written)
         record(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
-        _pass_on(alias, leaves)
-    return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
+        _promote(alias, leaves)
+    return bool(freed) or _is_in_state(alias, pk, fence, State.RETRYING, State.DEAD)
 
 
-def keep(
+def store_external(
     alias: str,
     row: NewRow,
     duplicate_timeout: timedelta,
@@ -190,11 +205,11 @@ def keep(
     duplicate: DuplicateCause | None = None,
     conflicting: bool = False,
 ) -> bool:
-    """∅ → running, for a message that runs under an external lease: it is checked again when that lease ends.
+    """∅ → running, for a message that runs under an external lease; the runner checks it when that lease ends.
 
     False: the row exists. For the arguments and errors see `store_running`.
     """
-    kept = store_running(
+    stored = store_running(
         alias,
         row,
         duplicate_timeout,
@@ -204,16 +219,16 @@ def keep(
         duplicate=duplicate,
         conflicting=conflicting,
     )
-    return kept is not None
+    return stored is not None
 
 
-def show_running(
+def mark_running(
     alias: str,
     pk: int,
     attempts: int,
     fence: int,
     lease: timedelta,
-    alone_in: OrderedKey | None = None,
+    exclusive_key: OrderedKey | None = None,
     *,
     was: str = State.RECEIVED,
 ) -> bool:
@@ -226,37 +241,37 @@ def show_running(
         KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
     with locked_means_busy(), deciding(alias, LONGEST_LOCK_WAIT):
-        ours = _claimed(alias, pk, attempts)
-        shown = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
-        if shown:
+        ours = under_claim(alias, pk, attempts)
+        marked = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
+        if marked:
             _record_running(alias, pk, was)
-        _refuse_company(alias, pk, alone_in)
-    return bool(shown)
+        _refuse_concurrent_run(alias, pk, exclusive_key)
+    return bool(marked)
 
 
-def wait_for(alias: str, pk: int, attempts: int, until: timedelta) -> None:
-    """A claimed row that another owner runs under an external lease → running until that ends; no attempt is counted."""
-    _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
+def defer_to_lease_end(alias: str, pk: int, attempts: int, until: timedelta) -> None:
+    """claimed → running, until the external lease of another owner ends; refunds the attempt."""
+    under_claim(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
-def finish_kept(
+def finish_external(
     alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False, uncounted: int = 0
 ) -> bool:
     """received | retrying | running → done, as its external lease store reports. False: there is no such row.
 
     Args:
-        delivered: a delivery was run; the row, which may be that of a duplicate, gets its content.
+        delivered: a delivery was run; the row, which a duplicate may have stored, gets the content of that delivery.
         uncounted: attempts that were claimed but not made.
     """
     with _in_order(alias, order, matters=False):
-        record_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
-        written = {**(_said_by(row) if delivered else {}), **_done(), "attempts": F("attempts") - uncounted}
-        done = _the_row(alias, row).update(**written)
-        _pass_on(alias, order)
+        record_leaving(alias, _OPEN_ROW, _named(row), became=State.DONE, matters=False)
+        written = {**(_content_of(row) if delivered else {}), **_done(), "attempts": F("attempts") - uncounted}
+        done = _open_row(alias, row).update(**written)
+        _promote(alias, order)
     return bool(done)
 
 
-def fail_kept(
+def fail_external(
     alias: str,
     row: NewRow,
     failure: Failure,
@@ -268,35 +283,36 @@ def fail_kept(
 ) -> int | None:
     """∅ | received | retrying | running → retrying | dead, as its external lease store reports; the row.
 
-    It gets the steps and the content of the failed message, because it may be the row of a duplicate. None: its row is
-    settled.
+    It gets the steps and the content of the failed message, because a duplicate may have stored it. None: the row is settled.
 
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
     with transaction.atomic(using=alias), _in_order(alias, leaves, matters=True):
-        keep(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
+        store_external(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
         written = _failed(failure, leaves)
-        record_leaving(alias, _THE_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.put_off)
-        if not _the_row(alias, row).update(**written, **_said_by(row), fence=fence):
+        record_leaving(
+            alias, _OPEN_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.deferred
+        )
+        if not _open_row(alias, row).update(**written, **_content_of(row), fence=fence):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
         remember_all(alias, pk, steps)
-        _pass_on(alias, leaves)
+        _promote(alias, leaves)
     return pk
 
 
-def memory_of(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
-    """The stored incarnation of an external lease store, and since when that store has complete data.
+def recorded_incarnation(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
+    """The recorded incarnation of an external lease store, and the time since which its data is complete; None: always.
 
-    `incarnation` is stored if none is known yet; a store that is used for the first time has lost nothing.
+    At the first use of a store, `incarnation` is recorded.
     """
-    memory, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
-    return memory.incarnation, memory.remembers_since
+    state, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
+    return state.incarnation, state.remembers_since
 
 
 def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
-    """Record that the store is a new incarnation, with complete data from now on. False: that was recorded before."""
+    """Record that the store has lost data and is a new incarnation, complete from now on. False: this was recorded before."""
     lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
     return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
 
@@ -314,20 +330,16 @@ def _owned(alias: str, pk: int, fence: int) -> Any:
     return InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
 
 
-def _claimed(alias: str, pk: int, attempts: int) -> Any:
-    return InboxMessage.objects.using(alias).filter(pk=pk, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
-
-
-def _the_row(alias: str, row: NewRow) -> Any:
+def _open_row(alias: str, row: NewRow) -> Any:
     return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id, state__in=DUE)
 
 
-def _was_left(alias: str, pk: int, fence: int, *states: State) -> bool:
+def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
     found: bool = InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state__in=states).exists()
     return found
 
 
-def _said_by(row: NewRow) -> dict[str, Any]:
+def _content_of(row: NewRow) -> dict[str, Any]:
     content: dict[str, Any] = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
     return {**content, "headers": json.loads(row.headers)}
 
@@ -359,19 +371,19 @@ def _in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> Abstrac
     return deciding(alias) if order else recording(alias, matters=matters)
 
 
-def _pass_on(alias: str, order: OrderedKey | None) -> None:
+def _promote(alias: str, order: OrderedKey | None) -> None:
     if order:
         hold_gates(alias, order.handler, [order.key])
         promote_next(alias, *order)
 
 
-def _refuse_company(alias: str, pk: int, alone_in: OrderedKey | None) -> None:
-    """Under the gate, so that of two concurrent runs one sees the other."""
-    if alone_in is None:
+def _refuse_concurrent_run(alias: str, pk: int, exclusive_key: OrderedKey | None) -> None:
+    """Raise KeyBusy if another message of the key is running. Under the gate one of two concurrent runs sees the other."""
+    if exclusive_key is None:
         return
-    hold_gates(alias, alone_in.handler, [alone_in.key])
+    hold_gates(alias, exclusive_key.handler, [exclusive_key.key])
     others = InboxMessage.objects.using(alias).filter(
-        handler=alone_in.handler, key=alone_in.key, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
+        handler=exclusive_key.handler, key=exclusive_key.key, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
     )
     if others.exclude(pk=pk).exists():
         raise KeyBusy

@@ -16,22 +16,22 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.failures import DEFERRED
 
 _NOT_HERE = (
-    "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "
-    "its row has been purged."
+    "No handler of this project has it: none handles its topic, it has not arrived, another message of its biz-id came first, "
+    "or its row has been purged."
 )
 _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
     """See `outbox.console.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
-    having, away = with_table(TrailEntry, aliases)
+    available, unavailable = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
-    unknown = [f"The database {alias!r} does not answer, and may know more." for alias in away]
+    unknown = [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
     kept_since = utcnow() - inbox_options().TRAIL_RETENTION
-    for alias in having:
+    for alias in available:
         rows = _rows(alias, message_id)
-        # A handler has several rows of a message whose payload was corrected, and each replaces the one before.
+        # If the payload of a message was corrected, its handler has several rows, and each replaces the one before.
         chains: dict[str, list[InboxMessage]] = {}
         for row in rows:
             chains.setdefault(row.handler, []).append(row)
@@ -41,12 +41,12 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
         for handler, entries in trails.items():
             moments += _moments(alias, handler, chains.get(handler, []), entries)
             if handler not in chains:
-                unknown.append(f"The row of {handler} has been purged: only its trail is left.")
+                unknown.append(f"The row of {handler} has been purged; only its trail remains.")
         standings += [_standing(alias, row) for row in rows]
         if any(row.received_at < kept_since for row in rows):
-            unknown.append(f"What happened in its handlers before {kept_since:%Y-%m-%d} may be purged.")
+            unknown.append(f"Trail entries of its handlers from before {kept_since:%Y-%m-%d} may have been purged.")
     return Account(
-        searched=f"the inbox ({', '.join(having) or 'no database has its tables'})",
+        searched=f"the inbox ({', '.join(available) or 'no database has its tables'})",
         moments=moments,
         standings=standings,
         unknown=unknown,
@@ -77,7 +77,7 @@ def _rows(alias: str, message_id: str) -> Sequence[InboxMessage]:
 
 
 def _spellings(message_id: str) -> set[str]:
-    """Our ids have one spelling, other producers' ids their own. A message without an id cannot be searched."""
+    """The given id and its normal form, which this project uses. A message without an id cannot be searched."""
     try:
         return {message_id, str(uuid.UUID(message_id))}
     except ValueError:

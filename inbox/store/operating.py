@@ -9,10 +9,11 @@ from typing import Any
 from django.db import OperationalError, connections, transaction
 from django.db.models import F, Min
 
+from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State, Step
-from inbox.store.arrivals import insert
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
 from inbox.store.due import longest_due
+from inbox.store.inserting import Insertion, insert_one
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.store.trail import record
@@ -21,11 +22,11 @@ from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
-_OPERATORS_WAIT = timedelta(seconds=10)
+OPERATORS_WAIT = timedelta(seconds=10)
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
-"""A running one only when its lease has ended."""
+"""A running message only after its lease has ended."""
 TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
@@ -37,27 +38,27 @@ TRIED_AGAIN: Mapping[str, Any] = {
 def retry(alias: str, row: int, *, reason: str = "") -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    running, past its lease → running, due now; its owner can settle nothing. Also False if the maximum message age has
-    refused it, see `override_maximum_age`. While a handler is running the message, this waits for its end, for a limited
-    time, and then answers. In an order it is `waiting` while another is before it.
+    running, past its lease → running, due now; its owner can settle nothing. False also if the maximum message age has
+    refused it, see `override_maximum_age`. While a handler is running the message, this waits for up to ten seconds. In an
+    order the message is `waiting` while another precedes it.
 
     Args:
-        reason: for the trail: who did it.
+        reason: for the trail: the operator.
     """
     return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=TRIED_AGAIN)
 
 
 def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead, refused by the maximum message age → retrying, due now. False: it is not, or no longer.
+    """dead, refused by the maximum message age → retrying, due now. False: it is in another state.
 
-    Only the operator asserts that it has not been handled before. From now on it is a normal message: its row exists, so a
-    further copy is a duplicate again.
+    The operator asserts that it has not been handled before. From then on it is a normal message, and further copies are
+    duplicates.
 
     Args:
-        reason: for the trail: who did it, and why.
+        reason: for the trail: the operator and the reason.
     """
-    told = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    return _decide(alias, row, [State.DEAD], told, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
+    recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
+    return _decide(alias, row, [State.DEAD], recorded, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
 
 
 def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
@@ -66,12 +67,11 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
     running, past its lease → skipped; its owner can settle nothing. An external lease may have been extended without a
     change of the row: see `inbox.leases.operating`.
 
-    While a handler is running the message, this waits for its end, for a limited time, and then answers. In an order the next
-    one is promoted.
+    While a handler is running the message, this waits for up to ten seconds. In an order the next message is promoted.
 
     Args:
-        reason: stored in the row.
-        by: for the trail, beside the reason: who did it.
+        reason: stored in the row and in the trail.
+        by: for the trail: the operator.
     """
     return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason))
 
@@ -79,41 +79,53 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
     """dead → skipped, and ∅ → received, due now, for the row that replaces it; its id. None: it is no longer dead.
 
-    Also None if its biz-id is taken, or if the maximum message age has refused it, see `override_maximum_age`. In an order
-    the new row has the place of the old one; it is `waiting` while another is before it.
+    Also None if the maximum message age has refused it, see `override_maximum_age`. An ordered message's new row has the
+    old row's place in the order; it is `waiting` while an earlier message of its key is open.
 
     Args:
         corrected: the message with its new payload and a biz-id that no other row has.
-        by: who did it, for the reason of the old row and for the trail of both.
+        by: the operator, for the reason of the old row and for the trail of both.
+
+    Raises:
+        NotEditable: another transaction has locked the row and did not end in time, or another row has the new biz-id.
     """
     try:
-        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
             replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id").first()
             return None if replaced is None else _replace(alias, replaced, corrected, by)
-    except ConcurrentDuplicate:
-        return None
+    except ConcurrentDuplicate as error:
+        raise NotEditable(
+            f"Another transaction is storing a message with the biz-id {corrected.biz_id}, which the corrected message would "
+            "have. Nothing was changed. Try again later."
+        ) from error
     except OperationalError as error:
         if is_collision(error):
-            return None
+            raise NotEditable(
+                f"Row {row} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
+            ) from error
         raise
 
 
-def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int | None:
+def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int:
     place, waits = replaced.place or replaced.pk, False
     if replaced.ordered:
         hold_gates(alias, replaced.handler, [replaced.key])
         waits = not is_head(alias, replaced.handler, replaced.key, place)
-    inserted = insert(
-        alias,
-        corrected,
-        LONGEST_LOCK_WAIT,
+    insertion = Insertion(
+        row=corrected,
         state=State.WAITING if waits else State.RECEIVED,
-        due_after=None if waits else timedelta(),
-        also={"attempts": 0, "replaces_id": replaced.pk, **({"ordered": True, "place": place} if replaced.ordered else {})},
+        due_after=0.0,
+        ordered=replaced.ordered,
+        place=place if replaced.ordered else None,
+        replaces_id=replaced.pk,
     )
+    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
     if inserted is None:
-        return None
+        raise NotEditable(
+            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
+            "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
+        )
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
     InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**skipped(reason))
@@ -134,7 +146,7 @@ def skipped(reason: str) -> Mapping[str, Any]:
 
 def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, written: Mapping[str, Any], **only: Any) -> bool:
     try:
-        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
             found = found.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             message = found.select_for_update().only("handler", "key", "ordered", "place", "state").first()
@@ -151,7 +163,7 @@ def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, writ
 def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
     row = InboxMessage.objects.using(alias).filter(pk=message.pk)
     if message.state == State.RUNNING:
-        # Only its lease store knows whether it has been run, so it stays running until another owner has that lease.
+        # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
         state = State.RUNNING if written["state"] == State.RETRYING else written["state"]
         written = {**written, "state": state, "fence": F("fence") + 1}
     if not message.ordered or message.state == State.WAITING:
@@ -166,7 +178,7 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
 
 
 def oldest_waiting(alias: str) -> datetime | None:
-    """Since when the oldest stored message has waited, past its due time or behind its key's head; None: none."""
+    """The time since which the oldest message has waited, past its due time or behind its key's head; None: none waits."""
     messages = InboxMessage.objects.using(alias)
     due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
     behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
@@ -184,7 +196,7 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
 
 
 def _delete(alias: str, ids: Sequence[int]) -> int:
-    """Django's own delete() would read every row with its body first, because steps refer to it."""
+    """Delete rows by SQL: Django's delete() would first read every row with its body, because steps refer to it."""
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
         Step.objects.using(alias).filter(message_id__in=ids).delete()
         places = ", ".join(["%s"] * len(ids))

@@ -1,21 +1,20 @@
 """The order of a key: its head, and the promotion of the next row when the head is settled.
 
 A row with `ordered` has a place in the order of its handler and key: its id, or, if it replaces another row, that row's place.
-The first open one is the *head*. Only the head is due; all others are `waiting`. The transaction that settles the head promotes
-the next row, and a transaction that adds a row first checks whether there is a head. Both hold the *gate* of the key until they
-commit, so that check and write are atomic; otherwise a row could be added behind a head that is just being settled, and nothing
-would ever promote it.
+The first open row is the *head*. Only the head is due; the others are `waiting`. The transaction that settles the head promotes
+the next row, and a transaction that adds a row first checks whether there is a head. Both hold the *gate*, an advisory lock of
+the key, until they commit, so that check and write are atomic. Otherwise a row could be added behind a head that is just being
+settled, and would never be promoted.
 
-The gate is held only briefly, never while a handler runs. The *run* lock of the key is held while a handler runs, and no
-transaction waits for it: it separates rows that are due out of order, such as a dead letter that was passed over and is
-retried by an operator.
+The gate is held only briefly, never while a handler runs. The *run lock* of the key is held while a handler runs, and no
+transaction waits for it. It separates rows that are due out of order, such as a dead letter that was skipped and is retried.
 
-These locks cannot deadlock. Gates are taken in one order, before any row is locked for adding; under a gate only a `waiting`
-row is locked, and any other transaction that has locked such a row waits for no gate. On SQLite, which has one writer, the
-write lock replaces all of these.
+These locks cannot deadlock. Gates are acquired in sorted order, before any row is locked for adding. Under a gate only a
+`waiting` row is locked, and another transaction that has locked such a row does not wait for a gate. On SQLite, which has one
+writer, the write lock replaces them.
 
-Every path that takes a row out of the order must promote the next one: `hold_gates`, write, `promote_next`. If a path omits
-that, the key stands still until `release_stuck` finds it.
+Every path that removes a row from the order must promote the next one: `hold_gates`, write, `promote_next`. If a path omits
+that, the key makes no progress until `release_stuck` finds it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ from django.db import connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
+from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import NOW_AFTER, now_after
+from outbox.database.now import NOW_AFTER
 from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-OPEN = "ordered AND state IN ('received', 'retrying', 'waiting', 'running', 'dead')"
+OPEN = "ordered AND NOT (state IN ('done', 'skipped', 'shed'))"
 """True for rows with a place in the order, as in the index `inbox_order`."""
 GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
@@ -52,22 +52,22 @@ PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, next_attempt_at = {{due}}"
 _READ_COMMITTED = "read committed"
-_LONGEST_SLEEP_MS = 10_000
-"""After this time the server ends the transaction of a frozen process that holds a gate."""
-_LONGEST_WAIT = timedelta(seconds=10)
+_MAX_IDLE_MS = 10_000
+"""The server then ends the transaction of a frozen process that holds a gate."""
+_LOCK_TIMEOUT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
 
 def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey) -> list[Any]:
-    """The parameters of `GATE`: the lock and the limit. Inside a test's transaction the limit would stay in force."""
-    return [_gate(*order), f"{_LONGEST_SLEEP_MS}ms" if is_outermost(connection) else None]
+    """The parameters of `GATE`: the lock and the limit, which would remain set inside a test's transaction."""
+    return [_gate(*order), f"{_MAX_IDLE_MS}ms" if is_outermost(connection) else None]
 
 
 def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
     """Hold the gates of these keys until the open transaction ends; waits for their current holders.
 
-    Call it before adding rows of an order, and before `promote_next`. Only a later statement may read the rows of a gate, and
-    the transaction must be READ COMMITTED: any other would see the state before the wait.
+    Call it before adding rows of an order, and before `promote_next`. Read the rows in a later statement and under READ
+    COMMITTED; otherwise the read would return the state before the wait.
     """
     connection = connections[alias]
     gates = sorted({_gate(handler, key) for key in keys if key})
@@ -77,57 +77,83 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
         cursor.execute("SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
 
 
-def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta | None = None) -> int | None:
+def promote_next(alias: str, handler: str, key: str) -> int | None:
     """waiting → received, due now, for the head of the key; its row. None if the head is not waiting, or there is none.
 
-    Under the gate, after a row of the key was settled (done, skipped) or has lost its place, in the same transaction. With
-    `claimed_for` it is claimed at once, as by `claim_due`: its attempt is counted, and it is due after that time.
+    Call it under the gate, in the transaction that settled a row of the key or took its place.
     """
     connection = connections[alias]
-    claim = [0 if claimed_for is None else 1, (claimed_for or timedelta()).total_seconds()]
-    if not is_postgresql(connection):
-        promote = _PROMOTE.format(attempts="%s", due=now_after(connection))
+    if is_postgresql(connection):
+        promoted = _promote(connection, _PROMOTE_HEAD, [handler, key, 0, 0.0])
+    else:
         with connection.cursor() as cursor:
-            cursor.execute(
-                f"{promote} WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')})) RETURNING id",
-                [*claim, handler, key],
-            )
-            promoted = next((row for (row,) in cursor.fetchall()), None)
-        return _told(alias, promoted)
-    while True:
-        ((state, row),) = _promote(connection, [handler, key, *claim]) or [("", None)]
-        if row is not None or state != State.WAITING:
-            return _told(alias, row)
-        # An operator has skipped it between our read and our write; read again.
+            cursor.execute(f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])
+            promoted = cursor.fetchone()
+    return _recorded(alias, promoted[0]) if promoted else None
 
 
-def _told(alias: str, promoted: int | None) -> int | None:
-    if promoted is not None:
-        record(alias, [promoted], was=State.WAITING, matters=False)
+def claim_next(alias: str, handler: str, key: str, claimed_for: timedelta) -> InboxMessage | None:
+    """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time."""
+    connection = connections[alias]
+    claim = [1, claimed_for.total_seconds()]
+    if is_postgresql(connection):
+        promoted = _promote(connection, _CLAIM_HEAD, [handler, key, *claim])
+        claimed = message_of(alias, promoted) if promoted else None
+    else:
+        sql = f"{_PROMOTE_ON_SQLITE} RETURNING *"
+        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [*claim, handler, key])), None)
+    if claimed is not None:
+        _recorded(alias, claimed.pk)
+    return claimed
+
+
+def _recorded(alias: str, promoted: int) -> int:
+    record(alias, [promoted], was=State.WAITING, matters=False)
     return promoted
 
 
-def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:
-    """The state of the head, and the promoted row; empty if there is no head."""
-    if is_usable(connection):
-        return [(state, int(row) if row else None) for state, row in _PROMOTE_HEAD.execute(connection, given).rows]
-    with connection.cursor() as cursor:
-        cursor.execute(_promote_head(*["%s"] * 4), given)
-        return list(cursor.fetchall())
+def _promote(connection: BaseDatabaseWrapper, statement: _HeadStatement, given: list[Any]) -> Sequence[Any] | None:
+    """What the statement returns of the promoted row."""
+    while True:
+        ((state, *promoted),) = statement.fetch(connection, given) or [("", None)]
+        if promoted[0] is not None:
+            return promoted
+        if state != State.WAITING:
+            return None
+        # An operator has skipped it between our read and our write; read again.
 
 
-def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
-    promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
-    return (
-        f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
-        # CASE prevents an index of all waiting rows: see the sentinel.
-        f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
-        f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {TABLE}.id) "
-        "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true"
-    )
+class _HeadStatement:
+    """It promotes the head of a key if it is waiting. Its row: the head's state, and columns of the promoted row or NULL."""
+
+    def __init__(self, name: str, returned: str) -> None:
+        self._returned = returned
+        self._prepared = PreparedStatement(name, ["text", "text", "int", "float8"], self._text("$1", "$2", "$3", "$4"))
+
+    def fetch(self, connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[Any, ...]]:
+        if is_usable(connection):
+            return self._prepared.fetch(connection, given)
+        with connection.cursor() as cursor:
+            cursor.execute(self._text(*["%s"] * 4), given)
+            return list(cursor.fetchall())
+
+    def _text(self, handler: str, key: str, attempts: str, seconds: str) -> str:
+        promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
+        return (
+            f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
+            # CASE prevents an index of all waiting rows: see the sentinel.
+            f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
+            f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {self._returned}) "
+            "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true"
+        )
 
 
-_PROMOTE_HEAD = PreparedStatement("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
+_PROMOTE_HEAD = _HeadStatement("inbox_promote", f"{TABLE}.id")
+_CLAIM_HEAD = _HeadStatement("inbox_promote_claimed", columns_of(TABLE))
+_PROMOTE_ON_SQLITE = (
+    f"{_PROMOTE.format(attempts='%s', due=NOW_AFTER['sqlite'])} "
+    f"WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')}))"
+)
 
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
@@ -139,30 +165,25 @@ def is_head(alias: str, handler: str, key: str, place: int) -> bool:
         return not cursor.fetchall()
 
 
-def begun(connection: BaseDatabaseWrapper, order: OrderedKey) -> tuple[str, list[Any]]:
-    """For the RETURNING of the statement that locks a row to run it: isolation level, and is the run lock acquired?
-
-    If not, another transaction is running the key. The lock is held until the transaction ends.
-    """
-    if not is_postgresql(connection):
-        return "'', 1", []
-    return "current_setting('transaction_isolation'), pg_try_advisory_xact_lock(%s)", [_lock("run", *order)]
+def run_lock(order: OrderedKey) -> int:
+    """The number of the run lock of a key, which a transaction that runs a message of it holds until it ends."""
+    return _lock_number("run", *order)
 
 
-def passes_on(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | None:
+def order_to_promote(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | None:
     """The order in which the sentinel must promote; None if that is done after the commit.
 
-    A transaction that is not READ COMMITTED sees no rows added while its handler ran. A crash in between leaves the key to
-    `release_stuck`.
+    A transaction that is not READ COMMITTED does not see rows that were added while its handler ran. If the process crashes
+    before the promotion, `release_stuck` makes it.
     """
     if isolation in {"", _READ_COMMITTED}:
         return order
-    transaction.on_commit(partial(_promote_by_itself, alias, order), using=alias, robust=True)
+    transaction.on_commit(partial(_promote_in_own_transaction, alias, order), using=alias, robust=True)
     return None
 
 
 @contextmanager
-def deciding(alias: str, longest_wait: timedelta = _LONGEST_WAIT) -> Iterator[None]:
+def deciding(alias: str, longest_wait: timedelta = _LOCK_TIMEOUT) -> Iterator[None]:
     """A short transaction for decisions under gates: READ COMMITTED whatever the project's default is, with time limits.
 
     Nested in another transaction, such as an admin request's, it is a savepoint and has the isolation of that transaction.
@@ -173,7 +194,7 @@ def deciding(alias: str, longest_wait: timedelta = _LONGEST_WAIT) -> Iterator[No
             with connection.cursor() as cursor:
                 cursor.execute(
                     "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-                    f"SET LOCAL idle_in_transaction_session_timeout = {_LONGEST_SLEEP_MS}; "
+                    f"SET LOCAL idle_in_transaction_session_timeout = {_MAX_IDLE_MS}; "
                     f"SET LOCAL lock_timeout = {int(longest_wait.total_seconds() * 1000)}"
                 )
         yield
@@ -184,9 +205,9 @@ class Released:
     """What `release_stuck` found.
 
     Attributes:
-        stuck: keys whose head was waiting. There should be none.
-        passed: dead letters that lost their place.
-        up_to: where to continue, or None if the last key was seen.
+        stuck: number of keys whose head was waiting. It should be 0.
+        passed: number of dead letters that were removed from the order.
+        up_to: the last key that was checked; None if there are no more.
     """
 
     stuck: int
@@ -195,25 +216,25 @@ class Released:
 
 
 def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) -> Released:
-    """The safety net: promote every head that is `waiting`, which no other path will do.
+    """Repair: promote every head that is `waiting`, because no other path will.
 
-    It also takes dead letters out of the order of the handlers in `passing`, those with Ordered(on_dead="skip"): dead letters
-    from before the handler had that option, or of handlers that committed behind the inbox's back.
+    Also remove dead letters from the order of the handlers in `passing`, those with Ordered(on_dead="skip"): dead letters from
+    before the handler had that option, or of handlers that committed by themselves.
     """
     heads = _heads(alias, after or OrderedKey("", ""))
     stuck = [order for order, _, state in heads if state == State.WAITING]
     dead = [(order, row) for order, row, state in heads if state == State.DEAD and order.handler in passing]
     normal = not stuck or _sees_every_commit(alias)
-    # Otherwise a key is promoted just after the commit, and our read may have been in between.
+    # Otherwise a key is promoted just after the commit, and `_heads` may have read in between.
     return Released(
-        stuck=sum(_promote_by_itself(alias, order) is not None for order in stuck) * normal,
-        passed=sum(_pass_over(alias, order, row) for order, row in dead),
+        stuck=sum(_promote_in_own_transaction(alias, order) is not None for order in stuck) * normal,
+        passed=sum(_remove_from_order(alias, order, row) for order, row in dead),
         up_to=heads[-1][0] if len(heads) == _KEYS_AT_ONCE else None,
     )
 
 
 def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
-    """The head of every key: a skip scan over the index, regardless of the rows behind the heads."""
+    """The head of every key, by a skip scan over the index, which does not read the rows behind the heads."""
     connection = connections[alias]
     if is_postgresql(connection):
         following = (
@@ -235,13 +256,13 @@ def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
         return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in cursor.fetchall()]
 
 
-def _promote_by_itself(alias: str, order: OrderedKey) -> int | None:
+def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
     with deciding(alias):
         hold_gates(alias, order.handler, [order.key])
         return promote_next(alias, *order)
 
 
-def _pass_over(alias: str, order: OrderedKey, row: int) -> bool:
+def _remove_from_order(alias: str, order: OrderedKey, row: int) -> bool:
     with deciding(alias):
         passed = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, ordered=True).update(ordered=False)
         if passed:
@@ -260,10 +281,10 @@ def _sees_every_commit(alias: str) -> bool:
 
 
 def _gate(handler: str, key: str) -> int:
-    return _lock("gate", handler, key)
+    return _lock_number("gate", handler, key)
 
 
-def _lock(space: str, handler: str, key: str) -> int:
-    """An advisory lock's number. Two keys with the same number wait for each other, which costs only time."""
+def _lock_number(space: str, handler: str, key: str) -> int:
+    """The number of an advisory lock. Two keys with the same number only wait for each other."""
     digest = hashlib.blake2b(f"{TABLE} {space}\0{handler}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

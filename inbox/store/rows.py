@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from django.db import OperationalError
 
+from inbox.models import InboxMessage
 from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 from outbox.kernel.failures import REFUSED
 
@@ -141,11 +142,11 @@ class Follower:
 
     Attributes:
         claimed_for: the time after which it is due again, if its process has died.
-        row: its row, with its attempt counted, once the other message is done; None if none follows.
+        message: it, with its attempt counted, once the other message is done; None if none follows.
     """
 
     claimed_for: timedelta
-    row: int | None = None
+    message: InboxMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class Guard:
         order: the order that its one row has a place in; the next message in it is to be promoted.
         follower: the next message is claimed for it; None leaves that message due.
         was: the previous state of its rows; "" if they are new.
+        result: the result that its row was inserted with, as JSON.
     """
 
     alias: str
@@ -168,6 +170,7 @@ class Guard:
     was: str = ""
     is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
+    result: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +182,7 @@ class Failure:
         attempts: number of attempts made now.
         error_class, error_place: what failed and where, see `outbox.kernel.failures`.
         own_frames: the frames of the project's own code, as in a traceback.
-        put_off: the handler deferred it; this is not an error.
+        deferred: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.
         is_stored: it is already in its row.
     """
@@ -191,7 +194,7 @@ class Failure:
     traceback: str = ""
     retry_after: timedelta | None
     attempts: int
-    put_off: bool = False
+    deferred: bool = False
     quarantined: bool = False
     is_stored: bool = False
 

@@ -1,7 +1,7 @@
-"""The commit sentinel: the last statement of a handler's transaction proves that it is still the one that began.
+"""The commit sentinel: the last statement of a handler's transaction proves that this transaction can commit the inbox row.
 
-Django and PostgreSQL roll back without an exception if a handler has swallowed a database error. A consumer that acknowledged
-then would lose the message.
+If a handler has swallowed a database error, Django and PostgreSQL roll back without an exception, and a consumer that
+acknowledges would lose the message.
 """
 
 from __future__ import annotations
@@ -9,43 +9,56 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, DataError, InterfaceError, connections, transaction
 
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
-from inbox.store.ordering import GATE, for_gate, promote_next
+from inbox.store.ordering import GATE, claim_next, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
-from inbox.store.trail import record
-from outbox.database.connections import is_postgresql
+from inbox.store.trail import is_recorded, record
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from outbox.database.now import now
-from outbox.database.prepared_statements import PreparedStatement, is_usable
+from outbox.database.prepared_statements import PreparedStatement, is_in_transaction, is_usable
 from outbox.kernel.text import describe
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {PARTLY}"
+ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
+PREPARED = (
+    "The handler prepared the inbox's transaction for two-phase commit as {!r}. The inbox has rolled it back with ROLLBACK "
+    "PREPARED. Remove PREPARE TRANSACTION from the handler, then retry the message."
+)
 SAVEPOINT = "inbox_guard"
 _WRITTEN = (
     "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = '', "
     "error_class = '', error_place = '', failing_since = NULL"
 )
-_EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
-"""Also written, if the bodies of done messages are not stored. The digest stays: conflicting duplicates are still found."""
-# Without CASE, the planner would use a partial index and read the dead entries of all rows handled since the last vacuum.
+EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
+"""Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
+# Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
+_DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
-_READ = PreparedStatement("inbox_read", ["bigint"], f"SELECT 1 FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}")
+# It divides by zero if a row is missing, so that a COMMIT may be sent with it.
+_PROVE = PreparedStatement(
+    "inbox_prove",
+    ["bigint[]"],
+    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
+)
+_WRITE_RESULT = PreparedStatement(
+    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
+)
 _FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
 
 
 def _set_done(*, keep_body: bool) -> str:
     written = _WRITTEN.format(attempts="$2", now="statement_timestamp()")
-    return f"UPDATE {TABLE} SET {written}{'' if keep_body else _EMPTIED['postgresql']}"
+    return f"UPDATE {TABLE} SET {written}{'' if keep_body else EMPTIED['postgresql']}"
 
 
 _FINISH = {
@@ -66,39 +79,42 @@ _FINISH_IN_ORDER = {
 }
 
 
-def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
+def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
-    Rows that were inserted as `done` are read instead: PostgreSQL stores in `xmin` which transaction has inserted a row, and in
-    a transaction that can no longer commit it refuses to read.
+    Rows that were inserted as `done` are read instead: `xmin` is the transaction that inserted a row, and PostgreSQL refuses to
+    read in a transaction that can no longer commit.
 
-    If a row has a place in an order, the next one is promoted and is then its follower; that is not part of the proof.
+    If a row has a place in an order, the next row is promoted, and claimed for the follower; that is not part of the proof.
 
     Args:
-        result: the handler's result as JSON, if it may be asked for again.
+        result: the handler's result as JSON, if it must be stored.
+        commit: also commit, in the same round trip, if `can_commit`. The caller's own commit has nothing to do then.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
         TransactionEnded: this is not the transaction that began.
+        django.db.Error: the commit failed, or the database is unavailable. If the session was lost, the commit may have
+            succeeded.
     """
     connection = connections[guard.alias]
     if connection.closed_in_transaction:
         raise TransactionBroken(
             "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
-            "everything back. Leave connections to Django; close_old_connections() is for threads of your own."
+            "everything back. Remove the call; close_old_connections() is for threads that the handler starts."
         )
     refuse_if_ended(guard)
     try:
-        hit = _finish(connection, guard, attempts, result)
+        hit = _prove_and_commit(connection, guard) if commit else _finish(connection, guard, attempts, result)
     except (DatabaseError, InterfaceError) as error:
-        if is_outage(error) or is_collision(error):
+        if is_outage(error) or is_collision(error) or (commit and not is_in_transaction(connection)):
             raise
         if sqlstate_of(error) == UNDEFINED_TABLE:
-            cause = "It has changed search_path, so that the inbox's table is not found. Change it back before returning."
+            cause = "It changed search_path, so the inbox's table is not found. Restore search_path before returning."
         else:
             cause = (
-                "It caught a database error without a savepoint. Let the error out, or wrap the statement that may fail in its "
-                "own `with transaction.atomic():`."
+                "It caught a database error without a savepoint. Let the error propagate, or wrap the statement that may fail "
+                "in its own `with transaction.atomic():`."
             )
         raise TransactionBroken(
             f"The handler returned, but its transaction can no longer commit ({describe(error)}). {cause}"
@@ -107,31 +123,47 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         raise TransactionEnded(ENDED)
     record(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
-        follower = guard.follower
-        row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
-        if follower:
-            follower.row = row
+        if guard.follower is None:
+            promote_next(guard.alias, *guard.order)
+        else:
+            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for)
+
+
+def can_commit(guard: Guard, result: str | None) -> bool:
+    """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
+    connection = connections[guard.alias]
+    return (
+        guard.is_settled
+        and result == guard.result
+        and not is_recorded(matters=False)
+        and is_outermost(connection)
+        and connection.commit_on_exit
+        and is_usable(connection)
+    )
 
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
-    if guard.is_settled and result is None:
+    if guard.is_settled and result == guard.result:
         return _count_ours(connection, guard)
+    if guard.is_settled and is_usable(connection):
+        connection.validate_no_broken_transaction()
+        return _WRITE_RESULT.execute(connection, [guard.rows[0], result]).hit
     keep_body = inbox_options().keeps_all_bodies
-    if result is None and len(guard.rows) == 1 and is_usable(connection):
+    if result == guard.result and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
         if guard.order is None:
             return _FINISH[keep_body].execute(connection, given).hit
         return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
-    also = "" if keep_body else _EMPTIED[connection.vendor]
-    if result is not None:
+    also = "" if keep_body else EMPTIED[connection.vendor]
+    if result != guard.result:
         also += ", result = %s"
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{also} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
     )
-    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
+    parameters: list[Any] = [attempts, *([] if result == guard.result else [result]), *guard.rows]
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
@@ -143,14 +175,48 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return int(cursor.rowcount)
 
 
+def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
+    connection.validate_no_broken_transaction()
+    try:
+        _PROVE.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+    except DataError as error:
+        if sqlstate_of(error) == _DIVISION_BY_ZERO and is_in_transaction(connection):
+            return 0
+        raise
+    return len(guard.rows)
+
+
 def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     """How many rows this transaction has inserted."""
     connection.validate_no_broken_transaction()
-    if len(guard.rows) == 1 and is_usable(connection):
-        return len(_READ.execute(connection, guard.rows).rows)
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {TABLE} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
         return int(cursor.fetchone()[0])
+
+
+def roll_back_prepared(guard: Guard) -> str:
+    """ROLLBACK PREPARED, if the handler has prepared the transaction for two-phase commit; its identifier, or "".
+
+    Left prepared, it would lock the rows across restarts, and a later COMMIT PREPARED would mark an unfinished message as done.
+
+    Raises:
+        django.db.Error: the transaction cannot be rolled back by this user, or another session has just ended it.
+    """
+    connection = connections[guard.alias]
+    if not is_postgresql(connection) or connection.in_atomic_block:
+        return ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT gid, format('ROLLBACK PREPARED %%L', gid) FROM pg_prepared_xacts "
+            "WHERE transaction = %s::xid8::xid AND database = current_database()",
+            [guard.transaction],
+        )
+        found = cursor.fetchone()
+        if found is None:
+            return ""
+        gid, roll_back = found
+        cursor.execute(roll_back)
+    return str(gid)
 
 
 def dead_letter_if_committed(guard: Guard) -> bool:
@@ -169,30 +235,30 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             return False
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', {ABANDONED_NOW.format(now=now(connection))} "
+            f"UPDATE {TABLE} SET state = 'dead', result = NULL, {ABANDONED_NOW.format(now=now(connection))} "
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
             [*ABANDONED_AS, *given],
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
-        for row, said in zip(guard.rows, guard.emptied, strict=False):
-            # An operator who retries it needs its content.
+        for row, content in zip(guard.rows, guard.emptied, strict=False):
+            # A retry needs its content.
             cursor.execute(
                 f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
-                [said.body, said.headers, row],
+                [content.body, content.headers, row],
             )
         record(guard.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
     return bool(dead_lettered)
 
 
 def refuse_if_ended(guard: Guard) -> None:
-    """SQLite: is the handler still inside the transaction that began?
+    """On SQLite, check that the handler is still inside the transaction that began.
 
-    Its driver stays in autocommit if the transaction was ended behind Django's back, so every later statement would commit
-    by itself. Releasing our savepoint fails then. PostgreSQL begins another transaction, which our caller rolls back and the
-    sentinel detects by its id.
+    If the transaction was ended without Django, SQLite's driver remains in autocommit, and every later statement would commit
+    by itself. Releasing the inbox's savepoint then fails. On PostgreSQL another transaction begins; the sentinel detects it by
+    its id, and the caller rolls it back.
 
     Raises:
-        TransactionEnded: no.
+        TransactionEnded: it is not.
     """
     connection = connections[guard.alias]
     if is_postgresql(connection) or connection.closed_in_transaction:

@@ -1,6 +1,6 @@
-"""The results of a message's named steps, so that a retry does not run them again.
+"""The results of a message's named steps, so that a retry does not take them again.
 
-A step whose result is SQL's NULL was begun, and its end is unknown; JSON's null is a result like any other.
+A result of SQL's NULL means that the step was begun and its outcome is unknown. JSON's null is an ordinary result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result,
 def steps_of(alias: str, row: int) -> dict[str, str | None]:
     """The results of its steps as JSON, by name; None for one that was begun."""
     with connections[alias].cursor() as cursor:
-        # As text: PostgreSQL's jsonb would be decoded, and then null and NULL are the same.
+        # As text, because decoding jsonb would turn both null and NULL into None.
         as_text = "result::text" if is_postgresql(connections[alias]) else "result"
         cursor.execute(f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row])
         return dict(cursor.fetchall())
@@ -31,7 +31,7 @@ def remember(alias: str, row: int, fence: int, step: str, result: str | None) ->
     """Store the result of a step, or with None that it has begun. False: the lease is no longer ours."""
     connection = connections[alias]
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
-    # Locked, because a takeover that commits between reading and inserting would not see the step.
+    # The lock prevents that another owner takes the lease between reading and inserting and does not see the step.
     lock = "FOR UPDATE" if is_postgresql(connection) else ""
     with connection.cursor() as cursor:
         cursor.execute(

@@ -32,7 +32,7 @@ class Outcome:
     last_error: str
 
 
-def claim_met(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMessage | None:
+def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMessage | None:
     """received | retrying, its attempt counted, in its own commit: the existing row of this delivery.
 
     None: another transaction is handling it, or there is nothing to run.
@@ -50,7 +50,7 @@ def claim_met(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMess
     return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
 
 
-def forget(alias: str, row: int, attempts: int) -> bool:
+def delete_failed(alias: str, row: int, attempts: int) -> bool:
     """received → ∅, after the task failed normally. False: it is no longer ours."""
     ours = InboxMessage.objects.using(alias).filter(
         pk=row, attempts=attempts, state=State.RECEIVED, next_attempt_at__isnull=False
@@ -58,10 +58,10 @@ def forget(alias: str, row: int, attempts: int) -> bool:
     return bool(ours.delete()[0])
 
 
-def keep_how_sent(alias: str, row: NewRow, headers: str) -> None:
+def store_signature(alias: str, row: NewRow, headers: str) -> None:
     """Store how the task of `row` was sent, after its row has become a dead letter."""
-    written = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-    written.filter(message_id=row.message_id).update(headers=json.loads(headers))
+    same_name = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    same_name.filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
 def outcome(alias: str, row: NewRow) -> Outcome | None:

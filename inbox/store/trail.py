@@ -24,12 +24,12 @@ _TRAIL = TrailEntry._meta.db_table
 
 
 def is_recorded(*, matters: bool) -> bool:
-    """Does the trail record transitions that matter to people, or those that do not?"""
+    """Are such transitions recorded? Those that do not matter to people only with `INBOX["TRAIL"] = "all"`."""
     return matters or inbox_options().TRAIL == "all"
 
 
 def recording(alias: str, *, matters: bool) -> AbstractContextManager[Any]:
-    """A transaction for a transition with its entry. Without an entry, its single statement needs none."""
+    """A transaction for a transition and its entry. Without an entry, the single statement needs no transaction."""
     return transaction.atomic(using=alias) if is_recorded(matters=matters) else nullcontext()
 
 
@@ -39,7 +39,7 @@ def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matte
     Args:
         was: "" if the row was inserted.
         reason: for people; "" if the states explain it.
-        matters: to people. Other transitions are recorded only with `INBOX["TRAIL"] = "all"`.
+        matters: see `is_recorded`.
     """
     if rows and is_recorded(matters=matters):
         places = ", ".join(["%s"] * len(rows))
@@ -51,7 +51,7 @@ def record_leaving(
 ) -> int:
     """Record a transition before it is made: of the rows that match `condition`, from their states to `became`.
 
-    They are locked, so that they do not change before the transition; returns their number, or 0 if nothing was recorded.
+    The rows are locked, so that they do not change before the transition. Returns their number, or 0 if nothing was recorded.
     """
     if not is_recorded(matters=matters):
         return 0

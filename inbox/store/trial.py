@@ -1,4 +1,4 @@
-"""Can a database store now? Tried after a failure to store, and when a process begins with the database."""
+"""A trial write: can a database store now? Made after a failure to store, and when a process first uses the database."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import NewRow, with_body_only
 
-_MORE_THAN_A_PAGE = 10_000
-"""In bytes. A full disk has no room for it, even if small rows still fit between others."""
+_LARGER_THAN_A_PAGE = 10_000
+"""In bytes. On a full disk small rows may still fit into existing pages; this one does not."""
 
 
 def try_to_store(alias: str) -> None:
@@ -25,9 +25,9 @@ def try_to_store(alias: str) -> None:
     if not connections[alias].in_atomic_block:
         connections[alias].close()
     with transaction.atomic(using=alias):
-        begin_fresh(alias, _a_row(), LONGEST_LOCK_WAIT)
+        begin_fresh(alias, _trial_row(), LONGEST_LOCK_WAIT)
         transaction.set_rollback(True, using=alias)
 
 
-def _a_row() -> NewRow:
-    return with_body_only("", "", f"trial:{uuid.uuid4()}", os.urandom(_MORE_THAN_A_PAGE), digest="")
+def _trial_row() -> NewRow:
+    return with_body_only("", "", f"trial:{uuid.uuid4()}", os.urandom(_LARGER_THAN_A_PAGE), digest="")

@@ -7,9 +7,9 @@
     deliver(make_message("shop.order.placed", {"order": "1001", "sku": "pen"}), times=2)
     assert_handled("shop.order.placed", payload__order="1001", duplicates=1)
 
-They use the real rows of the test's database, in the test's own transaction if it has one. So they work in a `TestCase`, in a
-`TransactionTestCase` and with pytest-django; but `assert_effect_once` kills processes, and needs committed rows. They use no
-broker.
+They use the rows of the test's database, in the test's own transaction if it has one, and no broker. So they work in a
+`TestCase`, in a `TransactionTestCase` and with pytest-django. Only `assert_effect_once` needs committed rows, because it kills
+processes.
 
 To relay what a test publishes and to run its handlers, see `outbox.testing.run_relay`. The names below are public.
 `inbox.pytest_plugin` provides them as fixtures.

@@ -1,4 +1,4 @@
-"""Call a handler directly, in the transaction that the inbox would give it."""
+"""Call a handler directly, in a transaction as in production."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from outbox.kernel.identity import new_message_id
 
 
 def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes: Any) -> Any:
-    """Call a handler in a transaction as the inbox does; what it returned.
+    """Call a handler in a transaction as the inbox does; returns its result.
 
-    Its exceptions reach the test, and what it publishes is in the outbox. A handler that swallows a database error or ends the
-    transaction fails as in production. Nothing stays in the inbox: no row, no deduplication, no retry. An async handler is run
-    to its end. A handler under a lease gets no transaction, and takes its steps. A handler with a `biz_id` of its own gets the
-    message under that.
+    Its exceptions reach the test, and messages that it publishes are in the outbox. A handler that swallows a database error
+    or ends the transaction fails as in production. The inbox stores nothing: no row, no deduplication, no retry. An async
+    handler runs to completion. A leased handler gets no transaction, and takes its steps. A handler with `biz_id=` gets the
+    message with that biz-id.
 
     Args:
-        handler: what `@idempotent_handler` decorates, or the name of the handler.
-        messages: one, from `make_message` or just its payload; several for a handler that takes batches.
-        attributes: of messages that are given as payloads, as for `make_message`.
+        handler: the decorated function, or the name of the handler.
+        messages: one message from `make_message`, or its payload; several for a batch handler.
+        attributes: for messages that are given as payloads; see `make_message`.
 
     Raises:
-        LookupError: this is not a handler of the topic of the message.
-        TypeError: there are attributes for a message that has its own.
-        ValueError: this number of messages cannot be given to it.
+        LookupError: the function is not a handler of the message's topic.
+        TypeError: `attributes` were given with a Message, which has its own.
+        ValueError: there is no message, or several for a handler that takes one.
         inbox.errors.InboxError: its transaction could not commit.
         Exception: what the handler raises.
     """
     require_tests("run_handler")
     if not messages:
-        raise ValueError("run_handler() needs a message: a payload, or see make_message().")
+        raise ValueError("run_handler() needs at least one message: a payload, or a Message from make_message().")
     first = messages[0]
     known = registered(handler, first.topic if isinstance(first, Message) else None)
     if len(messages) > 1 and not known.batch:
-        raise ValueError(f"The handler {known.name} takes one message at a time, and {len(messages)} were given.")
-    made = [_made(known, message, attributes) for message in messages]
+        raise ValueError(f"The handler {known.name} takes one message at a time, but {len(messages)} were given.")
+    prepared = [_message_for(known, message, attributes) for message in messages]
     if known.lease:
         steps = _Steps()
-        return _call(known, [replace(message, _steps=steps) for message in made])
-    return _call_in_transaction(known, made)
+        return _call(known, [replace(message, _steps=steps) for message in prepared])
+    return _call_in_transaction(known, prepared)
 
 
-def _made(handler: Handler, given: Any, attributes: dict[str, Any]) -> Message:
+def _message_for(handler: Handler, given: Any, attributes: dict[str, Any]) -> Message:
     if isinstance(given, Message) and attributes:
-        raise TypeError(f"{', '.join(attributes)}: the message has its own. Pass them to make_message().")
+        raise TypeError(f"{', '.join(attributes)}: a Message has its own attributes. Pass these to make_message().")
     message: Message = given if isinstance(given, Message) else make_message(handler.topic, given, **attributes)
     return replace(message, biz_id=handler.identify(message))
 
@@ -71,7 +71,7 @@ def _call(handler: Handler, messages: list[Message]) -> Any:
 
 
 def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
-    """With an inbox row, which proves that the transaction has committed, under a name that no other message has."""
+    """With an inbox row, which proves that the transaction can commit, under a unique biz-id."""
     options = inbox_options()
     row = replace(read(handler, envelope_of(messages[0]), options).row, biz_id=f"run_handler:{new_message_id()}")
     returned: list[Any] = []
@@ -85,14 +85,14 @@ def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
             durable=False,
         )
     finally:
-        # It stays after a failure, too, if the handler has committed by itself.
+        # The row also exists after a failure, if the handler has committed its transaction.
         with suppress(DatabaseError, InterfaceError):
             InboxMessage.objects.using(handler.using).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id).delete()
     return returned[0]
 
 
 class _Steps:
-    """Takes the steps of one call, and remembers them for that long."""
+    """Runs the steps of one call, and holds their results in memory."""
 
     def __init__(self) -> None:
         self._taken: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Prove that the effect of a handler happens once, whatever step its process dies at.
+"""Prove that the effect of a handler happens once, at whichever step its process dies.
 
-For each step a process is forked that receives one message as a consumer does, and ends itself there by SIGKILL: nothing of it
-runs any more, no `finally`, no rollback, no answer to the broker. Then the test does what the broker and the next consumer do:
-it delivers the message again if it was not acknowledged, and runs what is stored. Nothing in the product is patched. A handler
-is observed through its call; the commit after it is the next one on its connection.
+For each step, a forked process receives one message as a consumer does, and kills itself at that step by SIGKILL: it runs no
+`finally`, no rollback, and sends no answer to the broker. Then the test does what the broker and the next consumer do: it
+delivers the message again if it was not acknowledged, and runs the stored message. The product is not patched. A handler is
+observed through its call; the commit after it is the next one on its connection.
 
-Forked, a process has the handlers, settings and databases of the test, also those that a fixture has changed.
+A forked process has the handlers, settings and databases of the test, including changes by fixtures.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from outbox.database.now import DatabaseTime
 from outbox.database.testing.environment import require_tests
 from outbox.kernel.clock import monotonic
 
-_LONGEST_SECONDS = 30.0
-"""For one process, and for what comes after it."""
-_A_MOMENT_SECONDS = 0.02
+_TIMEOUT_SECONDS = 30.0
+"""For one process, and for the recovery after it."""
+_POLL_SECONDS = 0.02
 _ACKNOWLEDGED = b"+"
 _OPEN = (*DUE, State.WAITING)
 
@@ -59,19 +59,19 @@ def assert_effect_once(
     """Assert that the handler's effect happens exactly once, although its process is killed.
 
     A process is killed at each step: before the inbox row is inserted, after that, after the handler, after the sentinel, after
-    the commit, and after the acknowledgement; once in a fresh delivery, and once in one that the broker has made before. What
-    is stored first, such as the message of an ordered handler, is acknowledged before the handler is called. Under a lease
-    there is no sentinel and no commit.
+    the commit, and after the acknowledgement; once in a first delivery, and once in a redelivery. A message that is stored
+    first, such as that of an ordered handler, is acknowledged before the handler is called. A leased handler has no sentinel
+    and no commit.
 
     Args:
-        handler: what `@idempotent_handler` decorates, or the name of the handler.
-        message: each process gets a copy with an id and a biz-id of its own; or a function that makes another message for each,
-            for a handler that takes its biz-id from the payload or cannot have its effect twice on one payload.
-        effect: counts the effects. It must see what another process has committed: rows or files, and not variables.
+        handler: the decorated function, or the name of the handler.
+        message: each process gets a copy with its own id and biz-id; or a function that returns a new message for each, for a
+            handler that takes its biz-id from the payload or whose effect can happen only once per payload.
+        effect: counts the effects. It must count what another process has committed: rows or files, not variables.
 
     Raises:
-        AssertionError: at some step the effect was lost, or happened more than once; its message lists all steps.
-        LookupError: this is not a handler of the topic of the message.
+        AssertionError: at some step the effect was lost, or happened more than once; the text lists all steps.
+        LookupError: the function is not a handler of the message's topic.
         RuntimeError: the test is in a transaction, its database is in memory, its lease is in Redis, or this platform
             cannot fork; or it is not in a test.
         ValueError: two of the messages have the same biz-id.
@@ -81,21 +81,23 @@ def assert_effect_once(
     require_tests("assert_effect_once")
     make = message if callable(message) else _copies(message)
     counts: dict[str, int] = {}
-    seen: set[str] = set()
+    biz_ids: set[str] = set()
     for redelivered in (False, True):
         for step in _Step:
             one = make()
             known = registered(handler, one.topic)
             if step is _Step.COMMIT and known.lease:
                 continue
-            _refuse_unfit(known)
-            _refuse_seen(known, one, seen)
+            _require_usable(known)
+            _require_new(known, one, biz_ids)
             before = effect()
-            _Crash(known, one, step, redelivered=redelivered).happens()
+            _Crash(known, one, step, redelivered=redelivered).run()
             counts[f"{'redelivery' if redelivered else 'delivery'}, killed {step.value}"] = effect() - before
     if set(counts.values()) != {1}:
         steps = "\n".join(f"  {count} in a {name}{'' if count == 1 else '  <--'}" for name, count in counts.items())
-        raise AssertionError(f"The effect of {known.name} must happen once, wherever its process is killed. Effects:\n{steps}")
+        raise AssertionError(
+            f"The effect of {known.name} did not happen exactly once at every step. Number of effects:\n{steps}"
+        )
 
 
 def _copies(message: Message) -> Callable[[], Message]:
@@ -116,47 +118,47 @@ def _copies(message: Message) -> Callable[[], Message]:
     return make
 
 
-def _refuse_unfit(handler: Handler) -> None:
+def _require_usable(handler: Handler) -> None:
     connection: Any = connections[handler.using]
     if not hasattr(os, "fork"):
         raise RuntimeError("assert_effect_once() forks processes, which this platform cannot do. Run it on Linux or macOS.")
     if any(opened.in_atomic_block for opened in connections.all(initialized_only=True)):
         raise RuntimeError(
-            "assert_effect_once() was called inside a transaction, and another process sees committed rows only. Use "
-            "TransactionTestCase, or @pytest.mark.django_db(transaction=True), and call it outside of atomic()."
+            "assert_effect_once() was called inside a transaction, but its processes see only committed rows. Use "
+            "TransactionTestCase, or @pytest.mark.django_db(transaction=True), and call it outside atomic()."
         )
     if connection.vendor == "sqlite" and connection.is_in_memory_db():
         raise RuntimeError(
-            f"assert_effect_once() needs a database that several processes can open, and {handler.using!r} is in memory: set "
+            f"assert_effect_once() needs a database that several processes can open, but {handler.using!r} is in memory: set "
             f'DATABASES[{handler.using!r}]["TEST"] = {{"NAME": BASE_DIR / "test.sqlite3"}}.'
         )
     if handler.lease and inbox_options().LEASE_STORE != IN_THE_DATABASE:
         raise RuntimeError(
-            f"The lease of {handler.name} is in Redis, where a killed process has it until it ends. Test it with "
+            f"The lease of {handler.name} is in Redis, where a killed process holds it until it expires. Test it with "
             f"INBOX['LEASE_STORE'] = {IN_THE_DATABASE!r}."
         )
 
 
-def _refuse_seen(handler: Handler, message: Message, seen: set[str]) -> None:
+def _require_new(handler: Handler, message: Message, biz_ids: set[str]) -> None:
     biz_id = handler.identify(message)
-    if biz_id in seen:
+    if biz_id in biz_ids:
         raise ValueError(
             f"Two messages for {handler.name} have the biz-id {biz_id!r}, so the second would be a duplicate. Pass a function "
-            "that makes another message for each process."
+            "that returns a new message for each process."
         )
-    seen.add(biz_id)
+    biz_ids.add(biz_id)
 
 
 @dataclass(frozen=True)
 class _Crash:
-    """One process that dies with one message, and what comes after it."""
+    """One process that is killed with one message, and the recovery."""
 
     handler: Handler
     message: Message
     step: _Step
     redelivered: bool
 
-    def happens(self) -> None:
+    def run(self) -> None:
         acknowledged = self._killed().startswith(_ACKNOWLEDGED)
         failures = Failures()
         (watched,) = failures.watched([self.handler])
@@ -168,7 +170,7 @@ class _Crash:
                     return
 
     def _killed(self) -> bytes:
-        """What a process says that receives the message and is killed.
+        """Run a process that receives the message and is killed; returns its output.
 
         Raises:
             AssertionError: it was not killed.
@@ -176,29 +178,29 @@ class _Crash:
         _close_connections()
         reading, writing = os.pipe()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads, which do not exist in the child. It only does what this thread does here.
+            # Python 3.12 warns about threads, which do not exist in the child. The child runs only this thread's code.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
-            self._die(writing)
+            self._run_child(writing)
         os.close(writing)
         try:
-            said = _read(reading)
+            output = _read(reading)
         finally:
             os.close(reading)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
-        error = said.removeprefix(_ACKNOWLEDGED).decode(errors="replace")
+        error = output.removeprefix(_ACKNOWLEDGED).decode(errors="replace")
         if error or os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
             raise AssertionError(f"The process of {self.handler.name} was not killed {self.step.value}:\n{error}")
-        return said
+        return output
 
-    def _die(self, writing: int) -> None:
+    def _run_child(self, writing: int) -> None:
         """In the child: never returns."""
         try:
             self._consume(writing)
-            os.write(writing, f"it did not get there. {self._last_error()}".encode(errors="replace"))
+            os.write(writing, f"it ended before that step. {self._last_error()}".encode(errors="replace"))
         except BaseException:  # noqa: BLE001 - the parent reports it
             os.write(writing, traceback.format_exc().encode(errors="replace"))
         finally:
@@ -210,10 +212,10 @@ class _Crash:
             os.write(writing, _ACKNOWLEDGED)
             self._kill_at(_Step.END)
 
-        dying = observed(self.handler, self._around)
+        watched = observed(self.handler, self._around)
         self._kill_at(_Step.INSERT)
-        receive(dying, [self.message], redelivered=self.redelivered, acknowledged=acknowledge)
-        self._run_stored(dying)
+        receive(watched, [self.message], redelivered=self.redelivered, acknowledged=acknowledge)
+        self._run_stored(watched)
 
     def _around(self, handler: Handler, messages: tuple[Message, ...], call: Callable[[], object]) -> object:
         self._kill_at(_Step.HANDLER)
@@ -231,22 +233,22 @@ class _Crash:
     def _rows(self) -> Any:
         return InboxMessage.objects.using(self.handler.using).filter(handler=self.handler.name, message_id=self.message.id)
 
-    def _run_stored(self, ours: Handler) -> None:
-        """Run it if it is stored, without waiting until what a killed process has claimed is due again."""
+    def _run_stored(self, watched: Handler) -> None:
+        """Run the message if it is stored, without waiting until the killed process's claim expires."""
         self._rows().filter(state__in=DUE, next_attempt_at__isnull=False).update(next_attempt_at=DatabaseTime())
-        run_due([ours, *(handler for handler in registry.all() if handler.name != ours.name)])
+        run_due([watched, *(handler for handler in registry.all() if handler.name != watched.name)])
 
     def _last_error(self) -> str:
         return " ".join(self._rows().values_list("last_error", flat=True))
 
 
 def _kill() -> None:
-    # To this very thread: a signal to the process may let it run on for a moment.
+    # To this thread: after a signal to the process, this thread could run for a moment.
     signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
 
 
 def _close_connections() -> None:
-    """A child must not use the connections of its parent, and must not end them."""
+    """A child process must neither use nor close the connections of its parent."""
     for connection in connections.all(initialized_only=True):
         connection.close()
         if close_pool := getattr(connection, "close_pool", None):
@@ -254,20 +256,20 @@ def _close_connections() -> None:
 
 
 def _read(reading: int) -> bytes:
-    """What the child says until it ends."""
-    said, ends_at = b"", monotonic() + _LONGEST_SECONDS
+    """The output of the child until it ends."""
+    output, ends_at = b"", monotonic() + _TIMEOUT_SECONDS
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, ends_at - monotonic()))
         if not ready:
-            return said + f"it was still running after {_LONGEST_SECONDS:.0f} s".encode()
+            return output + f"it was still running after {_TIMEOUT_SECONDS:.0f} s".encode()
         if not (part := os.read(reading, 65536)):
-            return said
-        said += part
+            return output
+        output += part
 
 
 def _until(what: str) -> Iterator[None]:
-    ends_at = monotonic() + _LONGEST_SECONDS
+    ends_at = monotonic() + _TIMEOUT_SECONDS
     while monotonic() < ends_at:
         yield
-        time.sleep(_A_MOMENT_SECONDS)
-    raise AssertionError(f"Waited {_LONGEST_SECONDS:.0f} s in vain until {what}.")
+        time.sleep(_POLL_SECONDS)
+    raise AssertionError(f"After {_TIMEOUT_SECONDS:.0f} s, the condition is still not true: {what}.")

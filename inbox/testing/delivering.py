@@ -1,4 +1,4 @@
-"""Deliver messages to the handlers of this project as a consumer does, and run what is stored."""
+"""Deliver messages to the handlers of this project as a consumer does, and run stored messages."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def _nothing() -> None:
 
 
 def deliver(*messages: Message, times: int = 1, raise_errors: bool = True) -> None:
-    """Deliver messages to all handlers of their topics, and run what is stored and due then.
+    """Deliver messages to all handlers of their topics, then run stored messages that are due.
 
-    A message travels as bytes, as it would from the broker, and each handler gets its own copy. Several messages are one load:
-    a batch handler gets them together.
+    A message is serialised and decoded as with a broker, and each handler gets its own copy. Several messages are one load: a
+    batch handler gets them together.
 
     Args:
         messages: from `make_message`.
-        times: how often each is delivered. What comes after the first is a duplicate.
-        raise_errors: raise what a handler raised, after everything has been run and stored. RetryLater is not raised.
+        times: how often each message is delivered. Deliveries after the first are duplicates.
+        raise_errors: raise a handler's exception after all messages have been run and stored, except RetryLater.
 
     Raises:
         LookupError: no handler takes the topic.
         RuntimeError: it is called inside `transaction.atomic()` (that of a test case is allowed), or not in a test.
-        ValueError: there is no message, `times` is less than 1, or a message has an attempt; the inbox counts attempts itself.
+        ValueError: there is no message, `times` is less than 1, or a message has attempt > 1; the inbox counts attempts.
         inbox.testing.observing.HandlerFailed: a message was refused, or its transaction could not commit.
         Exception: what the handler raised.
     """
@@ -49,9 +49,9 @@ def deliver(*messages: Message, times: int = 1, raise_errors: bool = True) -> No
 
 
 def redeliver(*messages: Message, raise_errors: bool = True) -> None:
-    """Deliver messages as a broker does that has delivered them before and got no answer: a consumer may have died with them.
+    """Deliver messages as a broker redelivers them: an earlier delivery was not acknowledged, its consumer may have died.
 
-    What has been handled is a duplicate. Anything else is stored and its attempt counted before the handler runs.
+    A message that was handled is a duplicate. Any other is stored and its attempt counted before the handler runs.
 
     Args, Raises: as `deliver`.
     """
@@ -60,11 +60,11 @@ def redeliver(*messages: Message, raise_errors: bool = True) -> None:
 
 
 def drain(*, raise_errors: bool = True) -> int:
-    """Run all stored messages that are due, until none is; how many times a message was run.
+    """Run stored messages until none is due; returns the number of runs.
 
-    These are retries, messages of ordered handlers, and what an operator has retried; see `travel` for retries that are due
-    later. It does the same as `inbox_consume --drain` without a broker, and does not apply rate limits. What handlers publish
-    stays in the outbox: `outbox.testing.run_relay` relays it and drains the inbox as well.
+    These are retries, messages of ordered handlers, and messages that an operator has retried; see `travel` for retries that
+    are due later. It does the same as `inbox_consume --drain` without a broker, and does not apply rate limits. Messages that
+    handlers publish stay in the outbox: `outbox.testing.run_relay` relays them and also drains the inbox.
 
     Args:
         raise_errors: as for `deliver`.
@@ -81,20 +81,20 @@ def drain(*, raise_errors: bool = True) -> int:
 
 
 def run_due(handlers: Sequence[Handler]) -> int:
-    """Run what is due of all handlers of this project, which these are; how many times a message was run."""
+    """Run due messages of `handlers`, which are all handlers of this project; returns the number of runs."""
     return Runner(inbox_options(), handlers=lambda: handlers).drain(StopRequest())
 
 
 def receive(
     handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = _nothing
 ) -> bool:
-    """Have one load received by one handler; whether all of it is acknowledged.
+    """Receive one load for one handler; returns whether all of it is acknowledged.
 
     Args:
         acknowledged: called when the consumer acknowledges a message, which may be before its handler has been called.
 
     Raises:
-        Exception: the database does not answer, or cannot store the messages.
+        Exception: the database is unavailable, or cannot store the messages.
     """
     unanswered = 0
 
@@ -118,11 +118,11 @@ def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool],
     __tracebackhide__ = True
     require_tests(name)
     if not messages or not deliveries:
-        raise ValueError(f"{name}() has nothing to deliver: it needs a message, at least once.")
+        raise ValueError(f"{name}() has nothing to deliver: it needs at least one message, and times must be 1 or more.")
     if later := next((message for message in messages if message.attempt > 1), None):
         raise ValueError(
-            f"The message {later.id} has attempt={later.attempt}, and the inbox counts attempts itself. Call run_handler() to "
-            "choose one."
+            f"The message {later.id} has attempt={later.attempt}, but the inbox counts attempts. Use run_handler() to test a "
+            "given attempt."
         )
     _refuse_without_handler(messages)
     _refuse_inside_atomic(name)
@@ -133,7 +133,7 @@ def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool],
             for handler in handlers:
                 for load in _loads(handler, messages):
                     if not receive(handler, load, redelivered=redelivered):
-                        raise RuntimeError(f"{handler.name} could not store {load}; the log says why.")
+                        raise RuntimeError(f"The inbox could not store {load} for {handler.name}; see the log for the reason.")
             run_due(handlers)
 
 
@@ -141,7 +141,9 @@ def _refuse_without_handler(messages: Iterable[Message]) -> None:
     for message in messages:
         if not registry.for_topic(message.topic):
             known = ", ".join(sorted({repr(handler.topic) for handler in registry.all()}))
-            raise LookupError(f"No handler takes the topic {message.topic!r}. There are handlers of: {known or 'none'}.")
+            raise LookupError(
+                f"No handler is registered for the topic {message.topic!r}. Topics with handlers: {known or 'none'}."
+            )
 
 
 def _loads(handler: Handler, messages: Iterable[Message]) -> Iterator[list[Message]]:
@@ -155,6 +157,6 @@ def _refuse_inside_atomic(name: str) -> None:
     for alias in sorted({handler.using for handler in registry.all()}):
         if is_inside_a_transaction(alias):
             raise RuntimeError(
-                f"{name}() was called inside transaction.atomic() on {alias!r}. The inbox commits each message by itself: call "
-                "it after that block. The transaction that a TestCase or pytest-django opens does not count."
+                f"{name}() was called inside transaction.atomic() on {alias!r}. The inbox commits each message: call it "
+                "after that block. The transaction of a TestCase or of pytest-django is allowed."
             )

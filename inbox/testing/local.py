@@ -1,4 +1,4 @@
-"""What `outbox.testing.run_relay` hands messages to. The outbox finds it by name, because it imports nothing of the inbox."""
+"""The transport of `outbox.testing.run_relay`. The outbox finds it by name, because it does not import the inbox."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LocalTestTransport(LocalTransport):
 
     Args:
         alias: the database of the outbox.
-        is_broker: `local://` is the broker of the project, so what it refuses is refused. Beside another broker a handler may
-            write to another database than the outbox's.
+        is_broker: `local://` is the broker of the project, so its refusals apply. With another broker, a handler may write to
+            another database than the outbox's.
     """
 
     def __init__(self, alias: str, *, is_broker: bool) -> None:

@@ -1,4 +1,4 @@
-"""Messages made for a test, and their form on the wire."""
+"""Messages for tests, and their wire format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_message(
     topic: str,
     payload: Any,
     *,
-    id: str = "",  # noqa: A002 - as the attribute of the message is called
+    id: str = "",  # noqa: A002 - the name of the attribute
     biz_id: str = "",
     key: str = "",
     headers: Mapping[str, Any] | None = None,
@@ -36,7 +36,7 @@ def make_message(
     """A message as a handler gets it.
 
     Args:
-        payload: what `publish()` takes. The handler gets it as it comes out of JSON: a Decimal or a date is text.
+        payload: as for `publish()`. The handler gets it as decoded JSON: a Decimal or a date is text.
         id: default: a new one.
         biz_id: default: the id.
         created_at: default: now.
@@ -68,7 +68,7 @@ def through_json(value: Any) -> Any:
 
 
 def envelope_of(message: Message) -> Envelope:
-    """The message on the wire, its payload serialised."""
+    """The envelope of the message, with its payload serialised."""
     return Envelope(
         id=message.id,
         topic=message.topic,
@@ -84,7 +84,7 @@ def envelope_of(message: Message) -> Envelope:
 
 
 def as_delivered(message: Message, *, redelivered: bool) -> kombu.Message:
-    """The message as kombu hands it to a consumer."""
+    """The message as kombu passes it to a consumer."""
     envelope = envelope_of(message)
     return kombu.Message(
         body=envelope.body,

@@ -1,4 +1,4 @@
-"""Handlers of this project as the helpers run them: observed, and without limits that a test would wait for."""
+"""This project's handlers as the test helpers run them: observed, and without limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Around = Callable[[Handler, tuple[Message, ...], Callable[[], object]], object]
 
 
 class HandlerFailed(AssertionError):
-    """A message was not handled although its handler raised nothing: the inbox refused it, or its transaction."""
+    """A message was not handled although its handler raised no exception: the inbox refused it, or could not commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,67 +30,71 @@ class _ObservedHandler(Handler):
 
 
 def observed(handler: Handler, around: Around) -> Handler:
-    """The handler, each of its runs made by `around`; without rate limit and load shedding."""
+    """The handler with `around` called for each run; without rate limit, concurrency limit and load shedding."""
     options = {field.name: getattr(handler, field.name) for field in fields(Handler)}
     return _ObservedHandler(**{**options, "rate_limit": None, "concurrency": None, "shed": None}, around=around)
 
 
 def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> Handler:
-    """The handler of `topic` that is this function, or is called this.
+    """The handler of `topic` with this function or name.
 
     Raises:
         LookupError: there is none.
         ValueError: the function handles several topics, and `topic` does not say which.
     """
     known = [one for one in registry.all() if handler in (one.name, one.function, _coroutine_function(one))]
-    meant = [one for one in known if topic in {None, one.topic}]
-    if len(meant) == 1:
-        return meant[0]
+    selected = [one for one in known if topic in {None, one.topic}]
+    if len(selected) == 1:
+        return selected[0]
     topics = ", ".join(sorted(repr(one.topic) for one in known))
-    if meant:
-        raise ValueError(f"{handler!r} takes {topics}: say which, by make_message(topic, payload), or name the handler.")
+    if selected:
+        raise ValueError(
+            f"{handler!r} handles several topics, {topics}: pass make_message(topic, payload), or the name of the handler."
+        )
     if known:
-        raise LookupError(f"{handler!r} takes {topics}, and the message is of the topic {topic!r}.")
+        raise LookupError(f"{handler!r} handles {topics}, but the topic of the message is {topic!r}.")
     names = ", ".join(sorted(repr(one.name) for one in registry.all()))
     raise LookupError(
-        f"{handler!r} is no handler: decorate the function with @idempotent_handler(), or call it yourself. There are: "
+        f"{handler!r} is not a handler: decorate the function with @idempotent_handler(), or call it directly. Handlers: "
         f"{names or 'none'}."
     )
 
 
 def _coroutine_function(handler: Handler) -> object:
-    """What was decorated, if that was an `async def`."""
+    """The decorated function, if it was an `async def`."""
     return getattr(getattr(handler.function, "awaitable", None), "__wrapped__", None)
 
 
 class Failures:
-    """Why messages were not handled while they were run by handlers that are `watched`."""
+    """Collects why messages were not handled by the handlers that `watched` returns."""
 
     def __init__(self) -> None:
         self._raised: dict[tuple[str, str], BaseException | None] = {}
 
     def watched(self, handlers: Iterable[Handler] | None = None) -> list[Handler]:
-        """These handlers, or all of this project."""
+        """These handlers, or all handlers of this project, observed."""
         return [observed(handler, self._run) for handler in (registry.all() if handlers is None else handlers)]
 
     @contextmanager
     def raising(self, handlers: Iterable[Handler] | None = None) -> Iterator[None]:
-        """At the end of the block, raise the first failure in it of a message of these handlers, or of any.
+        """At the end of the block, raise the first failure of a message of these handlers, or of any handler.
 
-        Every message of the block has been run by then. RetryLater is not a failure.
+        All messages of the block have been run by then. RetryLater is not a failure.
 
         Raises:
             Exception: what the handler raised.
-            HandlerFailed: it raised nothing, and the message is not handled.
+            HandlerFailed: the handler raised no exception, but the message is not handled.
         """
-        meant = registry.all() if handlers is None else list(handlers)
-        before = {_outcome(row) for row in _failed(meant)}
+        selected = registry.all() if handlers is None else list(handlers)
+        before = {_outcome(row) for row in _failed(selected)}
         yield
-        failures = [failure for row in _failed(meant) if _outcome(row) not in before if (failure := self._failure(row))]
+        failures = [failure for row in _failed(selected) if _outcome(row) not in before if (failure := self._failure(row))]
         if failures:
             first, *others = failures
             if others:
-                first.add_note(f"Not handled besides: {len(others)}, see inbox.testing.ReceivedMessage.last_error.")
+                first.add_note(
+                    f"Other messages that were not handled: {len(others)}; see inbox.testing.ReceivedMessage.last_error."
+                )
             raise first
 
     def _run(self, handler: Handler, messages: tuple[Message, ...], call: Callable[[], object]) -> object:
@@ -106,7 +110,7 @@ class Failures:
         error = self._raised.get((row.handler, row.message_id))
         if isinstance(error, RetryLater) and row.state == State.RETRYING:
             return None
-        where = f"{row.handler}, message {row.message_id}, biz-id {row.biz_id}: now {row.state}, attempt {row.attempts}"
+        where = f"{row.handler}, message {row.message_id}, biz-id {row.biz_id}: state {row.state}, attempt {row.attempts}"
         if error is None or isinstance(error, RetryLater):
             return HandlerFailed(f"{where}.\n{row.last_error}\n{row.traceback}".rstrip())
         error.add_note(where)

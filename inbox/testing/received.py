@@ -1,4 +1,4 @@
-"""What became of the messages that the handlers under test have received."""
+"""The states of the messages that the handlers under test have received."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ What = str | Callable[..., Any] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedMessage:
-    """A message in the inbox of the test's database, as one handler has it.
+    """A message of one handler in the inbox of the test's database.
 
     Attributes:
         handler: the name of the handler.
         id: the message id.
         payload: decoded, as the handler gets it. Bytes if the body is not JSON.
         state: "done", "retrying", "dead" and so on; see `inbox.models.State`.
-        attempts: attempts that were counted. A handler that raises RetryLater uses none.
+        attempts: the number of counted attempts. RetryLater does not count.
         duplicates: deliveries after the first, whose effect was suppressed.
-        redeliveries: those of them that the broker delivered again.
-        conflicts: those of them with another content.
+        redeliveries: duplicates that the broker redelivered.
+        conflicts: duplicates with different content.
         last_error: why the latest attempt failed, or "".
-        due_at: when it is run next, or None.
+        due_at: when it is due next, or None.
         correlation_id: the id of the first message of its chain.
         causation_id: the id of the message whose handler published it, or "".
     """
@@ -58,10 +58,10 @@ class ReceivedMessage:
 
 
 def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
-    """The messages whose effect is committed, in the order of receiving, once for each handler.
+    """The messages whose effect is committed, in the order of their arrival; once per handler.
 
     Args:
-        what: only messages of this topic, or of the handler that this function is.
+        what: only messages of this topic, or of the handler with this function.
         using: the database alias of the inbox.
         expected: only messages with these values. A name is an attribute of `ReceivedMessage`, or a path into one:
             `payload__order="1001"`, `handler="orders.reserve_stock"`, `duplicates=1`. A value is compared with `==`; in a
@@ -75,7 +75,7 @@ def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any
 
 
 def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
-    """The dead letters, in the order of receiving: out of attempts, rejected, or refused.
+    """The dead letters, in the order of their arrival: out of attempts, rejected, or refused.
 
     Args, Raises: as for `handled`.
     """
@@ -92,12 +92,12 @@ def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS,
         what, using, expected: as for `handled`.
 
     Raises:
-        AssertionError: another number was handled; its message lists the messages in the inbox.
+        AssertionError: another number was handled; the text lists the messages in the inbox.
         LookupError, TypeError: as for `handled`.
     """
     __tracebackhide__ = True
     if count < 1:
-        raise ValueError(f"count is {count}: assert that handled() is empty for none.")
+        raise ValueError(f"count is {count}: it must be 1 or more. For none, assert that handled() is empty.")
     messages, expected = _all(using), {"state": State.DONE.value, **expected}
     found = _found(messages, what, expected)
     if len(found) != count:
@@ -117,13 +117,13 @@ def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIA
         what, using, expected: as for `handled`; the message may be in any state.
 
     Raises:
-        AssertionError: there is no such message, or more than one, or another number of duplicates; its message lists the
-            messages in the inbox.
+        AssertionError: there is no such message, or more than one, or another number of duplicates; the text lists
+            the messages in the inbox.
         LookupError, TypeError: as for `handled`.
     """
     __tracebackhide__ = True
     if times < 1:
-        raise ValueError(f"times is {times}: assert duplicates=0 by assert_handled() for none.")
+        raise ValueError(f"times is {times}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
     messages = _all(using)
     found = _found(messages, what, expected)
     if len(found) != 1:

@@ -18,7 +18,7 @@ from inbox.errors import TransactionBroken
 
 @contextmanager
 def none_left_open() -> Iterator[None]:
-    """At exit, restore the number of open blocks on every connection of this thread.
+    """At exit, close the blocks that were opened on the connections of this thread.
 
     Raises:
         TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
@@ -31,8 +31,8 @@ def none_left_open() -> Iterator[None]:
         raise
     if left_open := _close(before):
         raise TransactionBroken(
-            f"The handler returned and left a transaction open on {', '.join(map(repr, left_open))}, so what it wrote in it "
-            "was rolled back. Use `with transaction.atomic():`."
+            f"The handler returned with an open transaction on {', '.join(map(repr, left_open))}, so its writes in it were "
+            "rolled back. Use `with transaction.atomic():`."
         )
 
 
@@ -41,7 +41,7 @@ def abandon(connection: Any) -> None:
     connection.in_atomic_block = False
     connection.atomic_blocks, connection.savepoint_ids = [], []
     connection.close()
-    # Django keeps it if it was closed inside a transaction; nothing else ends that one now.
+    # Django keeps the driver's connection if it was closed inside a transaction, which would then never end.
     connection.connection = None
 
 

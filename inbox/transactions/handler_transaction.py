@@ -1,6 +1,6 @@
 """One handler's transaction: inbox rows, effects and commit sentinel, committed together.
 
-A handler can neither end the transaction by SQL nor leave it broken unnoticed.
+A handler that ends the transaction, or leaves it unable to commit, is detected.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def in_transaction(
     of: str,
     attempt: int = 1,
     durable: bool = True,
-    remember: Callable[[object], str | None] | None = None,
+    encode_result: Callable[[object], str | None] | None = None,
 ) -> bool:
     """Execute `begin`, `run` and the sentinel in one transaction, and commit it; `of` names its messages in the log.
 
     Args:
-        durable: it must be a separate transaction, not a savepoint of the caller's.
-        remember: converts the result of `run` to the JSON that is stored with the row.
+        durable: refuse to run as a savepoint in a transaction of the caller.
+        encode_result: converts the result of `run` to the JSON that is stored with the row; None, if it cannot be that.
 
     False: `begin` found nothing to do.
     """
@@ -60,7 +60,7 @@ def in_transaction(
         connections[handler.using].ensure_connection()
     try:
         with transaction.atomic(using=handler.using, durable=durable):
-            # The first hook of this transaction: even if a later one raises, the effect is committed.
+            # The first hook of this transaction: it runs even if a later hook raises.
             transaction.on_commit(mark, using=handler.using)
             with statements_of_ours():
                 guard = begin()
@@ -69,37 +69,55 @@ def in_transaction(
             try:
                 with _Supervision(handler), changes, none_left_open():
                     returned = run()
-                result = remember(returned) if remember else None
+                result = encode_result(returned) if encode_result else None
             except BaseException:
                 sentinel.refuse_if_ended(guard)
                 raise
             changes.undo(handler.using)
-            sentinel.finish(guard, attempt, result)
+            commits = sentinel.can_commit(guard, result)
+            try:
+                sentinel.finish(guard, attempt, result, commit=commits)
+            except BaseException as error:
+                # Unless the proof has failed, the answer that did not arrive may be that of the commit.
+                proved = commits and not isinstance(error, TransactionBroken | TransactionEnded)
+                raise
             proved = True
         refuse_if_uncommitted(handler.using, committed)
     except BaseException as error:
         if not committed:
-            # After the proof, only our own commit can have made the rows visible: its answer was lost.
-            if guard is not None and not proved and _is_dead_lettered(guard):
-                raise TransactionEnded(ABANDONED, is_stored=True) from error
+            # After the proof, committed rows can only mean that the answer to our own commit was lost.
+            if guard is not None and not proved and (ended := _why_ended(handler, guard, of)):
+                raise ended from error
             raise
-        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)
+        logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of)
     finally:
         changes.end_sessions()
     return True
 
 
-def _is_dead_lettered(guard: Guard) -> bool:
-    """Did the handler commit by itself, with rows in state `done`? They are dead letters now."""
+def _why_ended(handler: Handler, guard: Guard, of: str) -> TransactionEnded | None:
+    """Resolve a transaction that the handler itself prepared (rolled back now) or committed (its rows are dead letters now)."""
     try:
-        return sentinel.dead_letter_if_committed(guard)
+        if prepared := sentinel.roll_back_prepared(guard):
+            return TransactionEnded(sentinel.PREPARED.format(prepared))
     except (DatabaseError, InterfaceError) as error:
-        logger.debug("It is not known whether a handler that failed had committed by itself: %s", describe(error))
-        return False
+        logger.warning(
+            "%s: the transaction of %s on %r may be prepared for two-phase commit, and could not be rolled back (%s). If "
+            "pg_prepared_xacts lists it, execute ROLLBACK PREPARED; the message does not run before that.",
+            handler.name,
+            of,
+            guard.alias,
+            describe(error),
+        )
+    try:
+        return TransactionEnded(ABANDONED, is_stored=True) if sentinel.dead_letter_if_committed(guard) else None
+    except (DatabaseError, InterfaceError) as error:
+        logger.debug("%s: it is unknown whether the handler committed %s by itself: %s", handler.name, of, describe(error))
+        return None
 
 
 def call(handler: Handler, message: Message, envelope: Envelope) -> object:
-    """Run the handler for one message, the cause of all that it publishes; returns the handler's result."""
+    """Run the handler for one message, recorded as the cause of all messages that it publishes; returns its result."""
     cause = Cause(
         message_id=message.id,
         correlation_id=message.correlation_id or message.id,
@@ -110,14 +128,14 @@ def call(handler: Handler, message: Message, envelope: Envelope) -> object:
 
 
 def refuse_if_uncommitted(alias: str, committed: bool) -> None:
-    """Raise if autocommit was switched off on this connection: then leaving atomic() commits nothing."""
-    if not committed and not connections[alias].in_atomic_block:  # as it still is in the transaction of a test
+    """Raise if autocommit is off on this connection: then leaving atomic() commits nothing."""
+    if not committed and not connections[alias].in_atomic_block:  # a test's transaction is still open
         connections[alias].close()
         raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
 
 
 class _Supervision:
-    """Keep the handler from ending our transaction by SQL, and warn about writes outside it."""
+    """Refuse SQL of the handler that begins or ends a transaction, and warn about writes to other databases."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -125,7 +143,7 @@ class _Supervision:
 
     def __enter__(self) -> None:
         handler = self._handler
-        # First, because it may fail: then there is nothing to undo.
+        # First, because it may fail while there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
             with connections[handler.using].cursor() as cursor:
                 cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
@@ -143,14 +161,15 @@ class _Supervision:
         if statement := controls_transaction(sql, context["connection"]):
             raise TransactionControl(
                 f"The handler {self._handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
-                "commit together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
+                "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         return execute(sql, params, many, context)
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         if isinstance(sql, str) and _WRITES.match(sql):
             logger.warning(
-                "The handler %s writes to the database %r. That is outside its transaction on %r and may happen twice.",
+                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice; make "
+                "it idempotent, or configure the handler for that database.",
                 self._handler.name,
                 context["connection"].alias,
                 self._handler.using,

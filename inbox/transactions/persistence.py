@@ -1,8 +1,8 @@
-"""The inbox's own statements: retried at once after a collision, once more on a new session, else the database is unavailable.
+"""Running transactions: rerun after a collision, and once on a new session; then the database counts as unavailable.
 
-The meaning of an error depends on the statement's owner. If a statement of the inbox fails, other than by a collision or by
-the values of its row, the database is the cause: it cannot store, and nothing is decided. If a statement of the handler fails,
-the handler's attempt fails.
+The meaning of an error depends on whose statement failed. If it is a statement of the handler, the attempt fails. If it is a
+statement of the inbox, and neither a collision nor the values of its row are the cause, then the database cannot store, and
+nothing is decided.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DatabaseUnavailable(Exception):
     Attributes:
         remedy: the operator's remedy, or "".
         refused: it answers, but has refused to store this on two sessions; it may store other messages.
-        refund: to be called when it is available: refunds an attempt that was counted but not made.
+        refund: call it when the database is available, to refund an attempt that was counted but not made.
     """
 
     refund: Callable[[], None] | None = None
@@ -47,7 +47,7 @@ class DatabaseUnavailable(Exception):
 
 
 class _Unstored(Exception):
-    """A statement of the inbox failed, not because of its row. `__cause__` is the database's error."""
+    """A statement of the inbox failed for a reason other than its row. `__cause__` is the database's error."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
 
 
 class _Session:
-    """The session of one transaction that is run `run_with_reruns`. It is replaced by a new one at most once."""
+    """The session of one `run_with_reruns`. It is replaced by a new one at most once."""
 
     def __init__(self, alias: str, *, reruns: bool) -> None:
         self._alias = alias
@@ -127,18 +127,18 @@ class _Session:
         return True
 
     def report(self) -> None:
-        """The transaction succeeded. If it needed a second session, log what was wrong with the first."""
+        """After success: if a second session was needed, log the error of the first."""
         if self._unfit:
             logger.warning(
-                "A session of the database %r could not store and was replaced by a new one, which could: %s. If a handler had "
-                "changed it, use SET LOCAL there.",
+                "inbox: a session of the database %r could not store and was replaced by a new one: %s. If a handler had "
+                "changed the session, use SET LOCAL in that handler.",
                 self._alias,
                 self._unfit,
             )
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:
-    """Did a statement fail for a reason other than its values? A setting of an earlier handler may be one."""
+    """Did a statement fail for a reason other than its values? The reason may be a setting of an earlier handler."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, DatabaseError | InterfaceError):
@@ -162,7 +162,7 @@ def committed(write: Callable[[], _T], alias: str) -> _T:
 
     Raises:
         DatabaseUnavailable: it could not be stored, so nothing is decided.
-        django.db.Error: the values of its row are the cause.
+        django.db.Error: the values of its row cannot be stored.
     """
 
     def attempt() -> _T:

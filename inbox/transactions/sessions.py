@@ -1,13 +1,13 @@
 """The database session that handlers share, and the settings that a handler changes in it.
 
-A worker keeps its session from message to message. `SET` without LOCAL, `RESET`, `DISCARD`, `set_config(…, false)` and SQLite's
+A worker uses one session for many messages. `SET` without LOCAL, `RESET`, `DISCARD`, `set_config(…, false)` and SQLite's
 `PRAGMA` outlast the transaction and would affect other handlers' statements: read-only, another search_path, a timeout of a
-millisecond. So a handler's changes are undone inside its transaction, for the inbox's own last statement and for a proxy that
-gives the server's session to others. The session is ended afterwards; the next message gets a new one. Changes outside that
-transaction, under a lease or on another database, are undone by a separate statement.
+millisecond. So a handler's changes are undone inside its transaction, for the last statement of the inbox and for a proxy that
+shares the server's session. Then the session is ended, and the next message gets a new one. Changes outside that transaction,
+under a lease or on another database, are undone by a separate statement.
 
-Only statements that are executed through Django's cursors are seen. A change by a database function, or by a cursor of the
-driver's own, is found when a statement fails because of it: after such an error the session is ended as well.
+Only statements through Django's cursors are detected. If a database function or a cursor of the driver changes the session, the
+session is ended after the first statement that fails because of it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_]
 _NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
 
 _RIGHTS = ("session_authorization", "role")
-"""RESET ALL does not reset these. They are reset first, because they decide what else may be reset."""
+"""RESET ALL does not reset these. They are reset first, because permissions for other resets depend on them."""
 
 
 class SessionChanges:
-    """The settings that one run of a handler changes, on any database; the context of that run."""
+    """A context for one run of a handler, which records the settings that it changes on any database."""
 
     def __init__(self) -> None:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -57,13 +57,13 @@ class SessionChanges:
         self._undone.add(alias)
         names = {name.lower() for name in self._names[alias]}
         if alias in self._unnamed:
-            # The session is ended next, so Django's settings may be reset as well.
+            # The session is ended next, so Django's own settings may be reset, too.
             names = {"all", *_RIGHTS}
         statements = [f"RESET {name}" for name in (*_RIGHTS, *sorted(names.difference(_RIGHTS))) if name in names]
         role = connection.settings_dict["OPTIONS"].get("assume_role")
         if role and not names.isdisjoint(_RIGHTS):
             statements.append(f"SET ROLE {connection.ops.quote_name(role)}")
-        # A broken transaction refuses this, and then our next statement, which reports it.
+        # A broken transaction refuses this and the next statement, which reports it.
         with suppress(DatabaseError, InterfaceError), transaction.atomic(using=alias), connection.cursor() as cursor:
             cursor.execute("; ".join(statements))
 

@@ -1,7 +1,7 @@
 """Does a statement end or begin a transaction?
 
-Each statement of a handler is checked, and most contain none of the keywords. In the others, comments, quoted text and quoted
-names are skipped, and each of several statements in one string is checked.
+Most statements contain none of the keywords. In the others, comments, quoted text and quoted names are skipped, and each
+statement of the string is checked.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _CONTROL = re.compile(
     r"(?:begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
     re.IGNORECASE,
 )
-_WORDS = re.compile(r"\b(?:begin|commit|end|abort|start|prepare|rollback)\b", re.IGNORECASE)
+_KEYWORDS = re.compile(r"\b(?:begin|commit|end|abort|start|prepare|rollback)\b", re.IGNORECASE)
 # The bodies of functions and triggers contain statements.
 _DEFINES = re.compile(r"\s*create\b", re.IGNORECASE)
-_LEFT_OUT = re.compile(
+_SKIPPED = re.compile(
     r"""/\*|--[^\n]*|\be'(?:[^'\\]|''|\\.)*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$((?:[a-z_]\w*)?)\$.*?\$\1\$""",
     re.IGNORECASE | re.DOTALL,
 )
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"/\*|\*/")
 def controls_transaction(statement: object, connection: Any) -> str:
     """The text of `statement`, in any driver's form, if it begins, ends or prepares a transaction; else ""."""
     text = text_of(statement, connection)
-    if not _WORDS.search(text):
+    if not _KEYWORDS.search(text):
         return ""
     first, *others = _bare(text, nested=connection.vendor == "postgresql").split(";")
     statements = [first] if _DEFINES.match(first) else [first, *others]
@@ -45,7 +45,7 @@ def text_of(statement: object, connection: Any) -> str:
 def _bare(text: str, *, nested: bool) -> str:
     """`text` without comments, quoted text and quoted names."""
     pieces, at = [], 0
-    while found := _LEFT_OUT.search(text, at):
+    while found := _SKIPPED.search(text, at):
         pieces.append(text[at : found.start()])
         at = _end_of_comment(text, found.end(), nested=nested) if found.group() == "/*" else found.end()
     return " ".join([*pieces, text[at:]])

@@ -1,5 +1,7 @@
 """The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
 
+from outbox.admin import alerts as alerts
+from outbox.admin import audit as audit
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.failures import OutboxFailureGroupAdmin, OutboxOperationAdmin
 from outbox.admin.messages import OutboxMessageAdmin

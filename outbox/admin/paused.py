@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
+from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
@@ -72,11 +73,16 @@ class PausedTopicAdmin(ActingAdmin):
 
     def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
         """Pause the topic; what is logged and shown next is its row."""
-        pause(obj.topic, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
-        obj.pk = PausedTopic.objects.using(self.using).get(topic=obj.topic).pk
+        with transaction.atomic(using=self.using):
+            pause(obj.topic, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
+            obj.pk = PausedTopic.objects.using(self.using).get(topic=obj.topic).pk
+            self.audit(request, self.using, "pause", obj)
 
     def subject(self, row: Any) -> str:
         return visible(row.topic)
+
+    def audited_id(self, row: Any) -> str:
+        return str(row.topic)
 
     def badge_of(self, row: Any) -> SafeString:
         if row.is_resuming:

@@ -1,8 +1,8 @@
 """Admin pages whose rows cannot be edited, and actions on these rows.
 
 An action is one guarded transition per row. It finds the selected rows by primary key, not through the list's filter: a message
-that was published meanwhile no longer matches the filter, and the operator must see it. A transition and its entry in the
-admin's log commit together.
+that was published meanwhile no longer matches the filter, and the operator must see it. A transition and its entries in the
+admin's log and in the audit log (`console.audit`) commit together.
 
 This module contains no model: its subclasses declare theirs.
 """
@@ -28,6 +28,7 @@ from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
+from outbox.console.audit import Subject, actor_of, posted, record
 from outbox.console.display import visible
 from outbox.console.pages import Page
 from outbox.console.planning import Planner
@@ -43,7 +44,7 @@ else:
     _Paginator = Paginator
 
 
-Transition = Callable[[str, int], bool]
+Transition = Callable[[str, Any], bool]
 """Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
 _CONFIRM: Any = Page("confirm.html")
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
@@ -139,9 +140,9 @@ class ActingAdmin(ReadOnlyAdmin):
     large_columns: ClassVar[Sequence[str]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
     """Exceptions with which a transition reports that it was refused; it is rolled back."""
-    nothing: ClassVar[str]
+    nothing: ClassVar[Any]
     """The text of an empty list."""
-    hint: ClassVar[str] = ""
+    hint: ClassVar[Any] = ""
     """An explanation of the list's order and columns."""
 
     planner: ClassVar[Planner | None] = None
@@ -174,7 +175,7 @@ class ActingAdmin(ReadOnlyAdmin):
         """The effect of the action on the row, where it is not obvious."""
         return "" if self.offers(action, row) else "In this state it is not changed."
 
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
         """Why the requested action did not change this row."""
         raise NotImplementedError
 
@@ -308,12 +309,13 @@ class ActingAdmin(ReadOnlyAdmin):
             return HttpResponseRedirect(self.own_url(next(iter(picked))))
         return None
 
-    def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[int, Any] | None:
+    def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[Any, Any] | None:
         """The selected rows by primary key, in its order; None for a row that no longer exists. None if there are too many."""
         if request.POST.get("select_across") == "1":
             keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
         else:
-            keys = sorted({int(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)})[: self.ACTION_LIMIT + 1]
+            given = {self.opts.pk.to_python(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)}
+            keys = sorted(given)[: self.ACTION_LIMIT + 1]
         if len(keys) > self.ACTION_LIMIT:
             words = (
                 f"Nothing was changed: the limit is {self.ACTION_LIMIT} {self.noun}s at a time. Narrow the list, or use a "
@@ -329,7 +331,7 @@ class ActingAdmin(ReadOnlyAdmin):
         self,
         request: HttpRequest,
         alias: str,
-        pk: int,
+        pk: Any,
         row: Any,
         transition: Transition,
         entry: str,
@@ -341,6 +343,7 @@ class ActingAdmin(ReadOnlyAdmin):
             with transaction.atomic(using=alias):
                 if transition(alias, pk):
                     self.log_change(request, row, entry)
+                    self.audit(request, alias, request.POST.get("action", ""), row)
                     return ActionResult(subject=subject)
             return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
         except DatabaseError as error:
@@ -348,6 +351,15 @@ class ActingAdmin(ReadOnlyAdmin):
             return ActionResult(subject=subject, failed=visible(f"the database reported {error}".strip()), is_error=True)
         except self.refusals as error:
             return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
+
+    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
+        """Write the action into the audit log, in the open transaction."""
+        subject = Subject(kind=self.noun, id=self.audited_id(row), name=self.subject(row))
+        record(self.opts.app_label, alias, actor_of(request), action, [subject], posted(request))
+
+    def audited_id(self, row: Any) -> str:
+        """The id by which the audit log names a row."""
+        return str(row.pk)
 
     def _report(self, request: HttpRequest, done: str, outcomes: Sequence[ActionResult]) -> None:
         failures = [outcome for outcome in outcomes if outcome.failed]
@@ -371,7 +383,7 @@ class ActingAdmin(ReadOnlyAdmin):
     def _changelist_url(self) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")
 
-    def own_url(self, pk: int) -> str:
+    def own_url(self, pk: Any) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=[pk])
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from django import forms
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
+from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -18,6 +19,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ReadOnlyAdmin
+from outbox.console.audit import Subject, actor_of, record
 from outbox.console.display import NOTHING, age, as_text, headline, identifier, moment, stacked
 from outbox.console.operations import BulkAction
 from outbox.console.pages import Page
@@ -151,7 +153,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             form = NoteForm(request.POST)
             if form.is_valid():
                 user: Any = request.user
-                self.notes.write(self.using, error_class, place, form.cleaned_data["note"].strip(), by=user.get_username())
+                note = form.cleaned_data["note"].strip()
+                with transaction.atomic(using=self.using):
+                    self.notes.write(self.using, error_class, place, note, by=user.get_username())
+                    subject = Subject(kind="failure group", name=f"{error_class} {place}")
+                    record(self.opts.app_label, self.using, actor_of(request), "note", [subject], {"note": note})
                 messages.success(request, _("The note is saved."))
             return HttpResponseRedirect(url)
         action = self._offered(request).get(chosen)

@@ -112,6 +112,9 @@ class MessageAdmin(ActingAdmin):
         """The name of a message in a report."""
         return visible(f"{row.message_id} ({row.topic} {row.biz_id})")
 
+    def audited_id(self, row: Any) -> str:
+        return str(row.message_id)
+
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         term = search_term.strip()
         if not term:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
+from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
@@ -18,6 +19,7 @@ from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_POST
 
 from outbox.console.acting_admin import ReadOnlyAdmin
+from outbox.console.audit import Subject, actor_of, record
 from outbox.console.display import NOTHING, Tone, age, badge, duration, identifier, moment, note, stacked, visible, warning
 from outbox.console.operations import BulkAction
 from outbox.console.pages import Page
@@ -130,8 +132,13 @@ class OperationAdmin(ReadOnlyAdmin):
         if not (self.has_view_permission(request) and self.may_cancel(request, operation)):
             raise PermissionDenied
         user: Any = request.user
-        if self.table.cancel(self.using, pk, by=user.get_username()):
-            self.log_change(request, operation, "Cancelled.")
+        with transaction.atomic(using=self.using):
+            is_cancelled = self.table.cancel(self.using, pk, by=user.get_username())
+            if is_cancelled:
+                self.log_change(request, operation, "Cancelled.")
+                subject = Subject(kind="operation", id=str(pk), name=str(operation))
+                record(self.opts.app_label, self.using, actor_of(request), "cancel_operation", [subject])
+        if is_cancelled:
             messages.success(request, _("The operation ends after its current batch."))
         else:
             messages.warning(request, _("The operation had ended already."))

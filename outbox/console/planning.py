@@ -8,12 +8,14 @@ from typing import Any
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.db import transaction
 from django.db.models import Count, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
+from outbox.console.audit import Subject, actor_of, record
 from outbox.console.operations import BulkAction
 from outbox.console.pages import Page
 from outbox.database.operations import OperationTable, Plan
@@ -145,11 +147,13 @@ class Planner:
             is_canary=given.get("canary", False),
         )
         rows = applicable.order_by("pk").values_list("pk", flat=True)[:MOST_ROWS]
-        operation = self._table.plan(chosen.db, plan, rows.iterator(chunk_size=10_000))
+        app = model_admin.opts.app_label
+        with transaction.atomic(using=chosen.db):
+            operation = self._table.plan(chosen.db, plan, rows.iterator(chunk_size=10_000))
+            subject = Subject(kind="operation", id=str(operation.pk), name=selection)
+            record(app, chosen.db, actor_of(request), action.name, [subject], {**given, "messages": operation.total})
         messages.success(request, _("The operation is planned. A running process executes it."))
-        return HttpResponseRedirect(
-            reverse(f"{model_admin.admin_site.name}:{model_admin.opts.app_label}_operation_change", args=[operation.pk])
-        )
+        return HttpResponseRedirect(reverse(f"{model_admin.admin_site.name}:{app}_operation_change", args=[operation.pk]))
 
 
 def _counts(chosen: QuerySet[Any], action: BulkAction) -> Sequence[tuple[str, int, bool]]:

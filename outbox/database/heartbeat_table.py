@@ -7,24 +7,29 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections
-from django.db.models import BooleanField, ExpressionWrapper, Model, Q, QuerySet
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
 
 from outbox.database.now import DatabaseTime, now_after
-from outbox.kernel.heartbeat import SILENT_AFTER, ProcessIdentity
+from outbox.database.process_model import ProcessHeartbeat
+from outbox.kernel.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR, ProcessIdentity
+from outbox.kernel.requests import ALLOWED_IN, Mode, Request
+from outbox.kernel.text import NAME_LENGTH
+
+_PENDING = Q(acknowledged_at=None) & ~Q(requested="")
 
 
 class HeartbeatTable:
     """The heartbeats of one kind of process.
 
     Args:
-        model: has the fields of `ProcessIdentity`, `started_at` and `beat_at`, and the particular fields of its kind.
+        model: has the particular fields of its kind, too.
     """
 
-    def __init__(self, model: type[Model]) -> None:
+    def __init__(self, model: type[ProcessHeartbeat]) -> None:
         self._model = model
 
-    def write(self, alias: str, identity: ProcessIdentity, *, running_for: timedelta, **particular: Any) -> None:
-        """Insert or update the row of this process with one statement, in autocommit.
+    def write(self, alias: str, identity: ProcessIdentity, *, running_for: timedelta, **particular: Any) -> Request | None:
+        """Insert or update the row of this process with one statement, in autocommit; return the request that waits in it.
 
         A timedelta is written as the instant that long ago, by the database's clock.
         """
@@ -42,23 +47,54 @@ class HeartbeatTable:
             cursor.execute(
                 f"INSERT INTO {fields.db_table} ({', '.join(values)}) "  # noqa: S608 - our own names
                 f"VALUES ({', '.join(placeholders)}) "
-                f"ON CONFLICT (id) DO UPDATE SET {rewritten}",
+                f"ON CONFLICT (id) DO UPDATE SET {rewritten} RETURNING requested, acknowledged_at IS NULL",
                 parameters,
             )
+            requested, is_pending = cursor.fetchone()
+        return Request(requested) if requested and is_pending else None
 
-    def delete(self, alias: str, process: uuid.UUID) -> None:
-        """Delete the row of a process at its orderly end."""
-        self._rows(alias).filter(pk=process).delete()
+    def request(self, alias: str, process: uuid.UUID, request: Request, by: str) -> bool:
+        """Leave a request in the row of a process. False: it has stopped, or the request has no effect in its mode."""
+        running = self._rows(alias).filter(pk=process, stopped_at=None, mode__in=ALLOWED_IN[request])
+        given = {"requested": request, "requested_by": by[:NAME_LENGTH], "requested_at": DatabaseTime()}
+        return bool(running.update(**given, acknowledged_at=None))
 
-    def delete_silent(self, alias: str, older_than: timedelta) -> int:
-        """Delete the rows of processes that have been silent for `older_than`; return their number."""
-        return self._rows(alias).filter(beat_at__lt=DatabaseTime(-older_than)).delete()[0]
+    def pending(self, alias: str, process: uuid.UUID) -> Request | None:
+        """The request that waits in the row of this process."""
+        found = self._rows(alias).filter(_PENDING, pk=process).values_list("requested", flat=True).first()
+        return Request(found) if found else None
+
+    def acknowledge(self, alias: str, process: uuid.UUID, request: Request, mode: Mode) -> None:
+        """Record that this process carries out the request, unless another one has replaced it."""
+        pending = self._rows(alias).filter(_PENDING, pk=process, requested=request)
+        pending.update(acknowledged_at=DatabaseTime(), mode=mode)
+
+    def mark_stopped(self, alias: str, process: uuid.UUID) -> None:
+        """Record the orderly end of a process."""
+        self._rows(alias).filter(pk=process).update(stopped_at=DatabaseTime(), rate=0.0, waits_for="")
+
+    def delete_old(self, alias: str, silent_for: timedelta) -> int:
+        """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
+        stopped = Q(stopped_at__lt=DatabaseTime(-STOPPED_SHOWN_FOR))
+        return self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped).delete()[0]
 
     def rows(self, alias: str) -> QuerySet[Any]:
-        """Every known process, silent ones last, annotated with `silent` and with `database_now`, the time of the query."""
-        silent = ExpressionWrapper(Q(beat_at__lt=DatabaseTime(-SILENT_AFTER)), output_field=BooleanField())
+        """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
+        running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
+        return running.order_by("silent", "-started_at", "id")
+
+    def known(self, alias: str) -> QuerySet[Any]:
+        """`rows`, and after them the processes that have stopped within the last hour."""
+        lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
+        has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
+        found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
+        return found.order_by("has_stopped", "silent", "-started_at", "id")
+
+    def _annotated(self, alias: str) -> QuerySet[Any]:
+        is_silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
+        silent = ExpressionWrapper(is_silent, output_field=BooleanField())
         annotated: QuerySet[Any] = self._rows(alias).annotate(silent=silent, database_now=DatabaseTime())
-        return annotated.order_by("silent", "-started_at", "id")
+        return annotated
 
     def _rows(self, alias: str) -> QuerySet[Any]:
         return QuerySet(self._model, using=alias)

@@ -49,6 +49,12 @@ NOW_AFTER = {
     "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.6f seconds', %s))",
 }
 """The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""
+NOW = {
+    # Adding zero would cost PostgreSQL up to a tenth of the statement.
+    "postgresql": "statement_timestamp()",
+    "sqlite": NOW_AFTER["sqlite"].replace("%s", "0"),
+}
+"""The database's clock at this statement, by `connection.vendor`."""
 
 
 def now_after(connection: BaseDatabaseWrapper) -> str:
@@ -57,15 +63,23 @@ def now_after(connection: BaseDatabaseWrapper) -> str:
     Raises:
         NotSupportedError: the guarantees do not hold on this database.
     """
-    if connection.vendor not in NOW_AFTER:
-        raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
+    _refuse_unsupported(connection)
     return NOW_AFTER[connection.vendor]
 
 
 def now(connection: BaseDatabaseWrapper) -> str:
-    """The database's clock at this statement, for SQL written by hand."""
-    # Adding zero would cost PostgreSQL up to a tenth of the statement.
-    return "statement_timestamp()" if connection.vendor == "postgresql" else now_after(connection).replace("%s", "0")
+    """`NOW` for `connection`.
+
+    Raises:
+        NotSupportedError: see `now_after`.
+    """
+    _refuse_unsupported(connection)
+    return NOW[connection.vendor]
+
+
+def _refuse_unsupported(connection: BaseDatabaseWrapper) -> None:
+    if connection.vendor not in NOW_AFTER:
+        raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
 
 
 def _template(vendor: str) -> str:

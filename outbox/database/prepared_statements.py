@@ -10,6 +10,8 @@ and the adaptation of parameters with known types take longer than PostgreSQL ta
 
 from __future__ import annotations
 
+import select
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 _MISSING, _EXISTS = "26000", "42P05"
 _AT_HAND = "_statements_at_hand"
 _TEXT, _BINARY = 0, 1
+_BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
+_BINARY_TYPES = {"bytea", "bytea[]"}
+_OID_OF_BYTEA = 17
 _MOST_RUNS = 1000
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
@@ -60,7 +65,7 @@ class _AtHand:
 class PreparedStatement:
     """A statement with PostgreSQL's types of its parameters. In `text` the parameters are `$1`, `$2`, ….
 
-    A value is text in PostgreSQL's format, bytes, an instant, or an object whose `str` is such text.
+    A value is text in PostgreSQL's format, bytes, a list of bytes, an instant, or an object whose `str` is such text.
 
     Args:
         most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
@@ -71,7 +76,7 @@ class PreparedStatement:
         self._most_runs = most_runs
         self._name = name.encode()
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
-        self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
+        self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
         """Run it, in the open transaction if there is one. Call it only if `is_usable`.
@@ -85,6 +90,17 @@ class PreparedStatement:
         rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
         return StatementResult(rows, result.command_tuples or 0)
 
+    def execute_and_commit(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> None:
+        """Run it as the last statement of the open transaction, and commit, in one round trip. If it fails, nothing commits.
+
+        Django's own commit finds no open transaction then, and sends nothing.
+
+        Raises:
+            StatementLost: see there.
+            django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
+        """
+        self._run(connection, parameters, commit=True)
+
     def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
         from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
@@ -94,20 +110,18 @@ class PreparedStatement:
         loaders.set_pgresult(result)
         return loaders.load_rows(0, result.ntuples, tuple)
 
-    def _run(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> Any:
+    def _run(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, commit: bool = False) -> Any:
         at_hand = _at_hand(connection)
         raw: Any = connection.connection
+        given = self._name, [*map(_given, parameters)], self._formats
         with connection.wrap_database_errors:
             try:
-                _begin(raw)
-                if at_hand.runs.get(self._name, 0) >= self._most_runs:
-                    _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
-                    del at_hand.runs[self._name]
-                if self._name not in at_hand.runs:
-                    _checked(raw, raw.pgconn.exec_(self._prepare))
-                    at_hand.runs[self._name] = 0
+                self._prepare_on(raw, at_hand)
                 at_hand.runs[self._name] += 1
-                return _checked(raw, raw.pgconn.exec_prepared(self._name, [*map(_given, parameters)], self._formats))
+                begin = _is_to_begin(raw)
+                if begin or commit:
+                    return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
+                return _checked(raw, raw.pgconn.exec_prepared(*given))
             except Exception as error:
                 sqlstate = getattr(error, "sqlstate", None)
                 if sqlstate not in {_MISSING, _EXISTS}:
@@ -118,6 +132,14 @@ class PreparedStatement:
                     at_hand.may_prepare = False
                 raise StatementLost(str(error)) from None
 
+    def _prepare_on(self, raw: Any, at_hand: _AtHand) -> None:
+        if at_hand.runs.get(self._name, 0) >= self._most_runs:
+            _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
+            del at_hand.runs[self._name]
+        if self._name not in at_hand.runs:
+            _checked(raw, raw.pgconn.exec_(self._prepare))
+            at_hand.runs[self._name] = 0
+
 
 def _given(value: Any) -> bytes | None:
     match value:
@@ -125,6 +147,8 @@ def _given(value: Any) -> bytes | None:
             return value
         case datetime():
             return value.isoformat().encode()
+        case list():
+            return _array(value)
     text = str(value).encode()
     if b"\0" in text:
         # libpq would end the text there.
@@ -132,18 +156,61 @@ def _given(value: Any) -> bytes | None:
     return text
 
 
+def _array(values: Sequence[bytes]) -> bytes:
+    """A `bytea[]` in PostgreSQL's binary format: dimensions, is any NULL, type, length, first index; then each element."""
+    elements = (struct.pack("!i", len(value)) + value for value in values)
+    return struct.pack("!5i", 1, 0, _OID_OF_BYTEA, len(values), 1) + b"".join(elements)
+
+
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode()
 
 
-def _begin(raw: Any) -> None:
-    """Begin the transaction that psycopg begins with its first statement."""
+def _is_to_begin(raw: Any) -> bool:
+    """Would psycopg begin a plain transaction with its next statement? One with settings of its own is begun here."""
     if raw.autocommit or int(raw.pgconn.transaction_status):
-        return
+        return False
     if raw.isolation_level is raw.read_only is raw.deferrable is None:
-        _checked(raw, raw.pgconn.exec_(b"BEGIN"))
-    else:
-        raw.execute("SELECT")
+        return True
+    raw.execute("SELECT")
+    return False
+
+
+def _pipelined(raw: Any, before: Sequence[bytes], prepared: tuple[Any, ...], after: Sequence[bytes]) -> Any:
+    """The result of a prepared statement that is sent together with others; none runs after one that fails."""
+    from psycopg.pq import ExecStatus  # noqa: PLC0415 - an extra
+
+    pgconn = raw.pgconn
+    try:
+        pgconn.enter_pipeline_mode()
+        for statement in before:
+            pgconn.send_query_params(statement, None)
+        pgconn.send_query_prepared(*prepared)
+        for statement in after:
+            pgconn.send_query_params(statement, None)
+        pgconn.pipeline_sync()
+        results = []
+        while (result := _next_result(pgconn)) is None or result.status != ExecStatus.PIPELINE_SYNC:
+            if result is not None:
+                results.append(result)
+        pgconn.exit_pipeline_mode()
+    except BaseException:
+        # What is still in flight would be taken for the answers of the next statement.
+        raw.close()
+        raise
+    for result in results:
+        _checked(raw, result)
+    return results[len(before)]
+
+
+def _next_result(pgconn: Any) -> Any:
+    """None after the last result of a statement. PQgetResult itself would wait with Python's global lock held."""
+    while (unsent := pgconn.flush()) or pgconn.is_busy():
+        poll = select.poll()
+        poll.register(pgconn.socket, select.POLLIN | (select.POLLOUT if unsent else 0))
+        poll.poll()
+        pgconn.consume_input()
+    return pgconn.get_result()
 
 
 def _checked(raw: Any, result: Any) -> Any:
@@ -155,6 +222,12 @@ def _checked(raw: Any, result: Any) -> Any:
     if raw.broken:
         raise Lost(result.get_error_message())
     raise error_from_result(result)
+
+
+def is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Is a transaction open on the server? Call it only if `is_usable`."""
+    raw: Any = connection.connection
+    return bool(int(raw.pgconn.transaction_status))
 
 
 def is_usable(connection: BaseDatabaseWrapper) -> bool:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import NoReturn, Protocol
 
 from outbox.kernel.clock import awake
+from outbox.kernel.requests import Mode, Request
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,15 @@ class StopRequest:
 
     A signal handler sets it, and interrupts the main thread anywhere, also in a wait. There a `threading.Event` could need a
     lock that the same thread holds. A flag and a pipe need no lock (Bernstein's self-pipe).
+
+    An operator's requests (`kernel.requests`) reach the loops the same way. They apply to the whole process, so a follower
+    passes them to its leader.
     """
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, leader: StopRequest | None = None) -> None:
+        self._leader = leader
+        self._followers: tuple[StopRequest, ...] = ()
+        self._asked = self._paused = self._draining = False
         self._wake, self._ring = os.pipe()
         os.set_blocking(self._ring, False)
 
@@ -60,6 +66,51 @@ class StopRequest:
         self._asked = True
         with suppress(BlockingIOError):
             os.write(self._ring, b"!")
+        for follower in self._followers:
+            follower.set()
+
+    def follower(self) -> StopRequest:
+        """A request that ends one phase of the process: it is set with this one, and when the process is to drain."""
+        follower = StopRequest(self)
+        self._followers += (follower,)
+        if self._asked or self._draining:
+            follower.set()
+        return follower
+
+    def obey(self, request: Request) -> None:
+        """Carry out an operator's request."""
+        if self._leader is not None:
+            self._leader.obey(request)
+            return
+        if request is not Request.STOP:
+            self._paused = request is Request.PAUSE
+        if request is Request.STOP:
+            self.set()
+        elif request is Request.DRAIN:
+            self._draining = True
+            for follower in self._followers:
+                follower.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Begin no work until it is resumed."""
+        return self._paused if self._leader is None else self._leader.is_paused
+
+    @property
+    def is_draining(self) -> bool:
+        """Finish what is due, then end."""
+        return self._draining if self._leader is None else self._leader.is_draining
+
+    @property
+    def mode(self) -> Mode:
+        """What the process does now."""
+        if self._leader is not None:
+            return self._leader.mode
+        if self._asked:
+            return Mode.STOPPING
+        if self._draining:
+            return Mode.DRAINING
+        return Mode.PAUSED if self._paused else Mode.RUNNING
 
     def wait(self, seconds: float) -> bool:
         """Sleep up to `seconds`; return True as soon as a stop is requested."""

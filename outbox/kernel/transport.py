@@ -118,6 +118,10 @@ class Transport(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def round_trip(self) -> float | None:
+        """Seconds of the last round trip to the broker; None before the first, or without a broker."""
+
     def connect(self) -> None:
         """Open the connection unless it is healthy.
 

@@ -179,7 +179,7 @@ class Attendant:
             drop_unusable_connections()
             self._extend_claims()
             self._give_back_interrupted()
-            if not room:
+            if not room or stop.is_paused:
                 return ()
             calls = self._claim(room, full)
         except (DatabaseError, InterfaceError) as error:

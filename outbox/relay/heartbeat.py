@@ -1,15 +1,14 @@
 """The heartbeat of a relay process. It shows operators which relays are alive and what each of them waits for.
 
 The loop that relays messages also writes the heartbeat, so a heartbeat proves that the loop runs; a separate thread would
-continue to report success. It costs one statement every two seconds, or every five while nothing changes. A failed write
-affects only the display, because no guarantee depends on it.
+continue to report success. It costs one statement every two seconds. While nothing changes, this is a read of the operator's
+request, and only every five seconds a write. A failed write affects only the display, because no guarantee depends on it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -24,31 +23,40 @@ from outbox.kernel.heartbeat import (
     HEARTBEAT_SECONDS,
     UNCHANGED_SECONDS,
     ProcessIdentity,
+    Rate,
+    milliseconds,
     one_line,
+    resident_bytes,
 )
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.requests import Request
 from outbox.store import heartbeats
 
 logger = logging.getLogger(__name__)
-
-_RATE_SECONDS = 10.0
-"""The rate is an average over this time; the rate of an idle relay falls to 0 within it."""
 
 
 class Heartbeat:
     """The heartbeat of one relay process, shared by its loops; each loop runs in its own thread.
 
     Counting is cheap and may happen anywhere. `beat` and `close` need a connection; call them outside transactions.
+
+    Args:
+        stop: carries out the requests of operators.
     """
 
-    def __init__(self, alias: str) -> None:
+    def __init__(self, alias: str, stop: StopRequest | None = None) -> None:
         self._alias = alias
+        self._stop = StopRequest() if stop is None else stop
         self._identity = ProcessIdentity()
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
         self._waits: dict[threading.Thread, str] = {}
+        self._shards: dict[threading.Thread, int] = {}
+        self._broker_seconds: float | None = None
+        self._database_seconds: float | None = None
         self._started_at = monotonic()
-        self._samples: deque[tuple[float, int]] = deque([(self._started_at, 0)])
+        self._rate = Rate(self._started_at)
         self._writing = threading.Lock()
         self._due_at = self._started_at
         self._written_at = float("-inf")
@@ -75,6 +83,15 @@ class Heartbeat:
         with self._counting:
             self._waits[threading.current_thread()] = what
 
+    def claims(self, shards: int) -> None:
+        """Record how many shards this loop tries to claim in one pass."""
+        with self._counting:
+            self._shards[threading.current_thread()] = shards
+
+    def broker_took(self, seconds: float | None) -> None:
+        """Record the last round trip to the broker; None if it is unknown."""
+        self._broker_seconds = seconds
+
     def beat(self) -> None:
         """Write the row if it is due. It never raises, and usually only reads the clock.
 
@@ -91,39 +108,65 @@ class Heartbeat:
             self._writing.release()
 
     def close(self) -> None:
-        """Delete the row at an orderly end of the process. Call it after all loops have ended."""
+        """Mark the row as stopped at an orderly end of the process. Call it after all loops have ended."""
         with self._writing:
             self._ended = True
             if self._written is None or self._failing:
                 return  # It would only wait for an unavailable database; silent rows are deleted later.
             try:
-                heartbeats.relays.delete(self._alias, self._identity.id)
+                heartbeats.relays.mark_stopped(self._alias, self._identity.id)
             except Error as error:
-                logger.debug("The heartbeat was not deleted: %s", error)
+                logger.debug("The heartbeat was not marked as stopped: %s", error)
             if not connections[self._alias].in_atomic_block:  # as in a test
                 connections[self._alias].close()
 
     def _beat(self, now: float) -> None:
         with self._counting:
             published, passed_at = self._published, self._passed_at
-        columns = {"published": published, "rate": self._rate(now, published), "waits_for": self._reason()}
-        if columns == self._written and now < self._written_at + UNCHANGED_SECONDS:
-            return
+        columns = {
+            "published": published,
+            "rate": self._rate.of(now, published),
+            "waits_for": self._reason(),
+            "mode": self._stop.mode,
+            "shards": self._claimed(),
+        }
         try:
-            heartbeats.relays.write(
-                self._alias,
-                self._identity,
-                running_for=timedelta(seconds=now - self._started_at),
-                last_pass_at=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
-                **columns,
-            )
-            if now >= self._forget_at:
-                self._forget_at = now + FORGET_SECONDS
-                heartbeats.relays.delete_silent(self._alias, FORGOTTEN_AFTER)
+            if columns == self._written and now < self._written_at + UNCHANGED_SECONDS:
+                request = heartbeats.relays.pending(self._alias, self._identity.id)
+            else:
+                request = self._write(now, passed_at, columns)
+            if request:
+                self._obey(request)
         except Error as error:
             self._failed(error)
-        else:
-            self._written, self._written_at, self._failing = columns, now, False
+
+    def _write(self, now: float, passed_at: float | None, columns: dict[str, Any]) -> Request | None:
+        began_at = monotonic()
+        request = heartbeats.relays.write(
+            self._alias,
+            self._identity,
+            running_for=timedelta(seconds=now - self._started_at),
+            last_pass_at=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
+            memory_bytes=resident_bytes(),
+            database_ms=milliseconds(self._database_seconds),
+            broker_ms=milliseconds(self._broker_seconds),
+            **columns,
+        )
+        self._database_seconds = monotonic() - began_at
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_SECONDS
+            heartbeats.relays.delete_old(self._alias, FORGOTTEN_AFTER)
+        self._written, self._written_at, self._failing = columns, now, False
+        return request
+
+    def _obey(self, request: Request) -> None:
+        self._stop.obey(request)
+        heartbeats.relays.acknowledge(self._alias, self._identity.id, request, self._stop.mode)
+        logger.warning("relay: an operator requested: %s; this process is %s.", request, self._stop.mode)
+
+    def _claimed(self) -> int:
+        with self._counting:
+            return sum(shards for loop, shards in self._shards.items() if loop.is_alive())
 
     def _reason(self) -> str:
         """What the process waits for, if all of its running loops wait; else ""."""
@@ -131,13 +174,6 @@ class Heartbeat:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
         return one_line(waits[0]) if waits and all(waits) else ""
-
-    def _rate(self, now: float, published: int) -> float:
-        self._samples.append((now, published))
-        while self._samples[1][0] <= now - _RATE_SECONDS:
-            self._samples.popleft()
-        since, before = self._samples[0]
-        return round((published - before) / max(now - since, 1.0), 1)
 
     def _failed(self, error: Error) -> None:
         connection = connections[self._alias]

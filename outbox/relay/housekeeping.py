@@ -1,4 +1,6 @@
-"""Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, and delete the old trail.
+"""Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, delete old entries.
+
+The entries are those of the trail and of the audit log.
 
 One relay process does this, by a lease, once a minute. Each step is a transaction of its own that can be repeated, so a process
 may be killed between two steps, and two processes that do it at once do not disturb each other. No message depends on it: the
@@ -25,7 +27,7 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
-from outbox.models import TrailEntry
+from outbox.models import AuditEntry, TrailEntry
 from outbox.store import claiming, history, lease
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ class Housekeeper:
             self._delete(history.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
             old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
+            audited = older_entries(AuditEntry, self._alias, self._options.AUDIT_RETENTION)
+            self._delete(delete_in_chunks(audited, by="at", chunk=_CHUNK), stop)
         except Exception as error:
             connections[self._alias].close()
             if is_missing(error):

@@ -45,6 +45,7 @@ _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
 _BESIDE_STUCK_SECONDS = 1.0
+_PAUSED_SECONDS = 0.2
 _RELEASING_SHARE = 20
 """Queries that find no key to release take at most one part in this many of the time (1/20)."""
 
@@ -113,8 +114,12 @@ class Relay:
         try:
             while not self._stop:
                 self._watchdog.beat()
-                if not self._database.ongoing:
+                if self._stop.is_paused or not self._database.ongoing:
                     self._heartbeat.beat()
+                if self._stop.is_paused and not drain:
+                    self._be_paused()
+                    continue
+                self._running = True
                 report = self._round(drain=drain)
                 if report is None:
                     continue
@@ -130,6 +135,14 @@ class Relay:
     def is_working(self) -> bool:
         """Is the loop running, with both the database and the broker available?"""
         return self._running and not self._broker.ongoing and not self._database.ongoing
+
+    def _be_paused(self) -> None:
+        """While an operator has paused this process, claim nothing, and hold neither the lease nor a broker connection."""
+        if self._running:
+            self._running = False
+            self._heartbeat.waits_for("")
+            self._release_all()
+        self._stop.wait(_PAUSED_SECONDS)
 
     def _round(self, *, drain: bool) -> PassReport | None:
         """Do one turn of the loop. If it fails, wait as the error requires and return None.
@@ -241,6 +254,8 @@ class Relay:
     def _record(self, report: PassReport) -> None:
         self.published += report.published
         self._heartbeat.published(report.published)
+        self._heartbeat.claims(self._share.most)
+        self._heartbeat.broker_took(self._transport.round_trip)
         if report.overdue:
             self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
         elif report.suspicious:
@@ -309,10 +324,13 @@ class Relay:
         self._watchdog.leave()
         if self._stop:
             logger.info("relay: stopping; it finishes the current pass first. Signal again to end at once.")
+        self._release_all()
+        if not connections[self._alias].in_atomic_block:  # as in a test
+            connections[self._alias].close()
+
+    def _release_all(self) -> None:
         try:
             self._pass.close()
         except (DatabaseError, InterfaceError) as error:
             logger.debug("The lease was not released: %s", error)
         self._transport.close()
-        if not connections[self._alias].in_atomic_block:  # as in a test
-            connections[self._alias].close()

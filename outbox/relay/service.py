@@ -13,6 +13,7 @@ from django.db import connections
 
 from outbox import operations
 from outbox.conf import outbox_options
+from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
@@ -47,45 +48,55 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG)
-    heartbeat = Heartbeat(alias)
+    heartbeat = Heartbeat(alias, stop)
     refusals, errors = Reminder(), Reminder()
     transport = transport or open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
         transports += [open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE) for _ in range(1, _LANES)]
-    lanes = [
-        # Each lane has its own shards, so that the lanes do not conflict; another process may conflict with both.
-        Relay(
-            alias,
-            each,
-            options,
-            stop=stop,
-            watchdog=watchdog,
-            heartbeat=heartbeat,
-            shards=range(number, SHARDS, len(transports)),
-            timed=not drain,
-            refusals=refusals,
-            errors=errors,
-        )
-        for number, each in enumerate(transports)
-    ]
-    for lane in lanes:
-        lane.siblings = [other for other in lanes if other is not lane]
-    with watchdog.watching(), closing(heartbeat):
+
+    def lanes(stop: StopRequest, *, timed: bool) -> list[Relay]:
+        """Each lane has its own shards, so that the lanes do not conflict; another process may conflict with both."""
+        made = [
+            Relay(
+                alias,
+                each,
+                options,
+                stop=stop,
+                watchdog=watchdog,
+                heartbeat=heartbeat,
+                shards=range(number, SHARDS, len(transports)),
+                timed=timed,
+                refusals=refusals,
+                errors=errors,
+            )
+            for number, each in enumerate(transports)
+        ]
+        for lane in made:
+            lane.siblings = [other for other in made if other is not lane]
+        return made
+
+    published = 0
+    with watchdog.watching(), closing(heartbeat), alerting(() if drain else [alias], stop):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         calling = callers(alias, options)
         companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]
         if not connections[alias].in_atomic_block:  # as in a test
             companions.append(operations.executor(alias))
-        if drain:
-            _drain(lanes, companions, watchdog, stop)
-        else:
-            for lane in lanes:
+        if not drain:
+            # An operator's request to drain ends this phase only.
+            phase = stop.follower()
+            running = lanes(phase, timed=True)
+            for lane in running:
                 lane.callers = calling
-            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, lanes))
-            with Listener(alias, [timer.bell, *(lane.bell for lane in lanes)], options).listening():
-                _run(lanes, [timer, *companions], watchdog, stop)
-    published = sum(lane.published for lane in lanes)
+            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, running))
+            with Listener(alias, [timer.bell, *(lane.bell for lane in running)], options).listening():
+                _run(running, [timer, *companions], watchdog, phase)
+            published += sum(lane.published for lane in running)
+        if drain or (stop.is_draining and not stop):
+            draining = lanes(stop, timed=False)
+            _drain(draining, companions, watchdog, stop)
+            published += sum(lane.published for lane in draining)
     logger.info("The relay has ended. Messages published: %d.", published)
     return published
 

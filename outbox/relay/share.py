@@ -22,6 +22,11 @@ class Share:
     def __init__(self, shards: int) -> None:
         self._shards = self._most = shards
 
+    @property
+    def most(self) -> int:
+        """How many shards it tries now in one pass."""
+        return self._most
+
     def of(self, shards: Sequence[BusyShard]) -> list[BusyShard]:
         """The shards to try next, chosen at random so that relays seldom conflict and no shard is always last."""
         return random.sample(shards, min(len(shards), self._most))

@@ -32,7 +32,7 @@ from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-_STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
+STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
 SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
 _IS_BLOCKED = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
@@ -157,7 +157,7 @@ _EXPIRES_IN_SECONDS_SQLITE = (
 _LOOK = (
     # Each subquery is in the order of its index: PostgreSQL may plan a bare EXISTS as a scan of all published rows.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
-    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
     f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT 1), "
     "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
@@ -180,7 +180,7 @@ def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each:
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
         f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select.format(is_secondary='false')} {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{select.format(is_secondary='false')} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 

@@ -78,6 +78,7 @@ class _TestTransport:
     """Replaces the broker: records the messages, and delivers them to this project's own handlers by `local://`."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
+    round_trip: float | None = None
 
     def __init__(self, alias: str, *, handlers: bool) -> None:
         options = outbox_options()

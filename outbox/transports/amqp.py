@@ -84,6 +84,7 @@ class AmqpTransport:
         self._tracker = ConfirmTracker()
         self._exchanges: set[str] = set()
         self._blocked: str | None = None
+        self.round_trip: float | None = None
 
     def connect(self) -> None:
         if self._connection is not None and self._blocked:
@@ -98,7 +99,11 @@ class AmqpTransport:
         broken: str | None = None
         suspects: list[int] = []
         try:
-            broken = self._publish(messages, deadline, refused) or self._await_confirms(deadline)
+            broken = self._publish(messages, deadline, refused)
+            sent_at = monotonic()
+            broken = broken or self._await_confirms(deadline)
+            if broken is None:
+                self.round_trip = monotonic() - sent_at
         except BROKER_FAILURES as error:
             broken = self._explained(error)
             suspects = self._suspects(error, messages)
@@ -151,7 +156,9 @@ class AmqpTransport:
             self._amqp = self._connection.connection
             self._channel = self._amqp.channel()
             self._channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
+            asked_at = monotonic()
             self._channel.confirm_select()
+            self.round_trip = monotonic() - asked_at
         except Exception as error:
             # Any exception: the server on that port may not speak AMQP.
             self._discard()

@@ -65,6 +65,7 @@ class VirtualTransport:
         self._connection: kombu.Connection | None = None
         self._channel: Any = None
         self._producer: Any = None
+        self.round_trip: float | None = None
 
     def connect(self) -> None:
         if self._connection is not None:
@@ -86,8 +87,10 @@ class VirtualTransport:
         for message in messages:
             if monotonic() > deadline:
                 break
+            began_at = monotonic()
             try:
                 verdicts[message.position] = self._send_one(message)
+                self.round_trip = monotonic() - began_at
             except failures as error:
                 self.close()
                 return Sent(verdicts=verdicts, broken=describe(error))

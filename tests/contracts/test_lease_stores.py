@@ -10,7 +10,7 @@ import pytest
 from inbox import Lease as Terms
 from inbox.leases.database import DatabaseLeases
 from inbox.leases.opening import lease_store
-from inbox.leases.stores import Consumed, Held, Kept, Lease, Wanted
+from inbox.leases.stores import Consumed, Held, Lease, LeaseRequest, RowDecides
 from inbox.models import State
 from inbox.receiving.reading import read
 from inbox.store import claims
@@ -46,25 +46,25 @@ def lease_handler(handles):
 
 def a_delivery(handler, envelope=None, **attributes):
     arrival = read(handler, envelope or an_envelope(), OPTIONS)
-    return Wanted(handler=handler, row=arrival.row, sent_at=arrival.envelope.created_at, **attributes)
+    return LeaseRequest(handler=handler, row=arrival.row, sent_at=arrival.envelope.created_at, **attributes)
 
 
-def acquire(leases, wanted):
-    return leases.acquire(wanted, duplicate_timeout=OPTIONS.DUPLICATE_TIMEOUT)
+def acquire(leases, request):
+    return leases.acquire(request, duplicate_timeout=OPTIONS.DUPLICATE_TIMEOUT)
 
 
-def acquired(leases, wanted):
-    lease = acquire(leases, wanted)
+def acquired(leases, request):
+    lease = acquire(leases, request)
     assert isinstance(lease, Lease), lease
     return lease
 
 
-def claimed(wanted):
+def claimed(request):
     """The stored row of that message, claimed the way a runner claims it."""
     make_due()
-    stored = claims.claim_due(wanted.handler.using, [wanted.handler.name], timedelta(hours=1))
+    stored = claims.claim_due(request.handler.using, [request.handler.name], timedelta(hours=1))
     assert stored is not None
-    return Wanted(handler=wanted.handler, row=wanted.row, stored=stored)
+    return LeaseRequest(handler=request.handler, row=request.row, stored=stored)
 
 
 def let_expire(leases, lease):
@@ -75,7 +75,7 @@ def let_expire(leases, lease):
 def taken_over(leases, lease):
     """The lease of the next owner, acquired once this one has expired."""
     let_expire(leases, lease)
-    return acquired(leases, lease.wanted)
+    return acquired(leases, lease.request)
 
 
 def failed(attempts=1, retry_after=timedelta(hours=1)):
@@ -104,31 +104,31 @@ class TestAcquiring:
         assert not lease.is_over
 
     def test_second_acquire_returns_held_with_the_remaining_time(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        acquired(leases, request)
 
-        held = acquire(leases, wanted)
+        held = acquire(leases, request)
 
         assert isinstance(held, Held)
         assert timedelta(minutes=9) < held.remaining < LONG + timedelta(seconds=1)
         assert not held.conflicting
 
     def test_one_of_twenty_concurrent_acquires_gets_the_lease(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
+        request = a_delivery(lease_handler())
 
-        answers = at_once([lambda: acquire(leases, wanted)] * 20)
+        answers = at_once([lambda: acquire(leases, request)] * 20)
 
         assert len([answer for answer in answers if isinstance(answer, Lease)]) == 1
-        assert len([answer for answer in answers if isinstance(answer, Held | Kept)]) == 19
+        assert len([answer for answer in answers if isinstance(answer, Held | RowDecides)]) == 19
 
     def test_acquires_answered_with_held_count_no_attempt(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
-        assert {type(acquire(leases, wanted)) for _ in range(5)} == {Held}
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
+        assert {type(acquire(leases, request)) for _ in range(5)} == {Held}
 
         leases.free(lease, failed())
 
-        assert acquired(leases, claimed(wanted)).attempt == 2
+        assert acquired(leases, claimed(request)).attempt == 2
 
     def test_leases_are_separate_by_handler_topic_and_biz_id(self, leases, lease_handler):
         one, another = lease_handler(), lease_handler()
@@ -140,17 +140,17 @@ class TestAcquiring:
             "topic": a_delivery(lease_handler(topic="shop.order.paid"), an_envelope(topic="shop.order.paid", biz_id="same")),
             "biz_id": a_delivery(one, an_envelope(biz_id="another")),
         }
-        assert {differs: type(acquire(leases, wanted)) for differs, wanted in others.items()} == dict.fromkeys(others, Lease)
+        assert {differs: type(acquire(leases, request)) for differs, request in others.items()} == dict.fromkeys(others, Lease)
         assert isinstance(acquire(leases, a_delivery(one, envelope)), Held)
 
     @pytest.mark.parametrize("biz_id", ["ä 🍰 'quoted' {braced}", "x" * 255], ids=["special characters", "255 characters"])
     def test_any_text_is_accepted_as_biz_id_and_step_name(self, leases, lease_handler, biz_id):
-        wanted = a_delivery(lease_handler(), an_envelope(biz_id=biz_id))
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler(), an_envelope(biz_id=biz_id))
+        lease = acquired(leases, request)
 
         assert leases.remember(lease, "Schritt №1 🍰", '"ä"')
         assert leases.consume(lease)
-        assert isinstance(acquire(leases, wanted), Consumed)
+        assert isinstance(acquire(leases, request), Consumed)
 
 
 class TestConsumed:
@@ -165,7 +165,7 @@ class TestConsumed:
 
         wait_until(lambda: lease.is_over)
 
-        assert isinstance(acquire(leases, lease.wanted), Consumed)
+        assert isinstance(acquire(leases, lease.request), Consumed)
 
     def test_consuming_twice_succeeds_both_times(self, leases, lease_handler):
         lease = acquired(leases, a_delivery(lease_handler()))
@@ -183,10 +183,10 @@ class TestExpiredLease:
     def test_delivery_that_was_held_is_left_to_its_row_in_redis_and_takes_over_in_the_database(self, leases, lease_handler):
         """Redis marks the message as stored when a delivery is held; in the database the record is the row itself."""
         lease = acquired(leases, a_delivery(lease_handler()))
-        assert isinstance(acquire(leases, lease.wanted), Held)
+        assert isinstance(acquire(leases, lease.request), Held)
         let_expire(leases, lease)
 
-        assert type(acquire(leases, lease.wanted)) is (Lease if isinstance(leases, DatabaseLeases) else Kept)
+        assert type(acquire(leases, lease.request)) is (Lease if isinstance(leases, DatabaseLeases) else RowDecides)
 
     def test_next_owner_gets_a_greater_fence_and_the_next_attempt(self, leases, lease_handler):
         stalled = acquired(leases, a_delivery(lease_handler()))
@@ -203,8 +203,8 @@ class TestExpiredLease:
         assert settlements(leases, lease) == NONE_GRANTED
 
     def test_previous_owner_can_settle_nothing_and_the_new_owner_everything(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        stalled = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        stalled = acquired(leases, request)
         successor = taken_over(leases, stalled)
         assert leases.extend(successor, LONG)
 
@@ -212,37 +212,37 @@ class TestExpiredLease:
         assert leases.remember(successor, "a step", '"mine"')
         assert leases.consume(successor)
         assert settlements(leases, stalled) == NONE_GRANTED
-        assert isinstance(acquire(leases, wanted), Consumed)
+        assert isinstance(acquire(leases, request), Consumed)
 
     def test_previous_owner_can_settle_nothing_once_the_row_is_claimed_again(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        leases.free(acquired(leases, wanted), failed())
-        stalled = acquired(leases, claimed(wanted))
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
+        stalled = acquired(leases, claimed(request))
         let_expire(leases, stalled)
-        again = claimed(wanted)
+        again = claimed(request)
 
         assert settlements(leases, stalled) == NONE_GRANTED
         assert leases.consume(acquired(leases, again))
 
     def test_extending_a_lease_moves_its_end(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
 
         assert leases.extend(lease, 2 * LONG)
 
-        held = acquire(leases, wanted)
+        held = acquire(leases, request)
         assert isinstance(held, Held)
         assert held.remaining > timedelta(minutes=19)
         assert leases.consume(lease)
 
     def test_fences_grow_through_failures_and_takeovers(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        given_out = [acquired(leases, wanted)]
+        request = a_delivery(lease_handler())
+        given_out = [acquired(leases, request)]
         given_out.append(taken_over(leases, given_out[-1]))
         leases.free(given_out[-1], failed(attempts=2))
-        given_out.append(acquired(leases, claimed(wanted)))
+        given_out.append(acquired(leases, claimed(request)))
         let_expire(leases, given_out[-1])
-        given_out.append(acquired(leases, claimed(wanted)))
+        given_out.append(acquired(leases, claimed(request)))
 
         assert [lease.attempt for lease in given_out] == [1, 2, 3, 4]
         assert all(earlier.fence < later.fence for earlier, later in pairwise(given_out))
@@ -250,29 +250,29 @@ class TestExpiredLease:
 
 class TestFailure:
     def test_failure_frees_the_lease_and_stores_the_message(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
 
         assert leases.free(lease, failed())
 
         row = the_row()
         assert (row.state, row.attempts, row.last_error, row.traceback) == (State.RETRYING, 1, "ValueError: no", "here")
-        assert bytes(row.body) == wanted.row.body
-        assert acquired(leases, claimed(wanted)).attempt == 2
+        assert bytes(row.body) == request.row.body
+        assert acquired(leases, claimed(request)).attempt == 2
 
     def test_failure_of_a_stored_message_updates_its_row(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        leases.free(acquired(leases, wanted), failed())
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
 
-        assert leases.free(acquired(leases, claimed(wanted)), failed(attempts=2))
+        assert leases.free(acquired(leases, claimed(request)), failed(attempts=2))
 
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 2)
 
     def test_failure_without_a_retry_makes_a_dead_letter(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
+        request = a_delivery(lease_handler())
 
-        leases.free(acquired(leases, wanted), failed(retry_after=None))
+        leases.free(acquired(leases, request), failed(retry_after=None))
 
         row = the_row()
         assert (row.state, row.next_attempt_at) == (State.DEAD, None)
@@ -280,10 +280,10 @@ class TestFailure:
 
     @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
     def test_delivery_of_a_message_with_a_stored_failure_is_left_to_its_row(self, leases, lease_handler, retry_after):
-        wanted = a_delivery(lease_handler())
-        leases.free(acquired(leases, wanted), failed(retry_after=retry_after))
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed(retry_after=retry_after))
 
-        assert isinstance(acquire(leases, wanted), Kept)
+        assert isinstance(acquire(leases, request), RowDecides)
 
     def test_freeing_twice_succeeds_both_times(self, leases, lease_handler):
         lease = acquired(leases, a_delivery(lease_handler()))
@@ -297,17 +297,17 @@ class TestFailure:
         assert settlements(leases, lease) == NONE_GRANTED | {"free": True}
 
     def test_claim_overtaken_by_a_later_claim_gets_no_lease(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        leases.free(acquired(leases, wanted), failed())
-        overtaken, latest = claimed(wanted), claimed(wanted)
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
+        overtaken, latest = claimed(request), claimed(request)
 
-        assert isinstance(acquire(leases, overtaken), Kept)
+        assert isinstance(acquire(leases, overtaken), RowDecides)
         assert acquired(leases, latest).attempt == 3
 
     def test_stored_message_is_running_while_leased_and_done_once_consumed(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        leases.free(acquired(leases, wanted), failed())
-        lease = acquired(leases, claimed(wanted))
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
+        lease = acquired(leases, claimed(request))
         running = the_row()
 
         assert (running.state, running.fence) == (State.RUNNING, lease.fence)
@@ -315,13 +315,13 @@ class TestFailure:
 
         row = the_row()
         assert (row.state, row.next_attempt_at, row.last_error) == (State.DONE, None, "")
-        assert isinstance(acquire(leases, wanted), Consumed)
+        assert isinstance(acquire(leases, request), Consumed)
 
 
 class TestSteps:
     def test_steps_are_passed_to_the_next_owner(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
         assert leases.remember(lease, "lock", '{"lock": 7}')
         assert leases.remember(lease, "nothing", "null")
         assert leases.remember(lease, "begun", None)
@@ -329,25 +329,25 @@ class TestSteps:
         assert taken_over(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
 
     def test_steps_are_kept_after_a_failure(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
         leases.remember(lease, "lock", "7")
         lease.steps["lock"] = "7"
         leases.free(lease, failed())
 
-        assert acquired(leases, claimed(wanted)).steps == {"lock": "7"}
+        assert acquired(leases, claimed(request)).steps == {"lock": "7"}
 
     def test_result_of_a_begun_step_is_stored(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
         leases.remember(lease, "charge", None)
         leases.remember(lease, "charge", '"paid"')
 
         assert taken_over(leases, lease).steps == {"charge": '"paid"'}
 
     def test_forget_deletes_a_begun_step_and_keeps_a_finished_one(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        lease = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        lease = acquired(leases, request)
         leases.remember(lease, "charge", None)
         leases.remember(lease, "lock", "7")
         lease.steps = {"charge": None, "lock": "7"}
@@ -356,11 +356,11 @@ class TestSteps:
         leases.forget(lease, "charge")
         leases.forget(lease, "lock")
 
-        assert acquired(leases, claimed(wanted)).steps == {"lock": "7"}
+        assert acquired(leases, claimed(request)).steps == {"lock": "7"}
 
     def test_forget_by_a_previous_owner_deletes_no_step(self, leases, lease_handler):
-        wanted = a_delivery(lease_handler())
-        stalled = acquired(leases, wanted)
+        request = a_delivery(lease_handler())
+        stalled = acquired(leases, request)
         successor = taken_over(leases, stalled)
         leases.remember(successor, "charge", None)
 

@@ -119,7 +119,7 @@ def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_i
         while (so_far := handled()) < MESSAGES:
             enough = min(so_far + MESSAGES_BETWEEN_KILLS, MESSAGES)
             wait_until(lambda enough=enough: handled() >= enough, within=LONGEST_SECONDS)
-            if at_work := [one for one in consumers if one.said().count("Consuming") == lives[one]]:
+            if at_work := [one for one in consumers if one.said().count("consumer: receiving from") == lives[one]]:
                 victim = chance.choice(at_work)
                 victim.kill()
                 victim.ends()
@@ -130,7 +130,7 @@ def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_i
         logger.info("%d messages on %d keys took %d s; %d kills.", MESSAGES, KEYS, seconds, kills)
         record_property("seconds, kills", (seconds, kills))
         for one in consumers:
-            one.until(lambda one=one: one.said().count("Consuming") == lives[one])
+            one.until(lambda one=one: one.said().count("consumer: receiving from") == lives[one])
         # What the last victim had in hand is given to others, as duplicates.
         wait_until(lambda: set(rabbitmq_server.queue_lengths(rabbitmq_url).values()) == {0})
         for one in consumers:

@@ -56,7 +56,7 @@ def test_sigterm_leaves_no_message_to_be_run_twice(world):
             consumer = world.consumer()
             world.wait_until(lambda before=before: world.deliveries().total() >= before + 20, "it has more than it can run")
             consumer.ask_to_end()
-            world.wait_until(lambda consumer=consumer: consumer.has_said("Stopping"), "it begins nothing any more")
+            world.wait_until(lambda consumer=consumer: consumer.has_said("consumer: stopping"), "it begins nothing any more")
         assert consumer.ends() == 0, consumer.tail()
     found = world.drain()
 

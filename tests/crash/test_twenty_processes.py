@@ -129,7 +129,7 @@ def test_duplicates_in_twenty_processes_under_a_lease_have_one_run(request, proc
     with ExitStack() as stack:
         kept_in = leases if leases == "database" else request.getfixturevalue("redis_url")
         consumers = processes(stack, "tests.support.apps.leased.settings", LEASE_STORE=kept_in)
-        wait_until(lambda: all("Consuming" in consumer.said() for consumer in consumers), STARTING_SECONDS)
+        wait_until(lambda: all("consumer: receiving from" in consumer.said() for consumer in consumers), STARTING_SECONDS)
         send_copies(rabbitmq_url, LEASED_JOB, {"do": "wait for the word"})
         # What the owner has fetched waits for its only worker.
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) <= IN_HAND)

@@ -52,7 +52,11 @@ def test_every_option_is_documented_with_its_default(title, options):
 
     documented = {name: eval(default, {"timedelta": timedelta}) for name, default in rows}
 
-    assert documented == {field.name: field.default for field in dataclasses.fields(options)}
+    assert documented == {field.name: default_of(field) for field in dataclasses.fields(options)}
+
+
+def default_of(field):
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def commands():

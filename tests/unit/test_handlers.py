@@ -132,7 +132,7 @@ class TestCalling:
         ids=["generator", "map", "iterator", "coroutine"],
     )
     def test_an_iterator_or_coroutine_as_return_value_is_refused(self, lazy):
-        with pytest.raises(NotCallable, match="nobody would run"):
+        with pytest.raises(NotCallable, match="which the inbox does not run"):
             a_handler(lambda message: lazy()).call(MESSAGE)
 
     def test_a_partial_of_an_async_function_is_run_to_completion(self):

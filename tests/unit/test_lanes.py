@@ -10,7 +10,7 @@ import pytest
 from inbox import Batch, Ordered, Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
-from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
+from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
 from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
@@ -170,32 +170,32 @@ class TestRateLimit:
 
 @pytest.fixture(autouse=True)
 def _queue_readings_do_not_expire(monkeypatch):
-    monkeypatch.setattr(shedder, "_FRESH_SECONDS", 3600.0)
+    monkeypatch.setattr(shedder, "_READING_VALID_SECONDS", 3600.0)
 
 
 class TestShedding:
     @pytest.fixture
     def shedding(self):
-        lane = a_lane(SIFTED_AT_ONCE + 5, shed=Shed(above=10))
+        lane = a_lane(CHECKED_AT_ONCE + 5, shed=Shed(above=10))
         shedder = shedder_of(lane.handler)
-        shedder.saw(100)
+        shedder.record_lag(100)
         yield lane
-        shedder.saw(0)
+        shedder.record_lag(0)
 
     def test_while_shedding_only_messages_checked_and_kept_are_taken(self, shedding):
         assert (shedding.take(0.0), shedding.seconds_left(0.0)) == ([], NEVER)
 
-        sifted = shedding.take_to_sift(0.0)
-        assert numbers(sifted) == list(range(SIFTED_AT_ONCE))
-        shedding.keep(sifted[3:5])
+        sifted = shedding.take_to_check(0.0)
+        assert numbers(sifted) == list(range(CHECKED_AT_ONCE))
+        shedding.put_checked(sifted[3:5])
         assert [numbers(shedding.take(0.0)) for _ in range(3)] == [[3], [4], []]
 
     def test_kept_deliveries_are_taken_first_after_shedding_ends(self, shedding):
-        shedding.keep(shedding.take_to_sift(0.0)[7:8])
-        shedder_of(shedding.handler).saw(0)
+        shedding.put_checked(shedding.take_to_check(0.0)[7:8])
+        shedder_of(shedding.handler).record_lag(0)
 
-        assert shedding.take_to_sift(0.0) == []
-        assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [SIFTED_AT_ONCE]]
+        assert shedding.take_to_check(0.0) == []
+        assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [CHECKED_AT_ONCE]]
 
 
 class TestEpochs:
@@ -213,14 +213,14 @@ class TestUndecidedDeliveries:
         lane = a_lane(5, ordered=Ordered())
         load = lane.take(0.0)
         put(lane, 5)
-        lane.put_back(load[2:], 10.0, rest=2.0)
+        lane.put_back(load[2:], 10.0, backoff=2.0)
 
         assert (lane.take(11.0), lane.seconds_left(11.0)) == ([], 1.0)
         assert numbers(lane.take(12.0)) == [2, 3, 4, 5]
 
     def test_an_undecided_load_is_retried_by_one_worker_until_a_delivery_is_done(self):
         lane = a_lane(5)
-        lane.put_back(lane.take(0.0), 10.0, rest=2.0)
+        lane.put_back(lane.take(0.0), 10.0, backoff=2.0)
 
         assert [numbers(lane.take(12.0)) for _ in range(2)] == [[0], []]
         assert numbers(lane.take(14.0)) == [1]
@@ -229,12 +229,12 @@ class TestUndecidedDeliveries:
 
     def test_an_undecided_load_is_not_sifted_during_its_backoff(self):
         lane = a_lane(5, shed=Shed(above=1))
-        shedder_of(lane.handler).saw(100)
+        shedder_of(lane.handler).record_lag(100)
 
-        lane.put_back(lane.take_to_sift(0.0), 10.0, rest=2.0)
+        lane.put_back(lane.take_to_check(0.0), 10.0, backoff=2.0)
 
-        assert lane.take_to_sift(11.0) == []
-        assert numbers(lane.take_to_sift(12.0)) == [0, 1, 2, 3, 4]
+        assert lane.take_to_check(11.0) == []
+        assert numbers(lane.take_to_check(12.0)) == [0, 1, 2, 3, 4]
 
 
 class TestStaleDeliveries:

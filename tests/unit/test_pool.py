@@ -33,6 +33,9 @@ class Store:
     def seconds_left(self, now):
         return 0.0 if self.due else 60.0
 
+    def is_paused(self, handler):
+        return False
+
     def turn(self):
         with self._lock:
             if not self.due:
@@ -87,7 +90,7 @@ class Work:
 
 
 class Databases:
-    """Some databases are unavailable: `receive` leaves their loads undecided, `ask` is the probe of such a database."""
+    """Some databases are unavailable: `receive` leaves their loads undecided, `probe` is the probe of such a database."""
 
     def __init__(self, *unavailable, retry_seconds=0.01):
         self.unavailable = set(unavailable)
@@ -107,7 +110,7 @@ class Databases:
                 raise Unanswered(load, self._retry_seconds, everywhere=True)
             self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
 
-    def ask(self, alias):
+    def probe(self, alias):
         with self._lock:
             if alias not in self.unavailable:
                 return 0.0
@@ -143,7 +146,7 @@ def test_as_many_loads_run_at_once_as_the_pool_has_threads(gate):
         for number in range(10):
             pool.put(lane, a_delivery(lane, number))
         wait_until(lambda: work.at_once == 3)
-        assert len(pool.busy()) == 3
+        assert len(pool.running()) == 3
         gate.set()
         wait_until(lambda: len(work.done) == 10)
 
@@ -241,7 +244,7 @@ def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
     databases = Databases("unavailable")
     far = [a_lane(f"far {n}", using="unavailable", ordered=Ordered() if n % 2 == 0 else None) for n in range(4)]
     near = a_lane("near")
-    with running([*far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
+    with running([*far, near], receive=databases.receive, probe=databases.probe, size=2) as pool:
         for lane in far:
             for number in range(3):
                 pool.put(lane, a_delivery(lane, number))
@@ -265,7 +268,7 @@ def test_only_one_thread_at_a_time_probes_an_unavailable_database():
     databases = Databases("unavailable")
     databases.answer.clear()
     far, near = a_lane("far", using="unavailable"), a_lane("near")
-    with running([far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
+    with running([far, near], receive=databases.receive, probe=databases.probe, size=2) as pool:
         pool.put(far, a_delivery(far, 0))
         wait_until(lambda: databases.asking)
         for number in range(20):
@@ -317,7 +320,7 @@ def test_undecided_deliveries_of_a_previous_connection_are_dropped():
 def test_the_pool_can_be_closed_while_a_database_is_unavailable():
     databases = Databases("unavailable", retry_seconds=3600.0)
     lane = a_lane(using="unavailable")
-    with running([lane], receive=databases.receive, ask=databases.ask, size=2) as pool:
+    with running([lane], receive=databases.receive, probe=databases.probe, size=2) as pool:
         pool.put(lane, a_delivery(lane))
         wait_until(lambda: databases.asked)
 
@@ -332,11 +335,11 @@ def test_a_ring_runs_stored_messages_at_once():
 
 
 def test_idle_callback_is_called_whenever_a_worker_has_no_work():
-    lane, work, done_at_rest = a_lane(), Work(), []
-    with running([lane], receive=work, at_rest=lambda: done_at_rest.append(len(work.done))) as pool:
+    lane, work, done_when_idle = a_lane(), Work(), []
+    with running([lane], receive=work, on_idle=lambda: done_when_idle.append(len(work.done))) as pool:
         for number in range(3):
             pool.put(lane, a_delivery(lane, number))
-            wait_until(lambda number=number: number + 1 in done_at_rest)
+            wait_until(lambda number=number: number + 1 in done_when_idle)
 
 
 def test_stale_deliveries_are_removed_and_not_run(gate):
@@ -389,13 +392,13 @@ def test_busy_reports_the_running_load_and_when_it_started(gate):
     with running([lane], receive=work) as pool:
         before = monotonic()
         pool.put(lane, a_delivery(lane, 7))
-        (busy,) = wait_until(pool.busy)
+        (running_loads,) = wait_until(pool.running)
         assert not pool.idle
         gate.set()
         wait_until(lambda: pool.idle)
 
-    assert [delivery.message.delivery_tag for delivery in busy.load] == [7]
-    assert before <= busy.since <= monotonic()
+    assert [delivery.message.delivery_tag for delivery in running_loads.load] == [7]
+    assert before <= running_loads.since <= monotonic()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -405,7 +408,7 @@ def test_a_thread_that_ended_unexpectedly_is_reported():
         pool.refuse_if_ended()
         pool.put(lane, a_delivery(lane))
         wait_until(lambda: pool.alive < 2)
-        with pytest.raises(RuntimeError, match="started anew"):
+        with pytest.raises(RuntimeError, match="a worker thread has ended unexpectedly"):
             pool.refuse_if_ended()
 
 

@@ -56,47 +56,47 @@ class TestWhenToDrop:
         assert dropped(shedder) == 0
 
     def test_nothing_is_dropped_at_the_limit(self, shedder):
-        shedder.saw(100)
+        shedder.record_lag(100)
 
         assert dropped(shedder) == 0
 
     def test_above_the_limit_messages_are_dropped_down_to_nine_tenths_of_it(self, shedder):
-        shedder.saw(130)
+        shedder.record_lag(130)
 
         assert dropped(shedder) == 40
 
     def test_shedding_continues_below_the_limit_once_it_has_begun(self, shedder):
-        shedder.saw(101)
-        shedder.saw(95)
+        shedder.record_lag(101)
+        shedder.record_lag(95)
 
         assert dropped(shedder) == 5
 
     def test_shedding_ends_at_nine_tenths_and_begins_again_only_above_the_limit(self, shedder):
         for lag in (101, 90, 95, 100):
-            shedder.saw(lag)
+            shedder.record_lag(lag)
         assert dropped(shedder) == 0
 
-        shedder.saw(101)
+        shedder.record_lag(101)
 
         assert dropped(shedder) == 11
 
     def test_consumers_of_one_queue_share_the_excess(self, shedder):
-        shedder.saw(130, consumers=4)
+        shedder.record_lag(130, consumers=4)
 
         assert dropped(shedder) == 10
 
     def test_an_unknown_number_of_consumers_counts_as_one(self, shedder):
-        shedder.saw(130, consumers=0)
+        shedder.record_lag(130, consumers=0)
 
         assert dropped(shedder) == 40
 
     def test_threads_share_the_excess(self, shedder):
-        shedder.saw(290)
+        shedder.record_lag(290)
 
         assert sum(at_once([lambda: dropped(shedder, 100)] * 8)) == 200
 
     def test_nothing_is_dropped_after_the_reading_has_expired(self, shedder, monkeypatch):
-        shedder.saw(1000)
+        shedder.record_lag(1000)
         read_at = shedding_module.monotonic()
         monkeypatch.setattr(shedding_module, "monotonic", lambda: read_at + 6)
 
@@ -105,15 +105,15 @@ class TestWhenToDrop:
     def test_the_begin_and_the_end_of_shedding_are_logged_once_each(self, shedder, caplog):
         with caplog.at_level(logging.WARNING):
             for lag in (101, 150, 99, 80, 70):
-                shedder.saw(lag)
+                shedder.record_lag(lag)
 
         assert [record.getMessage() for record in caplog.records] == [
-            "tests.shedding: 101 messages wait. Shedding begins: the limit is 100.",
-            "tests.shedding: 80 messages wait. Shedding ends: the limit is 100.",
+            "handler tests.shedding: load shedding begins: 101 messages wait, the limit is 100.",
+            "handler tests.shedding: load shedding ends: 80 messages wait, the limit is 100.",
         ]
 
     def test_the_reason_names_the_backlog_and_the_limit(self, shedder):
-        shedder.saw(130)
+        shedder.record_lag(130)
 
         assert shedder.why_shed(a_message()) == "130 messages waited, and shedding keeps them below 100"
 
@@ -121,14 +121,14 @@ class TestWhenToDrop:
 class TestWhatToDrop:
     def test_only_droppable_messages_are_dropped(self):
         shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload["kind"] == "view"))
-        shedder.saw(1000)
+        shedder.record_lag(1000)
 
         assert shedder.why_shed(a_message(kind="view"))
         assert not shedder.why_shed(a_message(kind="order"))
 
     def test_messages_that_are_not_droppable_do_not_count_against_the_excess(self):
         shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload.get("kind") != "order"))
-        shedder.saw(130)
+        shedder.record_lag(130)
         for _ in range(100):
             shedder.why_shed(a_message(kind="order"))
 
@@ -140,7 +140,7 @@ class TestWhatToDrop:
             raise error
 
         shedder = Shedder(a_handler(above=100, droppable=fail))
-        shedder.saw(1000)
+        shedder.record_lag(1000)
 
         with caplog.at_level(logging.ERROR):
             assert dropped(shedder) == 0
@@ -152,10 +152,10 @@ class TestWhatToDrop:
                 yield
 
         shedder = Shedder(a_handler(above=100, droppable=lambda message: Later()))
-        shedder.saw(1000)
+        shedder.record_lag(1000)
 
         assert dropped(shedder) == 0
-        assert "must answer at once" in caplog.text
+        assert "must return a bool" in caplog.text
 
 
 class TestShedOption:

@@ -13,13 +13,15 @@ from outbox.kernel.loop import StopRequest
 
 
 class Command(BaseCommand):
-    help = "Receive messages for this service's handlers and run due retries, until SIGTERM."
+    help = "Receive messages for this service's handlers and run due retries. On SIGTERM, finish the running messages and stop."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--drain", action="store_true", help="end when nothing is due instead of waiting for more")
+        parser.add_argument(
+            "--drain", action="store_true", help="stop when no message is waiting or due, instead of waiting for more"
+        )
 
         parser.add_argument(
-            "--concurrency", type=int, metavar="N", help="worker threads of this process (default: INBOX['CONCURRENCY'])"
+            "--concurrency", type=int, metavar="N", help="number of worker threads (default: INBOX['CONCURRENCY'])"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:

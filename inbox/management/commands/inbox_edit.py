@@ -1,27 +1,27 @@
-import getpass
 import sys
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import refuse_unknown
 from outbox.database.schema import require_schema
 
 
 class Command(BaseCommand):
-    help = "Print the payload of a dead message; with --payload, replace the message by one with this payload, and run that."
+    help = "Print the payload of a dead message. With --payload, replace it by a message with that payload, due at once."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_id", metavar="MESSAGE_ID", help="the dead message")
-        parser.add_argument("--handler", help="in this handler, where it is dead in several")
-        parser.add_argument("--payload", metavar="FILE", help="the corrected payload as JSON; - reads the standard input")
-        parser.add_argument("--dry-run", action="store_true", help="only show what changes")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("message_id", metavar="MESSAGE_ID", help="message id of the dead message")
+        parser.add_argument("--handler", help="the handler, if the message is dead in several")
+        parser.add_argument("--payload", metavar="FILE", help="file with the corrected payload as JSON; - reads standard input")
+        parser.add_argument("--dry-run", action="store_true", help="show the changes without storing them")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -32,16 +32,21 @@ class Command(BaseCommand):
             else:
                 self._replace(stored, _text(options["payload"]), options)
         except NotEditable as error:
-            raise CommandError(f"Message {stored.message_id} of {stored.handler} is not edited. {error}") from error
+            raise CommandError(f"Message {stored.message_id} of {stored.handler} was not edited. {error}") from error
 
     def _replace(self, stored: InboxMessage, text: str, options: dict[str, Any]) -> None:
         self.stdout.write("\n".join(correct(stored, text).changes))
         if options["dry_run"]:
             self.stdout.write(f"Row {stored.pk} would be replaced.")
             return
-        row = replace_message(options["database"], stored.pk, text, by=_by())
+        alias, actor = options["database"], actor_of_command(__name__)
+        with transaction.atomic(using=alias):
+            row = replace_message(alias, stored.pk, text, by=f"by {actor.name} with {actor.place}")
+            if row is not None:
+                subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
+                record("inbox", alias, actor, "edit", [subject], {"payload": f"{len(text):,} characters", "replaced_by": row})
         if row is None:
-            raise CommandError(f"Nothing was changed: row {stored.pk} is not dead any more, or is being decided about.")
+            raise CommandError(f"Nothing was changed: the message in row {stored.pk} is no longer dead.")
         self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
 
 
@@ -53,15 +58,8 @@ def _the_message(options: dict[str, Any]) -> InboxMessage:
     refuse_unknown([options["message_id"]], (row.message_id for row in found), [State.DEAD])
     if len(found) > 1:
         handlers = ", ".join(row.handler for row in found)
-        raise CommandError(f"It is dead in several handlers: choose one of {handlers} with --handler.")
+        raise CommandError(f"The message is dead in several handlers: choose one of {handlers} with --handler.")
     return found[0]
-
-
-def _by() -> str:
-    try:
-        return f"by {getpass.getuser()} with inbox_edit"
-    except (OSError, KeyError):  # a container's user may have no name
-        return "by inbox_edit"
 
 
 def _text(file: str) -> str:

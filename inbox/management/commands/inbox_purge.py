@@ -10,16 +10,16 @@ from outbox.console.purge_command import PurgeCommand
 
 class Command(PurgeCommand):
     help = (
-        "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
-        "Then the trail older than INBOX['TRAIL_RETENTION']."
+        "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], the trail older than "
+        "INBOX['TRAIL_RETENTION'], and the audit log older than INBOX['AUDIT_RETENTION']. Open and dead messages stay."
     )
     app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
-    older_than_help = "keep more than INBOX['RETENTION'] says, never less"
+    older_than_help = "delete only messages older than this; not shorter than INBOX['RETENTION']"
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:
         if older_than < retention:
             raise CommandError(
-                f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({retention}): copies "
-                "of the deleted messages would still be younger than the maximum message age, and would have their effect "
-                "again. Shorten RETENTION instead."
+                f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({retention}): a "
+                "redelivered copy of a deleted message would still be younger than the maximum message age, and its effect "
+                "would happen again. Shorten RETENTION instead."
             )

@@ -1,5 +1,5 @@
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
 from inbox.store import operating
 from inbox.store.bulk import LOCKED
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.operations import BATCH
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
@@ -20,9 +21,12 @@ from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)
 
+_Row = tuple[int, bool, str, str]
+"""Primary key, is it in quarantine, message id, handler."""
+
 
 class Command(BaseCommand):
-    help = "Run dead (or, with --retrying, also retrying) messages again, with a full set of attempts."
+    help = "Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages, in every handler")
@@ -32,11 +36,11 @@ class Command(BaseCommand):
         parser.add_argument(
             "--override-maximum-age",
             action="store_true",
-            help="run also what was refused as too old or from the future: you know that it has not been handled before",
+            help="also retry quarantined messages; only if you know that they have not been handled before",
         )
-        parser.add_argument("--retrying", action="store_true", help="do not wait for the next attempt of retrying ones")
-        parser.add_argument("--dry-run", action="store_true", help="only count")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("--retrying", action="store_true", help="also retry messages that wait for their next attempt")
+        parser.add_argument("--dry-run", action="store_true", help="count the messages without changing them")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -47,10 +51,10 @@ class Command(BaseCommand):
         }
         if options["handler"] and not _is_known(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
-            raise CommandError(f"No handler is called {options['handler']!r}. Known handlers: {known}.")
+            raise CommandError(f"No handler has the name {options['handler']!r}. Known handlers: {known}.")
         given = {field: value for field, value in wanted.items() if value}
         if not given and not options["all"]:
-            raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
+            raise CommandError("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
@@ -59,52 +63,74 @@ class Command(BaseCommand):
         if options["dry_run"]:
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
+        alias = options["database"]
         progress = Progress("retried", left)
         unsent: list[str] = []
-        for chunk in _chunks([pk for pk, quarantined, *_ in rows if not quarantined]):
-            progress.advance(_retry(options["database"], chunk, states, unsent))
+        for chunk in _chunks([row for row in rows if not row[1]]):
+            progress.advance(_retry(alias, chunk, states, given, unsent))
         for pk, quarantined, message_id, handler in rows:
             if quarantined and pk not in held_back:
-                progress.advance(_override(options["database"], pk, f"{message_id or 'without id'} of {handler}", unsent))
+                subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
+                progress.advance(_override(alias, pk, subject, given, unsent))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
         if held_back and options["message_ids"]:
-            # Whoever names a message expects that it is run; a script must not take this for success.
-            raise CommandError("Not every message that was named is run.")
+            # A script that names a message must see that it does not run.
+            raise CommandError("Not all of the given messages are due: some are in quarantine.")
         if unsent:
-            raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
+            raise CommandError(f"{len(unsent)} Celery tasks were not retried: {unsent[0]}")
 
 
-def _chunks(rows: list[int]) -> Iterator[list[int]]:
+def _audited(
+    transition: Callable[[str, int], bool], alias: str, pk: int, action: str, subject: Subject, given: Mapping[str, Any]
+) -> bool:
+    """Make the transition and write it into the audit log, in one transaction."""
+    with transaction.atomic(using=alias):
+        done = transition(alias, pk)
+        if done:
+            record("inbox", alias, actor_of_command(__name__), action, [subject], given)
+    return done
+
+
+def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
     return (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
 
 
-def _retry(alias: str, rows: Sequence[int], states: Collection[str], unsent: list[str]) -> int:
+def _retry(alias: str, rows: Sequence[_Row], states: Collection[str], given: Mapping[str, Any], unsent: list[str]) -> int:
     """Retry some messages in one transaction; those that another transaction has locked, one by one; how many were."""
+    subjects = {
+        pk: Subject(kind="message", id=message_id, name=f"{message_id} ({handler})") for pk, _, message_id, handler in rows
+    }
     with transaction.atomic(using=alias):
-        outcomes = bulk_retry(alias, rows, sources=states, given={}, by="inbox_retry", reason="")
+        outcomes = bulk_retry(alias, list(subjects), sources=states, given={}, by="inbox_retry", reason="")
+        done = [outcome.row for outcome in outcomes if not outcome.unchanged]
+        record("inbox", alias, actor_of_command(__name__), "retry", [subjects[row] for row in done], given)
     unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
-    locked = [outcome.row for outcome in outcomes if outcome.unchanged == LOCKED]
-    waited = sum(operating.retry(alias, row, reason="inbox_retry") for row in locked)
-    return waited + sum(not outcome.unchanged for outcome in outcomes)
+    waited = 0
+    for outcome in outcomes:
+        if outcome.unchanged == LOCKED:
+            retry = partial(operating.retry, reason="inbox_retry")
+            waited += _audited(resending(retry), alias, outcome.row, "retry", subjects[outcome.row], given)
+    return len(done) + waited
 
 
-def _override(alias: str, pk: int, name: str, unsent: list[str]) -> int:
+def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], unsent: list[str]) -> int:
     """Retry a message in quarantine; 1 if it was."""
+    transition = resending(partial(operating.override_maximum_age, reason="inbox_retry"))
     try:
-        done = resending(partial(operating.override_maximum_age, reason="inbox_retry"))(alias, pk)
+        done = _audited(transition, alias, pk, "override_maximum_age", subject, given)
     except TaskNotSent as error:
         unsent.append(str(error))
         return 0
     if done:
-        # The answer to a later question why an effect happened twice.
-        logger.warning("The maximum message age was overridden for message %s.", name)
+        # To explain later why an effect happened twice.
+        logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subject.name)
     return int(done)
 
 
 def _is_known(handler: str) -> bool:
-    # Celery knows its tasks, and this process need not.
+    # Celery tasks are registered with Celery, and need not be in this process.
     return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
 
 
@@ -112,6 +138,6 @@ def _about(held_back: Collection[int]) -> str:
     if not held_back:
         return ""
     return (
-        f" In quarantine: {len(held_back)}. Whether they have been handled before can no longer be known. Once you know that "
-        "they have not, run them with --override-maximum-age."
+        f" In quarantine: {len(held_back)}. The inbox no longer knows whether they were handled before. If you know that they "
+        "were not, retry them with --override-maximum-age."
     )

@@ -8,20 +8,20 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.store import accounting, heartbeats, operating
+from inbox.store import accounting, heartbeats, operating, pausing
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 
 _CONFLICTS = 50
 _COLUMNS = (
     ("deliveries", lambda consumer: f"{consumer.received:,}"),
-    ("stored run", lambda consumer: f"{consumer.ran:,}"),
+    ("stored messages run", lambda consumer: f"{consumer.ran:,}"),
 )
 
 
 class Command(StatusCommand):
     help = (
-        "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
+        "Show the number of deliveries by state and by cause, the age of the oldest waiting message, and the running consumers."
     )
     app = "inbox"
 
@@ -30,7 +30,7 @@ class Command(StatusCommand):
         parser.add_argument(
             "--conflicts",
             action="store_true",
-            help=f"list the {_CONFLICTS} messages that most recently met their biz-id with other content",
+            help=f"list the {_CONFLICTS} messages with the most recent duplicates of different content",
         )
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +48,7 @@ class Command(StatusCommand):
             "without_rows": _without_rows(),
             "consumers": [_as_json(consumer) for consumer in heartbeats.consumers.rows(alias)],
             "unattended": unattended(alias),
+            "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
         }
         if options["conflicts"]:
             found["conflicts"] = [
@@ -75,8 +76,8 @@ class Command(StatusCommand):
                 ("duplicates suppressed", f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
                 ("edited, not delivered", f"{balance.edited:,}"),
-                ("delivered, the sum", f"{balance.delivered:,}"),
-                ("duplicates with other content", f"{duplicates.conflicting:,}"),
+                ("delivered, total", f"{balance.delivered:,}"),
+                ("duplicates with different content", f"{duplicates.conflicting:,}"),
                 ("dead, in quarantine", f"{balance.quarantined:,}"),
                 ("oldest waiting", age(operating.oldest_waiting(alias))),
                 *_leased(),
@@ -85,11 +86,30 @@ class Command(StatusCommand):
         drawn = [counts]
         if consumers:
             drawn.append(processes("consumer", consumers, _COLUMNS, _state))
+        if paused := list(pausing.paused_handlers(alias)):
+            drawn.append(_paused(paused))
         if names := unattended(alias):
             drawn.append(f"No consumer is running for: {', '.join(names)}. {what_to_start()}")
         if options["conflicts"]:
             drawn.append(_conflicts(alias))
         return "\n\n".join(drawn)
+
+
+def _paused(handlers: list[Any]) -> str:
+    head = ("paused handler", "since", "stored")
+    lines = [head, *((row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}") for row in handlers)]
+    said = ["why", *(" ".join(f"by {row.paused_by}: {row.reason}".split()) for row in handlers)]
+    return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _paused_as_json(row: Any) -> dict[str, Any]:
+    return {
+        "handler": row.handler,
+        "messages": row.messages,
+        "since": iso(row.paused_at),
+        "by": row.paused_by,
+        "reason": row.reason,
+    }
 
 
 def _state(consumer: Any) -> str:
@@ -103,8 +123,8 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 def _conflicts(alias: str) -> str:
     rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
-        return "No biz-id has come with other content."
-    head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
+        return "No duplicate has had different content."
+    head = ("biz-id", "topic", "handler", "first message", "latest conflict", "conflicts", "latest")
     return table(
         [
             head,
@@ -127,7 +147,7 @@ def _conflicts(alias: str) -> str:
 def _leased() -> list[tuple[str, str]]:
     counts = _without_rows()
     if counts is None:
-        return [("the store of leases", "does not answer")]
+        return [("lease store", "unavailable")]
     sums = Counter[str]()
     for of_handler in counts.values():
         sums.update(of_handler)
@@ -135,7 +155,7 @@ def _leased() -> list[tuple[str, str]]:
 
 
 def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
-    """What has left no row, of the handlers of all databases; None when the store of leases does not answer."""
+    """Counts of messages under leases without a row, for all handlers; None if the lease store is unavailable."""
     try:
         return lease_store(inbox_options()).counts()
     except LeaseStoreUnavailable:

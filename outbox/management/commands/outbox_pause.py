@@ -1,8 +1,9 @@
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.database.schema import require_schema
 from outbox.errors import InvalidMessage
 from outbox.pausing import TopicState, pause
@@ -23,9 +24,13 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_schema(options["database"], "outbox")
+        alias, topic, reason = options["database"], options["topic"], options["reason"]
+        require_schema(alias, "outbox")
         try:
-            found = pause(options["topic"], reason=options["reason"], using=options["database"])
+            with transaction.atomic(using=alias):
+                found = pause(topic, reason=reason, using=alias)
+                subject = Subject(kind="topic", id=topic, name=topic)
+                record("outbox", alias, actor_of_command(__name__), "pause", [subject], {"reason": reason})
         except InvalidMessage as error:
             raise CommandError(str(error)) from error
-        self.stdout.write(f"Topic {options['topic']!r} is paused.{_FOUND.get(found, '')}")
+        self.stdout.write(f"Topic {topic!r} is paused.{_FOUND.get(found, '')}")

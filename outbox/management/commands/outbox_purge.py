@@ -7,7 +7,8 @@ from outbox.store import history
 class Command(PurgeCommand):
     help = (
         "Delete published, cancelled, expired and rolled back messages that are older than OUTBOX['KEEP_HISTORY'], then trail "
-        "entries older than OUTBOX['TRAIL_RETENTION']. Dead messages are not deleted. A relay does both by itself."
+        "entries older than OUTBOX['TRAIL_RETENTION'], then audit log entries older than OUTBOX['AUDIT_RETENTION']. Dead "
+        "messages are not deleted. A relay does the same by itself."
     )
     app, store, trail, configured = "outbox", history, TrailEntry, staticmethod(outbox_options)
     retention = "keeps"

@@ -7,11 +7,12 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_naive, make_aware
 
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
 from outbox.database.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
-from outbox.store.restoring import Restorable, Selection, preview_restoring, restorable, restored_by_default
+from outbox.store.restoring import Restorable, Restored, Selection, preview_restoring, restorable, restored_by_default
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
 _STATES = [state.value for state in RESTORE.sources]
@@ -51,7 +52,14 @@ class Command(BaseCommand):
         found = restorable(alias, selection)
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
         progress, total, left = Progress("restored", expected), Counter[str](), Counter[str]()
-        for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore"):
+        actor = actor_of_command(__name__)
+
+        def audit(restored: Restored) -> None:
+            parameters = {name: options[name] for name in (*_SELECTING, "without_overdue")}
+            subject = Subject(kind="messages", name=f"{restored.ready + restored.scheduled} messages")
+            record("outbox", alias, actor, "restore", [subject], parameters)
+
+        for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore", audit=audit):
             total.update(ready=some.ready, scheduled=some.scheduled)
             left.update(some.left)
             progress.advance(some.ready + some.scheduled)

@@ -1,8 +1,9 @@
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.models import OutboxMessage
@@ -32,8 +33,13 @@ class Command(BaseCommand):
             self.stdout.write(f"{len(found)} messages would be resumed.")
             return
         progress = Progress("resumed", len(found))
-        for position in found:
-            progress.advance(int(preparing.resume(options["database"], position, reason="outbox_resume_checks")))
+        alias, actor = options["database"], actor_of_command(__name__)
+        for position, identity in found.items():
+            with transaction.atomic(using=alias):
+                resumed = preparing.resume(alias, position, reason="outbox_resume_checks")
+                if resumed:
+                    record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
+            progress.advance(int(resumed))
         progress.finish()
         self.stdout.write(f"{progress.done} messages resumed.")
         refuse_unknown(map(str, named), found.values(), [State.STUCK])

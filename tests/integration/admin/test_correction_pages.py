@@ -1,16 +1,18 @@
 """The page on which an operator corrects the payload of a dead inbox message: edit, see what changes, confirm."""
 
 import json
+from functools import partial
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
+from django.db import transaction
 from django.urls import reverse
 
 from inbox import Reject
 from inbox.models import InboxMessage, State
 from tests.support.admin_pages import NASTY, Page, said, staff_client
-from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
+from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -102,7 +104,7 @@ def test_confirmed_correction_is_stored_with_the_user_logged_and_run(dead):
 
     assert response.url == reverse(DETAIL, args=[row.pk])
     ((level, words),) = said(response)
-    assert (level, words.endswith(": replaced by a corrected one, due now")) == ("success", True)
+    assert (level, words.endswith(": replaced by a corrected message")) == ("success", True)
     new = the_row(replaces=row)
     assert (the_row(pk=row.pk).state, new.state, effects()) == (State.SKIPPED, State.DONE, 1)
     assert f"by {User.objects.get().username} in the admin" in the_row(pk=row.pk).last_error
@@ -124,8 +126,8 @@ def test_text_changed_after_its_changes_were_shown_is_shown_again(dead):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"order_id": 7,\r\n "amount" 5}', "Line 2, column 11: this is not JSON"),
-        (json.dumps(BAD), "Nothing has changed."),
+        ('{"order_id": 7,\r\n "amount" 5}', "Line 2, column 11: the text is not JSON"),
+        (json.dumps(BAD), "The payload is unchanged."),
         ("", "This field is required."),
         ('{"a": "\x00"}', "Null characters are not allowed."),
     ],
@@ -145,7 +147,7 @@ def test_one_message_is_edited_at_a_time(dead):
 
     ((level, words),) = said(edit(staff_client(VIEW, EDIT), first, second))
 
-    assert (level, words) == ("error", "Nothing was changed: edit one message at a time.")
+    assert (level, words) == ("error", "Nothing was changed: select one message to edit.")
 
 
 def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
@@ -156,7 +158,37 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
 
     ((level, words),) = said(response)
     assert (level, response.url) == ("error", reverse(DETAIL, args=[row.pk]))
-    assert words.endswith("not edited: It is done, and only a dead message can be corrected.")
+    assert words.endswith("not edited: Its state is done; only a dead message can be corrected.")
+
+
+def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits):
+    row = dead()
+    client = staff_client(VIEW, EDIT)
+    shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
+
+    with transaction.atomic():
+        InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+        (response,) = at_once([partial(edit, client, row, confirmed="yes", payload=GOOD, shown=shown)])
+
+    ((level, words),) = said(response)
+    assert (level, "locked" in words) == ("error", True)
+    assert (InboxMessage.objects.count(), the_row().state) == (1, State.DEAD)
+
+
+def test_correction_whose_biz_id_another_row_has_is_reported_as_taken(dead):
+    row = dead()
+    client = staff_client(VIEW, EDIT)
+    taken = f"edited:{row.pk}:{row.biz_id}"
+    shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
+    other = the_row(pk=row.pk)
+    other.pk, other.biz_id, other.state, other._state.adding = None, taken, State.DONE, True
+    other.save()
+
+    ((level, words),) = said(edit(client, row, confirmed="yes", payload=GOOD, shown=shown))
+
+    assert level == "error"
+    assert f"Another row of this handler has the biz-id {taken}" in words
+    assert the_row(pk=row.pk).state == State.DEAD
 
 
 def test_payload_that_is_too_large_for_the_page_is_left_to_the_command(dead):

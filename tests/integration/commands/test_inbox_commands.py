@@ -113,7 +113,7 @@ class TestStatus:
         assert other.id in run("inbox_status", conflicts=True)
 
     def test_status_says_when_there_are_no_conflicts(self):
-        assert run("inbox_status", conflicts=True).endswith("No biz-id has come with other content.")
+        assert run("inbox_status", conflicts=True).endswith("No duplicate has had different content.")
 
     def test_status_shows_the_due_time_of_the_oldest_overdue_message(self, handles):
         deliver(handles(fails))
@@ -138,7 +138,7 @@ class TestStatus:
 
         counts, running = text.split("\n\n")
         lines = dict(re.split(r"  +", line.strip()) for line in counts.splitlines())
-        assert (lines["done"], lines["delivered, the sum"], lines["oldest waiting"]) == ("1", "1", "-")
+        assert (lines["done"], lines["delivered, total"], lines["oldest waiting"]) == ("1", "1", "-")
         assert running.startswith("No consumer is running for: tests.handler0. ")
 
     def test_status_reads_the_given_database(self, handles):

@@ -108,7 +108,7 @@ class TestLifeOfAMessage:
         message = published()
         set_columns(message, state=state)
 
-        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_missed
+        assert any("No handler of this project has it" in words for words in life_of(str(message.id)).unknown) is is_missed
 
     def test_life_shows_an_entry_once_when_two_aliases_name_one_database(self):
         message = published()

@@ -252,7 +252,7 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_co
     project.manage("check", "--fail-level", "WARNING", "--database", "default")
 
     with project.process("inbox_consume") as consumer:
-        consumer.until(lambda: "Consuming" in consumer.said())
+        consumer.until(lambda: "consumer: receiving from" in consumer.said())
         for _ in range(2):
             send(rabbitmq_url, TOPIC, {"order": "order-17"}, message_id="17")
         consumer.until(lambda: project.rows("SELECT duplicates FROM inbox_inboxmessage") == [(1,)])

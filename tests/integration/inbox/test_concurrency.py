@@ -583,10 +583,10 @@ class TestUnavailableDatabase:
         other_database_outage.end()
         with pytest.raises(Unanswered) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
-        assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
+        assert (left.value.everywhere, reception.probe("other") > 0) == (True, True)
         other_database_outage.end()
 
-        assert reception.ask("other") == 0
+        assert reception.probe("other") == 0
         (row,) = InboxMessage.objects.using("other").all()
         assert (row.state, row.attempts) == (State.RECEIVED, 0)
         drain()
@@ -602,7 +602,7 @@ class TestUnavailableDatabase:
             wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             passed = monotonic() + options.longest_silence
             wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
-            assert consumer._holder is None or not consumer._holder.is_alive()
+            assert consumer._storing is None or not consumer._storing.is_alive()
             other_database_outage.end()
             wait_until(lambda: length(unavailable) == 0)
 
@@ -872,7 +872,7 @@ class TestProcesses:
                 send_all(rabbitmq_url, topic, [(f"{topic} later {n}", {}) for n in range(5)])
             process.until(lambda: not any(undelivered(rabbitmq_url, handler_of(topic)) for topic in TOPICS))
             process.terminate()
-            process.until(lambda: "Stopping" in process.said())
+            process.until(lambda: "consumer: stopping" in process.said())
             Unique.objects.create(name="go")
             assert process.ends() == 0
 

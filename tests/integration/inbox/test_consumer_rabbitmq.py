@@ -496,7 +496,7 @@ class TestConsumerProcess:
             job(rabbitmq_url, "work", "later")
             process.until(lambda: length(OF_THE_WORKERS) == 2)
             process.terminate()
-            process.until(lambda: "Stopping" in process.said())
+            process.until(lambda: "consumer: stopping" in process.said())
             Unique.objects.create(name="go job")
             assert process.ends() == 0
 
@@ -506,7 +506,7 @@ class TestConsumerProcess:
 
     def test_sigterm_ends_an_idle_process(self, consumer_process):
         with consumer_process() as process:
-            process.until(lambda: "Consuming" in process.said())
+            process.until(lambda: "consumer: receiving from" in process.said())
             process.terminate()
             assert process.ends() == 0
 

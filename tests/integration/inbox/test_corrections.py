@@ -103,6 +103,16 @@ def refusal(row, text=RIGHT):
     return str(refused.value)
 
 
+def copy(row, **changes):
+    """Another row with the content of `row`."""
+    other = InboxMessage.objects.get(pk=row.pk)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    other.pk, other._state.adding = None, True
+    other.save(using="default")
+    return other
+
+
 class TestCorrectedMessage:
     def test_corrected_message_is_another_row_that_is_run_once_with_the_new_payload(self, handler):
         envelope, row = dead(handler)
@@ -314,7 +324,7 @@ class TestBizIdOfTheCorrection:
 
         reason = refusal(row, '{"order_id": 8, "amount": 6}')
 
-        assert f"biz-id 8, which the message in row {other.pk} (done) has already" in reason
+        assert f"biz-id 8, which the message in row {other.pk} (done) already has" in reason
 
     def test_body_that_is_not_json_gets_the_biz_id_that_its_correction_has(self, handler):
         _, row = dead(handler, body=b"{")
@@ -344,12 +354,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ('{"order_id": 7,\n "amount" 5}', "Line 2, column 11: this is not JSON (Expecting ':' delimiter)."),
-            ("", "Line 1, column 1: this is not JSON (Expecting value)."),
+            ('{"order_id": 7,\n "amount" 5}', "Line 2, column 11: the text is not JSON (Expecting ':' delimiter)."),
+            ("", "Line 1, column 1: the text is not JSON (Expecting value)."),
             ('{"amount": NaN}', "NaN and Infinity are not JSON."),
             ('{"amount": 1e999}', "NaN and Infinity are not JSON."),
             ('{"amount":"five",  "order_id": 7}', None),
-            (json.dumps(BAD, indent=9), "Nothing has changed. A retry runs the message as it is."),
+            (json.dumps(BAD, indent=9), "The payload is unchanged. Retry the message instead."),
             ("[" * 100_000, "is not JSON"),
         ],
     )
@@ -367,12 +377,31 @@ class TestRefusals:
 
         assert "more than 4096" in refusal(row, json.dumps({"amount": 5, "note": "x" * 5000}))
 
+    def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, short_lock_waits):
+        _, row = dead(handler)
+
+        with transaction.atomic():
+            InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+            (reason,) = at_once([partial(refusal, row)])
+
+        assert reason.startswith(f"Row {row.pk} is locked by another transaction, which did not end in time.")
+        assert corrected(row)
+
+    def test_biz_id_of_another_row_is_refused_as_taken(self, handler):
+        _, row = dead(handler)
+        taken = f"edited:{row.pk}:order-7"
+        other = copy(row, biz_id=taken)
+
+        assert f"Another row of this handler has the biz-id {taken}" in refusal(row)
+        other.delete()
+        assert corrected(row).biz_id == taken
+
     def test_message_that_is_not_dead_any_more_is_left_alone(self, handler):
         _, row = dead(handler)
         assert operating.retry("default", row.pk)
 
         assert replace_message("default", row.pk, RIGHT, by=BY) is None
-        with pytest.raises(NotEditable, match="It is retrying, and only a dead message"):
+        with pytest.raises(NotEditable, match="Its state is retrying; only a dead message"):
             correct(the_row(pk=row.pk), RIGHT)
 
     def test_message_in_quarantine_is_refused(self, handler):
@@ -385,7 +414,7 @@ class TestRefusals:
         _, row = dead(handler)
         registry.remove(handler.name)
 
-        assert f"knows no handler '{handler.name}'" in refusal(row)
+        assert f"has no handler '{handler.name}'" in refusal(row)
 
     def test_biz_id_that_leaves_no_room_for_the_name_of_a_correction_is_refused(self, handler):
         _, row = dead(handler, biz_id="x" * 255)
@@ -396,7 +425,7 @@ class TestRefusals:
         _, row = dead(handler)
         Step.objects.create(message=row, name="charge", result=None, taken_at=utcnow())
 
-        assert "Its steps (charge) were taken with the payload that it has" in refusal(row)
+        assert "Its steps (charge) were taken with the present payload" in refusal(row)
 
 
 class TestKindsOfHandlers:
@@ -591,6 +620,28 @@ class TestCommand:
 
         with pytest.raises(CommandError, match=reason):
             call_command("inbox_edit", envelope.id, *arguments)
+
+    def test_command_says_why_it_did_not_replace_the_message(self, handler, short_lock_waits, tmp_path):
+        envelope, row = dead(handler)
+        file = tmp_path / "payload.json"
+        file.write_text(RIGHT)
+        arguments = ["inbox_edit", envelope.id, "--payload", str(file)]
+
+        def error():
+            with pytest.raises(CommandError) as refused:
+                call_command(*arguments)
+            return str(refused.value)
+
+        with transaction.atomic():
+            InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+            (locked,) = at_once([error])
+        other = copy(row, biz_id=f"edited:{row.pk}:order-7", message_id="another")
+        taken = error()
+        other.delete()
+
+        prefix = f"Message {envelope.id} of {handler.name} was not edited."
+        assert locked.startswith(f"{prefix} Row {row.pk} is locked by another transaction")
+        assert taken.startswith(f"{prefix} Another row of this handler has the biz-id edited:{row.pk}:order-7")
 
     def test_message_that_is_dead_in_several_handlers_must_be_chosen(self, handles, capsys):
         first, second = (handles(takes_whole_amounts, name=f"tests.h{number}") for number in range(2))

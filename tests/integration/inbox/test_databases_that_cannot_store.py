@@ -26,6 +26,7 @@ from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
 
@@ -193,7 +194,11 @@ def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_deliv
             wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(EXPOSURE_SECONDS)
             assert length_of(rabbitmq_server, handler, given_options) == 10
-            logged = [line for line in lines_of(caplog) if not line.startswith(("Consuming", "The management API"))]
+            logged = [
+                line
+                for line in lines_of(caplog)
+                if not line.startswith(("consumer: receiving from", "consumer: the management API"))
+            ]
         wait_until(lambda: len(effects_on_other()) == 10)
         wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
 
@@ -236,7 +241,7 @@ def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_onc
         wait_for_subscription(limited, name)
         with read_only():
             send_all(limited)
-            wait_until(lambda: "They are the broker's again" in caplog.text)
+            wait_until(lambda: "They were returned to the broker" in caplog.text)
             pass_by(EXPOSURE_SECONDS)
             assert subscribers(limited, name) == 0
             assert length_of(rabbitmq_server, handler, given_options) == 10
@@ -244,7 +249,7 @@ def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_onc
         wait_until(lambda: len(effects_on_other()) == 10)
 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
-    assert caplog.text.count("They are the broker's again") == 1
+    assert caplog.text.count("They were returned to the broker") == 1
 
 
 def test_table_lock_does_not_count_against_the_delivery_limit(handler, limited, rabbitmq_server):
@@ -289,7 +294,7 @@ def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_n
     assert effects_on_other() == {"first": 1, "last": 1}
     dead = InboxMessage.objects.using("other").get(state=State.DEAD)
     assert (bytes(dead.body), dead.duplicates) == (b'{"name": "bad"}', 1)
-    assert "The database refuses what it says" in dead.last_error
+    assert "The database refuses its values" in dead.last_error
 
 
 @contextmanager
@@ -341,14 +346,16 @@ def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when
     others = send_one_bad_among_others(rabbitmq_url)
     with one_refused(sqlstate), consuming([handler], given_options):
         wait_until(lambda: effects_on_other() == dict.fromkeys(others, 1))
-        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 1 and "while others can" in caplog.text)
+        wait_until(
+            lambda: length_of(rabbitmq_server, handler, given_options) == 1 and "while other messages can" in caplog.text
+        )
         [logged] = [line for line in lines_of(caplog) if "refused" in line]
     with consuming([handler], given_options):
         wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
         wait_until(lambda: "bad" in effects_on_other())
 
     assert effects_on_other() == dict.fromkeys({*others, "bad"}, 1)
-    assert f"{handler.name}: message bad cannot be stored, while others can" in logged
+    assert f"{handler.name}: message bad cannot be stored, while other messages can" in logged
     assert REMEDIES.get(sqlstate, "Look for a trigger") in logged
 
 
@@ -396,6 +403,37 @@ def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(h
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
     assert sorted(rows) == [("a", State.RECEIVED, 0, 0), ("b", State.RECEIVED, 0, 0)]
+
+
+def rows_of_each_transaction():
+    """How many rows each transaction has inserted, the smallest first."""
+    with connections["other"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM inbox_inboxmessage GROUP BY xmin::text ORDER BY 1")
+        return [count for (count,) in cursor.fetchall()]
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
+    handler = handles(effect_on_other, using="other", ordered=ordered)
+    names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
+    load = [(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS), True) for name in names_of_load]
+    with one_refused("23514", "%bad"):
+        became = admit(handler, load, OPTIONS)
+
+    assert became == [Received.STORED] * 11 + [Received.DEAD] + [Received.STORED] * 20
+    assert rows_of_each_transaction() == [1, 1, 2, 4, 8, 16]
+    stored = InboxMessage.objects.using("other").order_by("pk")
+    assert [row.biz_id for row in stored if row.state != State.DEAD] == [name for name in names_of_load if name != "m11-bad"]
+
+
+def test_group_that_the_database_refuses_is_halved(handles):
+    handler = handles(effect_on_other, using="other", group_commit=16)
+    envelopes = [an_envelope(id=f"m{number}", biz_id=f"m{number}") for number in range(15)]
+    with one_refused("P0001"):
+        became = receive_together(handler, [*envelopes, an_envelope(id="bad", biz_id="bad")])
+
+    assert became == [Received.HANDLED] * 15 + [Received.UNSTORED]
+    assert rows_of_each_transaction() == [1, 2, 4, 8]
 
 
 @contextmanager

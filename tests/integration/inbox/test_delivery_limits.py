@@ -56,7 +56,7 @@ def test_queue_with_a_delivery_limit_as_its_argument_is_not_received_from(handle
     declare_by_hand(rabbitmq_url, name, **arguments)
 
     with consuming([limited, sound], options):
-        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="m")
         wait_until(lambda: effects("m") == 1)
         assert consumers_of(rabbitmq_url, name) == 0
@@ -76,7 +76,7 @@ def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handl
     declare_by_hand(rabbitmq_url, queue_name(handler, options), **arguments)
 
     with consuming([handler], options):
-        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="m")
         wait_until(lambda: effects("m") == 1)
 
@@ -87,9 +87,9 @@ def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(han
     handler = handles(the_effect)
 
     with consuming([handler], broker_options(rabbitmq_url)):
-        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
 
-    (logged,) = [record for record in caplog.records if "The management API of RabbitMQ is not asked" in record.getMessage()]
+    (logged,) = [record for record in caplog.records if "the management API of RabbitMQ is not queried" in record.getMessage()]
     assert logged.levelname == "WARNING"
     assert "INBOX['MANAGEMENT_URL']" in logged.getMessage()
 
@@ -143,7 +143,7 @@ class TestPolicies:
         declare_by_hand(url, queue_name(handler, options), queue_type=existing)
 
         with consuming([handler], options):
-            expected = "drops a message that has been delivered" if existing == "quorum" else "Consuming 1 queues"
+            expected = "drops a message that has been delivered" if existing == "quorum" else "receiving from 1 queues"
             wait_until(lambda: expected in caplog.text)
 
     def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
@@ -157,11 +157,11 @@ class TestPolicies:
             wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
 
         with consuming([handler], options) as consumer:
-            wait_until(lambda: "Consuming 1 queues" in caplog.text)
+            wait_until(lambda: "receiving from 1 queues" in caplog.text)
             limited(1)
             managed.ctl("clear_policy", "-p", vhost, "limit all")
             consumer._checked_at = float("-inf")
-            wait_until(lambda: caplog.text.count("Consuming 1 queues") == 2)
+            wait_until(lambda: caplog.text.count("receiving from 1 queues") == 2)
             limited(2)
 
     def test_management_api_that_does_not_answer_is_logged_and_delays_nothing(self, handles, url, caplog):
@@ -169,8 +169,8 @@ class TestPolicies:
         handler = handles(the_effect)
 
         with consuming([handler], broker_options(url, MANAGEMENT_URL=refused)):
-            wait_until(lambda: "Consuming 1 queues" in caplog.text)
+            wait_until(lambda: "receiving from 1 queues" in caplog.text)
             send(url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
-        assert caplog.text.count(f"The management API of RabbitMQ at '{refused}' does not answer") == 1
+        assert caplog.text.count(f"the management API of RabbitMQ at '{refused}' is unavailable") == 1

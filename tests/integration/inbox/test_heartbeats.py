@@ -64,7 +64,7 @@ def heartbeats():
 def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_ends(service, rabbitmq_url):
     service = service(rabbitmq_url)
     with service.runs("inbox_consume") as consumer:
-        consumer.until(lambda: f"Consuming {len(HANDLERS)} queues" in consumer.said())
+        consumer.until(lambda: f"receiving from {len(HANDLERS)} queues" in consumer.said())
         send(rabbitmq_url, JOB, {}, message_id="m-1")
         consumer.until(lambda: [row.received for row in heartbeats()] == [1])
         shown = service.status_as_json()
@@ -170,7 +170,7 @@ class TestThreads:
         with Heartbeats(lambda: Activity(handlers=[])).sending(["default"]):
             wait_until(lambda: not ConsumerHeartbeat.objects.filter(host="old"))
 
-        assert ConsumerHeartbeat.objects.get().host == "recent"
+        assert consumers.rows("default").get().host == "recent"
 
     def test_nothing_is_sent_inside_the_transaction_of_a_test(self):
         with transaction.atomic(), Heartbeats(pytest.fail).sending(["default"]):
@@ -180,7 +180,7 @@ class TestThreads:
 def test_locked_table_of_heartbeats_stops_neither_handling_nor_the_end_of_a_consumer(service, rabbitmq_url):
     service = service(rabbitmq_url)
     with service.runs("inbox_consume") as consumer:
-        consumer.until(lambda: heartbeats() and f"Consuming {len(HANDLERS)} queues" in consumer.said())
+        consumer.until(lambda: heartbeats() and f"receiving from {len(HANDLERS)} queues" in consumer.said())
         with transaction.atomic():
             lock_the_table()
             send(rabbitmq_url, JOB, {}, message_id="m-1")

@@ -233,7 +233,7 @@ def test_page_of_an_emptied_message_says_that_its_body_was_not_kept_and_shows_wh
 
     page = client.get(reverse("admin:inbox_inboxmessage_change", args=[InboxMessage.objects.get().pk])).content.decode()
 
-    said = "It was not kept: INBOX[&quot;KEEP_BODIES&quot;] was &quot;failed&quot; when the message was handled."
+    said = "It was not stored: INBOX[&quot;KEEP_BODIES&quot;] was &quot;failed&quot; when the message was handled."
     assert page.count(said) == 3  # its payload, its headers, and beside what conflicts
     assert "&quot;order_id&quot;: 2" in page
 

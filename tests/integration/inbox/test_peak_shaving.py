@@ -55,7 +55,7 @@ def two_consumers(process_environment, rabbitmq_url, tmp_path):
             Process(environment, tmp_path / "second.log", "inbox_consume") as second,
         ):
             for process in (first, second):
-                process.until(lambda process=process: "Consuming" in process.said())
+                process.until(lambda process=process: "consumer: receiving from" in process.said())
             yield first, second
 
     return start

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import psycopg
 import pytest
+from django.core.management import call_command
 from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
@@ -12,16 +15,20 @@ from inbox.receiving.execute import receive
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
-from inbox.store import arrivals, sentinel, together
+from inbox.receiving.undecided import store_undecided
+from inbox.store import arrivals, operating, sentinel, together
 from inbox.store.rows import ABANDONED
+from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, drain, make_due, the_effect
+from tests.support.servers import PostgresServer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
 
-def received(handler, envelope=None):
-    return receive(handler, read(handler, envelope or an_envelope(), OPTIONS), OPTIONS, redelivered=False)
+def received(handler, envelope=None, *, redelivered=False):
+    arrival = read(handler, envelope or an_envelope(), OPTIONS, redelivered=redelivered)
+    return receive(handler, arrival, OPTIONS, redelivered=redelivered)
 
 
 def commits_by_the_driver(message):
@@ -122,6 +129,123 @@ class TestTransactionThatEnded:
         arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
         assert receive_together(handler, arrivals_, OPTIONS) == [Received.DEAD] * 3
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
+
+
+@pytest.fixture(scope="module")
+def two_phase_server():
+    with PostgresServer(max_prepared_transactions="10", fsync="off") as server:
+        yield server
+
+
+@pytest.fixture
+def two_phase(two_phase_server, transactional_db):
+    """The default database on a server that allows two-phase commit. Statements on it, outside Django's connection."""
+    with the_default_at(NAME="test", PORT=two_phase_server.port):
+        call_command("migrate", verbosity=0)
+        with psycopg.connect(two_phase_server.url, autocommit=True) as session:
+            yield session
+            for (prepared,) in session.execute("SELECT format('ROLLBACK PREPARED %L', gid) FROM pg_prepared_xacts").fetchall():
+                session.execute(prepared)
+        call_command("flush", verbosity=0, interactive=False)
+
+
+class TestTwoPhaseCommit:
+    """On a server with max_prepared_transactions > 0: PREPARE TRANSACTION by the driver ends the transaction of the inbox."""
+
+    @staticmethod
+    def prepared(session):
+        return [gid for (gid,) in session.execute("SELECT gid FROM pg_prepared_xacts")]
+
+    @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
+    @pytest.mark.parametrize("also", [lambda: None, lambda: 1 / 0], ids=["returns", "raises"])
+    def test_prepared_transaction_is_rolled_back_and_its_message_is_a_dead_letter(self, handles, two_phase, also, redelivered):
+        def handler(message):
+            prepares_a_transaction(message)
+            also()
+
+        began_at = time.monotonic()
+        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
+        assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
+        row = InboxMessage.objects.get()
+        assert (row.state, row.attempts, bytes(row.body)) == (State.DEAD, 1, b'{"order_id": 1}')
+        assert "two-phase commit as 'of_a_handler'" in row.last_error
+        assert (self.prepared(two_phase), Effect.objects.count()) == ([], 0)
+        with pytest.raises(psycopg.errors.UndefinedObject):
+            two_phase.execute("COMMIT PREPARED 'of_a_handler'")
+
+    def test_retry_of_a_corrected_handler_after_a_prepared_transaction_has_one_effect(self, handles, two_phase):
+        prepares = True
+
+        def handler(message):
+            (prepares_a_transaction if prepares else the_effect)(message)
+
+        handler, envelope = handles(handler), an_envelope()
+        assert received(handler, envelope) is Received.DEAD
+        prepares = False
+        assert operating.retry("default", InboxMessage.objects.get().pk)
+        drain()
+        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DONE, 1)
+        assert received(handler, envelope) is Received.DUPLICATE
+        assert Effect.objects.count() == 1
+
+    @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
+    def test_no_message_of_a_prepared_transaction_of_many_is_handled(self, handles, two_phase, option):
+        def prepares(given):
+            prepares_a_transaction(given[0] if isinstance(given, list) else given)
+
+        handler = handles(prepares, **option)
+        arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b")]
+        assert receive_together(handler, arrivals_, OPTIONS) is None, "each is run by itself next"
+        assert (self.prepared(two_phase), InboxMessage.objects.count(), Effect.objects.count()) == ([], 0, 0)
+
+    @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
+    def test_prepared_transaction_that_another_session_commits_makes_its_message_a_dead_letter(
+        self, handles, two_phase, redelivered
+    ):
+        def handler(message):
+            prepares_a_transaction(message)
+            two_phase.execute("COMMIT PREPARED 'of_a_handler'")
+
+        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
+        row = InboxMessage.objects.get()
+        assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
+
+    @pytest.mark.parametrize("ended_by", ["COMMIT", "ROLLBACK"])
+    def test_transaction_prepared_under_another_role_delays_its_message_until_an_operator_ends_it(
+        self, handles, two_phase, ended_by, caplog
+    ):
+        """The inbox may not roll it back: PostgreSQL allows that only to the role that has prepared it, and to superusers."""
+        application, other = f"application_{ended_by.lower()}", f"other_{ended_by.lower()}"
+        for role in (other, application):
+            two_phase.execute(f"CREATE ROLE {role} LOGIN")
+            two_phase.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+            two_phase.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
+        two_phase.execute(f"GRANT {other} TO {application}")
+        calls = []
+
+        def handler(message):
+            calls.append(message)
+            connection.connection.cursor().execute(f"SET LOCAL ROLE {other}")
+            (the_effect if calls[1:] else prepares_a_transaction)(message)
+
+        handler, envelope = handles(handler), an_envelope()
+        with the_default_at(USER=application):
+            began_at = time.monotonic()
+            assert received(handler, envelope) is Received.DEFERRED, "not acknowledged"
+            assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
+            assert "may be prepared for two-phase commit" in caplog.text
+            arrival = read(handler, envelope, OPTIONS)
+            assert store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
+            make_due()
+            drain()
+            assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
+
+            two_phase.execute(f"{ended_by} PREPARED 'of_a_handler'")
+            make_due()
+            drain()
+            assert (len(calls), Effect.objects.count()) == ({"COMMIT": 1, "ROLLBACK": 2}[ended_by], 1)
+            row = InboxMessage.objects.get()
+            assert (row.state, row.duplicates) == (State.DONE, {"COMMIT": 1, "ROLLBACK": 0}[ended_by])
 
 
 class TestSubtransactions:

@@ -23,11 +23,16 @@ FROM generate_series(1, 20000) n
 """
 
 
-@pytest.fixture(params=["analysed", "never analysed"])
+@pytest.fixture(params=["analysed", "analysed while nothing was open", "never analysed"])
 def handler(request, handles):
     handler = handles(the_effect)
     with connection.cursor() as cursor:
         cursor.execute(HISTORY, [handler.name])
+        if request.param == "analysed while nothing was open":
+            cursor.execute("UPDATE inbox_inboxmessage SET state = 'done' WHERE state = 'waiting' RETURNING id")
+            opened = [row for (row,) in cursor.fetchall()]
+            cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
+            cursor.execute("UPDATE inbox_inboxmessage SET state = 'waiting' WHERE id = ANY(%s)", [opened])
         if request.param == "analysed":
             cursor.execute("ANALYZE inbox_inboxmessage")
     return handler
@@ -41,8 +46,8 @@ def explained(sql, parameters=()):
 
 def finish_of_a_fresh_row(row):
     guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
-    sentinel.finish(guard, 1)
-    return explained("EXECUTE inbox_read (1)")
+    sentinel._PROVE.execute(connection, [f"{{{guard.rows[0]}}}"])
+    return explained("EXECUTE inbox_prove ('{1}')")
 
 
 def finish_of_a_stored_row(row):
@@ -74,6 +79,17 @@ def test_next_message_of_a_key_is_found_by_the_order_index(handler):
 
     assert "inbox_order" in plan
     assert "inbox_inboxmessage_pkey" in plan
+    assert "inbox_open" not in plan
+
+
+def test_next_message_of_a_key_is_claimed_by_the_order_index(handler):
+    for _ in range(7):
+        with transaction.atomic():
+            ordering.claim_next("default", handler.name, "key-1", timedelta(seconds=10))
+            plan = explained("EXECUTE inbox_promote_claimed ('tests.handler0', 'key-1', 0, 0)")
+            transaction.set_rollback(True)
+
+    assert "inbox_order" in plan
     assert "inbox_open" not in plan
 
 

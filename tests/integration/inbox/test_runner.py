@@ -277,7 +277,7 @@ def test_stored_messages_of_an_unknown_handler_are_logged(handles, caplog):
 
     assert Runner(OPTIONS).drain(StopRequest()) == 0
 
-    assert "2 stored messages wait for a handler called 'tests.old_name'" in caplog.text
+    assert "2 stored messages wait for the handler 'tests.old_name'" in caplog.text
 
 
 def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
@@ -328,4 +328,4 @@ def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_availabl
     assert Runner(OPTIONS).drain(StopRequest()) == 0
 
     assert not failures
-    assert "1 stored messages wait for a handler called 'tests.old_name'" in caplog.text
+    assert "1 stored messages wait for the handler 'tests.old_name'" in caplog.text

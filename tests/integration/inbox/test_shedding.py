@@ -92,15 +92,15 @@ class TestShedMessage:
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 shed(handler, an_envelope())
-            shedder_of(handler).saw(20)
+            shedder_of(handler).record_lag(20)
             shed(handler, an_envelope(), an_envelope())
-            shedder_of(handler).saw(20)
-            shedder_of(handler).saw(0)
-            shedder_of(handler).saw(0)
+            shedder_of(handler).record_lag(20)
+            shedder_of(handler).record_lag(0)
+            shedder_of(handler).record_lag(0)
 
         assert [record.getMessage() for record in caplog.records if "shed;" in record.getMessage()] == [
-            "tests.views: 3 messages have been shed; each has its row.",
-            "tests.views: 2 messages have been shed; each has its row.",
+            "handler tests.views: 3 messages shed; each is stored in the state shed.",
+            "handler tests.views: 2 messages shed; each is stored in the state shed.",
         ]
 
     def test_duplicates_of_a_shed_message_are_counted_by_their_cause(self, handles):
@@ -195,7 +195,7 @@ def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
 
 
 def test_ordered_handler_must_not_shed(handles):
-    with pytest.raises(ValueError, match="leave shed or ordered out"):
+    with pytest.raises(ValueError, match="remove shed or ordered"):
         handles(the_effect, ordered=True, shed=Shed(above=10))
 
 

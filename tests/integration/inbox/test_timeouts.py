@@ -60,15 +60,15 @@ def spin(seconds):
 
 def runs_of_this_thread():
     """The runs of this thread that the alarm watches; to be called with its lock held."""
-    return [run for run in timeouts._alarm._runs if run.thread == threading.get_ident()]
+    return [run for run in timeouts._monitor._runs if run.thread == threading.get_ident()]
 
 
 def reach_the_timeout():
     """Let the timeout of the calling run, and of no other, expire; the run is interrupted here."""
-    with timeouts._alarm._changed:
+    with timeouts._monitor._changed:
         for run in runs_of_this_thread():
             run.ends_at = 0.0
-        timeouts._alarm._changed.notify()
+        timeouts._monitor._changed.notify()
     spin(A_WHILE)
 
 
@@ -126,7 +126,7 @@ class TestSlowHandler:
     def test_handler_past_its_timeout_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
         if handle in {awaits, awaits_and_cleans_up}:
             # They end by themselves. With a short grace, a stall would have them interrupted before they can.
-            monkeypatch.setattr(timeouts, "_A_MOMENT_SECONDS", A_WHILE)
+            monkeypatch.setattr(timeouts, "_CANCEL_GRACE_SECONDS", A_WHILE)
         handler = handles(handle, name="tests.slow", timeout=LONGER)
 
         assert deliver(handler) is Received.STORED
@@ -254,7 +254,7 @@ class TestBatchAndGroup:
         ends = []
 
         def handle(message):
-            with timeouts._alarm._changed:
+            with timeouts._monitor._changed:
                 ends.extend(run.ends_at for run in runs_of_this_thread())
             spin(LIMIT.total_seconds())
             the_effect(message)
@@ -271,7 +271,7 @@ class TestBatchAndGroup:
         def handle(messages):
             ends.append([])
             for message in messages:
-                with timeouts._alarm._changed:
+                with timeouts._monitor._changed:
                     ends[-1].extend(run.ends_at for run in runs_of_this_thread())
                 the_effect(message)
                 if message.payload.get("slow"):
@@ -371,4 +371,4 @@ def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_co
     # The first delivery ends the process before its attempt is counted.
     assert deaths == 2
     assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
-    assert "cannot be stopped" in process.said()
+    assert "cannot be interrupted" in process.said()

@@ -49,7 +49,7 @@ def test_handler_whose_queue_or_topic_is_forbidden_stops_no_other_handler(handle
     permit(**{right: ALL_BUT_IT})
 
     with consuming([forbidden, permitted], options) as consumer:
-        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
         for name in ("a", "b"):
             send(rabbitmq_url, TOPIC, {}, message_id=name)
         wait_until(lambda: effects() == 2)
@@ -58,7 +58,7 @@ def test_handler_whose_queue_or_topic_is_forbidden_stops_no_other_handler(handle
         permit()
         send(rabbitmq_url, TOPIC, {}, message_id="c")
         consumer._checked_at = float("-inf")  # half a minute has passed
-        wait_until(lambda: "Consuming 2 queues" in caplog.text)
+        wait_until(lambda: "receiving from 2 queues" in caplog.text)
         send(rabbitmq_url, FORBIDDEN, {}, message_id="d")
         wait_until(lambda: effects("c") == effects("d") == 1)
 
@@ -93,13 +93,13 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
     rabbitmq_server.evaluate(f"ra:stop_server(quorum_queues, {member}).")
 
     with consuming([lost, sound], options) as consumer:
-        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="a")
         wait_until(lambda: effects("a") == 1)
 
         rabbitmq_server.evaluate(f"ra:restart_server(quorum_queues, {member}).")
         consumer._checked_at = float("-inf")  # half a minute has passed
-        wait_until(lambda: "Consuming 2 queues" in caplog.text)
+        wait_until(lambda: "receiving from 2 queues" in caplog.text)
 
     [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert queue_name(lost, options) in report

@@ -194,7 +194,7 @@ class TestRun:
 
         assert deliver(leased(leave_it_open), given=given) is Received.STORED
 
-        assert "left a transaction open" in the_row().last_error
+        assert "with an open transaction" in the_row().last_error
         assert effects() == 0
         assert the_row().state == State.RETRYING
 
@@ -208,7 +208,7 @@ class TestRun:
 
         assert deliver(leased(leave_it_open), given=given) is Received.STORED
 
-        assert "left a transaction open" in the_row().last_error
+        assert "with an open transaction" in the_row().last_error
         assert effects() == 0
 
     @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ class TestOperator:
             let_leases_end(given)
             assert once_ended(decide)("default", the_row().pk)
             slow.go_on.set()
-        assert "nothing was settled" in caplog.text
+        assert "its outcome was not stored" in caplog.text
         return handler, envelope, slow, first
 
     @pytest.mark.parametrize("given", ["redis"], indirect=True)
@@ -559,7 +559,7 @@ class TestHeartbeat:
             slow.go_on.set()
 
         assert first.answer is Received.STORED
-        assert "nothing was settled" in caplog.text
+        assert "its outcome was not stored" in caplog.text
         row = the_row()
         assert (row.state, row.attempts) == (State.RUNNING, 1)
         registry.remove(handler.name)
@@ -630,7 +630,7 @@ class TestSteps:
         assert (row.state, row.attempts) == (State.DEAD, 1)
         assert "'charge'" in row.last_error
         assert "no answer" in row.last_error
-        assert "Find out" in row.last_error
+        assert "Check whether it has happened" in row.last_error
 
     def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given):
         taken = []
@@ -676,7 +676,7 @@ class TestSteps:
         assert deliver(handler, given=given) is Received.DEAD
 
         assert taken == ["try"]
-        assert "cannot be remembered" in the_row().last_error
+        assert "cannot be stored as JSON" in the_row().last_error
 
     def test_step_inside_a_transaction_is_refused_before_it_is_taken(self, leased, given):
         taken = []
@@ -734,7 +734,7 @@ class TestSteps:
     def test_step_name_that_is_empty_long_or_has_line_breaks_is_refused(self, leased, given, name):
         deliver(leased(lambda message: message.step(name, print)), given=given)
 
-        assert "cannot be a step's" in the_row().last_error
+        assert "is not a valid name of a step" in the_row().last_error
 
     def test_purging_a_message_deletes_its_steps(self, leased, given):
         def handle(message):
@@ -875,7 +875,7 @@ class TestUnavailableStore:
 
         handler, envelope = leased(handle_and_kill_the_store), an_envelope()
         with InAThread(lambda: deliver(handler, envelope, given=in_redis(redis_url))) as first:
-            wait_until(lambda: "cannot be written down yet" in caplog.text)
+            wait_until(lambda: "cannot be stored now" in caplog.text)
             redis_server.start()
 
         assert first.answer is Received.HANDLED
@@ -915,7 +915,8 @@ def test_status_reports_counts_of_messages_without_rows(leased, redis_server, re
 
     assert reported["without_rows"] == {handler.name: {"handled": 1, "duplicates": 1, "resend": 1}}
     assert "under leases, without a row: handled" in printed
-    assert "does not answer" in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lease store")]
+    assert line.split() == ["lease", "store", "unavailable"]
 
 
 class TestLostRedisData:
@@ -944,8 +945,8 @@ class TestLostRedisData:
 
         row = the_row()
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
-        assert "lost its memory" in row.last_error
-        assert caplog.text.count("has lost its memory. Messages") == 1
+        assert "has lost data" in row.last_error
+        assert caplog.text.count("Redis has lost data. Messages") == 1
         assert names_of(signals_sent) == ["message_handled", "message_dead"]
         assert deliver(handler, envelope, given=given) is Received.DUPLICATE
 
@@ -1000,7 +1001,7 @@ class TestLostRedisData:
             slow.go_on.set()
 
         assert first.answer is Received.STORED
-        assert "nothing was settled" in caplog.text
+        assert "its outcome was not stored" in caplog.text
         run_to_the_end(given)
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
 
@@ -1015,7 +1016,7 @@ class TestLostRedisData:
         assert deliver(handler, old, given=given) is Received.DUPLICATE, "its lease was not lost"
         assert deliver(handler, envelope, given=given) is Received.DEAD
         assert effects() == 2
-        assert "has lost its memory. Messages" in caplog.text
+        assert "Redis has lost data. Messages" in caplog.text
 
     def test_loss_of_the_end_of_a_run_is_detected(self, leased, given, client):
         """The older state still has it running, and its lease has ended meanwhile."""

@@ -103,7 +103,7 @@ class TestRunLongerThanTheConsumerTimeoutOfTheBroker:
             # Acknowledged before the handler was called.
             return lambda process: effects("begun job") and length() == 0
         # The channel is closed, and the message is redelivered and acknowledged, because its row is running.
-        return lambda process: process.said().count("Consuming") == 2 and length() == 0
+        return lambda process: process.said().count("consumer: receiving from") == 2 and length() == 0
 
     def test_run_is_not_repeated(self, consumer, job, is_settled, is_acknowledged, lease_store):
         in_database = lease_store == "database"
@@ -115,7 +115,7 @@ class TestRunLongerThanTheConsumerTimeoutOfTheBroker:
             assert effects("job") == 0
             Unique.objects.create(name="go job")
             process.until(lambda: effects("job") and is_settled())
-            assert process.said().count("Consuming") == (1 if in_database else 2)
+            assert process.said().count("consumer: receiving from") == (1 if in_database else 2)
             process.terminate()
             assert process.ends() == 0
 
@@ -159,7 +159,7 @@ def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settle
         job("wait for the word")
         frozen.until(lambda: effects("begun job"))
         with consumer("successor") as successor:
-            successor.until(lambda: "Consuming" in successor.said())
+            successor.until(lambda: "consumer: receiving from" in successor.said())
             # Only now: with Redis the duplicates must arrive before the lease ends, or no row is stored.
             frozen.freeze()
             # The broker still waits for the frozen consumer to acknowledge, so these are duplicates, one for each consumer.
@@ -169,7 +169,7 @@ def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settle
             settled = wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).values(*SETTLEMENT).first())
             Unique.objects.create(name="go job")
             frozen.thaw()
-            frozen.until(lambda: "nothing was settled" in frozen.said())
+            frozen.until(lambda: "its outcome was not stored" in frozen.said())
             wait_until(is_settled)
 
     assert effects("job") == 2, "both have run; this is what a lease cannot prevent"
@@ -213,7 +213,7 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
     with the_default_at(NAME=name, PORT=mortal_postgres.port):
         call_command("migrate", verbosity=0)
         with InAThread(lambda: deliver(handler, envelope)) as first:
-            wait_until(lambda: "cannot be written down yet" in caplog.text)
+            wait_until(lambda: "cannot be stored now" in caplog.text)
             with pytest.raises(DatabaseUnavailable):
                 deliver(handler, an_envelope())
             mortal_postgres.start()
@@ -290,7 +290,7 @@ def test_messages_are_run_once_when_redis_is_emptied_again_and_again_under_their
     names = [[f"{what}-{number}-{n}" for n in range(4)] for number in range(3) for what in ("handled", "held")]
     with consumer("survivor") as survivor, consumer("victim") as victim:
         for number in range(3):
-            survivor.until(lambda consumers=number + 1: victim.said().count("Consuming") == consumers)
+            survivor.until(lambda consumers=number + 1: victim.said().count("consumer: receiving from") == consumers)
             a_round(*names[2 * number : 2 * number + 2])
             victim.start()
         allowed(["after"])

@@ -26,7 +26,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import claims, dialect, due, intake, operating, ordering, sentinel
+from inbox.store import claims, dialect, due, inserting, intake, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
@@ -43,8 +43,8 @@ KEYS = ("a", "a", "a", "b", "b", "c", "")
 OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    intake: ["hold_gates", "_insert_all", "_headless", "store_incoming"],
-    sentinel: ["promote_next", "finish"],
+    intake: ["hold_gates", "insert_many", "_headless", "store_incoming"],
+    sentinel: ["promote_next", "claim_next", "finish"],
     claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
     operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
 }
@@ -278,7 +278,7 @@ class Machine:
     def _run_stored(self, actor):
         runner = Runner(OPTIONS)
         runner._swept_at = dict.fromkeys(["default"], float("inf"))  # the release of stuck keys would hide the errors
-        runner._told = {"default"}
+        runner._reported = {"default"}
         runner._turn(raising=True)
 
     def handle(self, message):
@@ -438,7 +438,13 @@ MUTATIONS = {
             patch.setattr(sentinel, "GATE", "{gate}, {bound}::text"),
         ),
     ),
-    "done does not promote the next": (BLOCK, lambda patch: patch.setattr(sentinel, "promote_next", do_nothing)),
+    "done does not promote the next": (
+        BLOCK,
+        lambda patch: (
+            patch.setattr(sentinel, "promote_next", do_nothing),
+            patch.setattr(sentinel, "claim_next", do_nothing),
+        ),
+    ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
     "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
@@ -446,14 +452,15 @@ MUTATIONS = {
     "dead does not block its key": (
         BLOCK,
         lambda patch: (
-            patch.setattr(intake, "OPEN", ordering.OPEN.replace(", 'dead'", "")),
+            patch.setattr(inserting, "is_usable", lambda connection: False),
+            patch.setattr(inserting, "OPEN", ordering.OPEN.replace("'done'", "'done', 'dead'")),
             patch.setattr(ordering, "is_usable", lambda connection: False),
-            patch.setattr(ordering, "_HEAD", ordering._HEAD.replace(", 'dead'", "")),
+            patch.setattr(ordering, "_HEAD", ordering._HEAD.replace("'done'", "'done', 'dead'")),
         ),
     ),
     "out of order runs concurrently": (
         SKIP,
-        lambda patch: patch.setattr(claims, "begun", lambda connection, order: ("'read committed', true", [])),
+        lambda patch: patch.setattr(claims, "run_lock", do_nothing),
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -14,6 +14,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 
 from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
@@ -22,6 +23,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.execute import Received, claim_next, run_stored
 from inbox.receiving.reading import read
 from inbox.store import dialect, intake, operating, ordering, sentinel
+from inbox.store.rows import Follower
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from outbox.kernel.clock import utcnow
@@ -203,6 +205,20 @@ class TestFailingHead:
 
         assert states("a1", "a2", "a3", "b1", "b2") == ["retrying", "waiting", "waiting", "done", "done"]
         assert in_the_order_of_their_effects() == ["b1", "b2"]
+
+    @everywhere
+    @pytest.mark.parametrize("watched", [False, True], ids=["prepared", "plain"])
+    def test_successor_that_is_claimed_with_its_predecessor_equals_its_row(self, handles, watched):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a", "b")
+        follower = Follower(timedelta(minutes=1))
+        with CaptureQueriesContext(connection) if watched else nullcontext():
+            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, follower) is Received.HANDLED
+
+        assert (follower.message.biz_id, follower.message.attempts) == ("b", 1)
+        row = InboxMessage.objects.get(biz_id="b")
+        for field in InboxMessage._meta.concrete_fields:
+            assert getattr(follower.message, field.attname) == getattr(row, field.attname), field.name
 
     def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
         behaviour = Failing("a1")
@@ -482,7 +498,7 @@ class TestReleaseOfStuckKeys:
         drain()
 
         assert sorted(in_the_order_of_their_effects()) == ["a2", "b1", "b2"]
-        assert [r.levelno for r in caplog.records if "nothing was before them" in r.message] == [logging.ERROR]
+        assert [r.levelno for r in caplog.records if "although no earlier message was open" in r.message] == [logging.ERROR]
 
     def test_keys_that_wait_behind_a_head_are_not_released(self, handles, caplog):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
@@ -493,7 +509,7 @@ class TestReleaseOfStuckKeys:
 
         drain()
 
-        assert "nothing was before them" not in caplog.text
+        assert "although no earlier message was open" not in caplog.text
         assert sorted(states_of_all()) == ["dead", "retrying", "waiting", "waiting"]
 
     def test_stuck_keys_are_released_in_bounded_steps(self, handles, monkeypatch):
@@ -549,7 +565,7 @@ class TestConcurrency:
     def test_message_that_arrives_while_the_head_commits_is_promoted(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
+        with paused(monkeypatch, sentinel, "claim_next") as (leaving, go), InAThread(drain):
             assert leaving.wait(A_WHILE)
             with InAThread(lambda: named(handler, "a2", given=options(DUPLICATE_TIMEOUT=timedelta(minutes=1)))):
                 wait_until(gates_waited_for)
@@ -651,7 +667,7 @@ class TestConcurrency:
         assert in_the_order_of_their_effects() == ["a1", "a3"]
 
     def test_process_frozen_while_it_stores_blocks_its_keys_for_a_bounded_time(self, handles, monkeypatch):
-        monkeypatch.setattr(ordering, "_LONGEST_SLEEP_MS", 300)
+        monkeypatch.setattr(ordering, "_MAX_IDLE_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseUnavailable):

@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from django.db import OperationalError, connections
 
+from outbox.database.now import DatabaseTime
 from outbox.kernel import heartbeat as kernel
 from outbox.kernel.clock import utcnow
-from outbox.kernel.heartbeat import SILENT_AFTER
+from outbox.kernel.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
@@ -113,21 +114,38 @@ class TestRow:
 
         assert row.silent is (row.database_now - row.beat_at > SILENT_AFTER)
 
-    def test_forget_silent_deletes_only_rows_older_than_its_limit(self):
+    def test_delete_old_deletes_only_silent_rows_older_than_its_limit(self):
         write_beat()
         fall_silent(timedelta(hours=23))
-        assert heartbeats.relays.delete_silent("default", timedelta(days=1)) == 0
+        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 0
 
         fall_silent(timedelta(hours=25))
-        assert heartbeats.relays.delete_silent("default", timedelta(days=1)) == 1
+        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
         assert not RelayHeartbeat.objects.exists()
 
-    def test_retire_deletes_only_the_row_of_that_relay(self):
+    def test_delete_old_deletes_a_stopped_row_after_an_hour(self):
+        relay = write_beat()
+        heartbeats.relays.mark_stopped("default", relay.id)
+        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 0
+
+        RelayHeartbeat.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
+        assert not heartbeats.relays.known("default")
+        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
+
+    def test_mark_stopped_marks_only_the_row_of_that_relay(self):
         ended, running = write_beat(), write_beat()
 
-        heartbeats.relays.delete("default", ended.id)
+        heartbeats.relays.mark_stopped("default", ended.id)
 
         assert the_row().id == running.id
+        assert [row.id for row in heartbeats.relays.known("default")] == [running.id, ended.id]
+
+    def test_stopped_relay_is_not_silent(self):
+        relay = write_beat()
+        heartbeats.relays.mark_stopped("default", relay.id)
+        fall_silent(2 * SILENT_AFTER)
+
+        assert [row.silent for row in heartbeats.relays.known("default")] == [False]
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_heartbeat_is_stored_in_the_relayed_database(self):
@@ -228,14 +246,26 @@ class TestHeartbeat:
 
         assert is_near(next_beat(86_400).started_at, timedelta(seconds=86_400))
 
-    def test_closed_heartbeat_deletes_its_row_and_writes_no_more(self, heartbeat, clock):
+    def test_closed_heartbeat_marks_its_row_as_stopped_and_writes_no_more(self, heartbeat, clock):
         heartbeat.beat()
         heartbeat.close()
-        assert not RelayHeartbeat.objects.exists()
+        stopped = RelayHeartbeat.objects.get()
+        assert is_near(stopped.stopped_at)
 
         clock.advance(60)
         heartbeat.beat()
-        assert not RelayHeartbeat.objects.exists()
+        assert RelayHeartbeat.objects.get().beat_at == stopped.beat_at
+        assert not heartbeats.relays.rows("default")
+
+    def test_heartbeat_has_memory_round_trips_shards_and_mode(self, clock, next_beat, heartbeat):
+        heartbeat.broker_took(0.0125)
+        heartbeat.claims(32)
+        first = next_beat()
+        assert (first.broker_ms, first.shards, first.mode, first.database_ms) == (12.5, 32, "running", None)
+        assert first.memory_bytes > 1_000_000
+
+        heartbeat.published(1)
+        assert next_beat().database_ms is not None
 
     def test_row_of_a_killed_relay_turns_silent_and_is_deleted_by_another_relay(self, heartbeat):
         heartbeat.beat()  # and never again
@@ -256,11 +286,13 @@ class TestHeartbeatOnSQLite:
         heartbeat.beat()
         for _ in range(2):
             clock.advance(module.HEARTBEAT_SECONDS)
-            with django_assert_num_queries(0):
+            with django_assert_num_queries(1) as asked:
                 heartbeat.beat()
+            assert asked[0]["sql"].startswith("SELECT"), "it reads the request of an operator, without the write lock"
         clock.advance(module.HEARTBEAT_SECONDS)
-        with django_assert_num_queries(1):
+        with django_assert_num_queries(1) as written:
             heartbeat.beat()
+        assert written[0]["sql"].startswith("INSERT")
 
     def test_changed_heartbeat_is_written_at_once(self, heartbeat, next_beat):
         next_beat()
@@ -376,20 +408,20 @@ class TestFailedHeartbeat:
 
     def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
-        monkeypatch.setattr(heartbeats.relays, "delete", pytest.fail)
+        monkeypatch.setattr(heartbeats.relays, "mark_stopped", pytest.fail)
 
         heartbeat.close()
 
     @pytest.mark.django_db(transaction=True)
-    def test_close_survives_a_failure_to_delete_the_row(self, heartbeat, monkeypatch):
+    def test_close_survives_a_failure_to_mark_the_row(self, heartbeat, monkeypatch):
         refused = []
 
-        def delete(alias, relay):
+        def mark_stopped(alias, relay):
             refused.append(relay)
             raise OperationalError("database is locked")
 
         heartbeat.beat()
-        monkeypatch.setattr(heartbeats.relays, "delete", delete)
+        monkeypatch.setattr(heartbeats.relays, "mark_stopped", mark_stopped)
 
         heartbeat.close()
 

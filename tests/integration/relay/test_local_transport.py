@@ -100,7 +100,7 @@ class TestHandingOver:
 
         row = OutboxMessage.objects.get()
         assert row.state == OutboxState.RETRYING
-        assert "no handler takes the topic 'topic.without.handler'" in row.last_error
+        assert "no handler is registered for the topic 'topic.without.handler'" in row.last_error
         handles(the_effect, topic="topic.without.handler")
         OutboxMessage.objects.update(available_at=row.created_at)
         relay_all()
@@ -230,7 +230,7 @@ class TestProcesses:
     @pytest.mark.every_database
     def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
         with relay_process("--drain") as relay, relay_process(command="inbox_consume") as runner:
-            runner.until(lambda: "Running what is stored" in runner.said())
+            runner.until(lambda: "runner: running stored messages" in runner.said())
             job("work")
             while state() is None:
                 relay.ends()
@@ -280,7 +280,7 @@ class TestProcesses:
     def test_relay_and_consumer_processes_run_every_message_once(self, relay_process, tmp_path):
         with relay_process() as first, relay_process(command="inbox_consume") as second:
             first.until(lambda: "Relaying" in first.said())
-            second.until(lambda: "Running what is stored" in second.said())
+            second.until(lambda: "runner: running stored messages" in second.said())
             for number in range(20):
                 job("work", f"job {number}")
             wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == 20)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -11,19 +12,32 @@ from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
-from inbox.store import arrivals, sentinel
+from inbox.receiving.reading import read
+from inbox.store import inserting, sentinel
+from outbox.database import prepared_statements
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, effects, options, run_to_the_end, the_effect
+from tests.support.deliveries import (
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    effects,
+    options,
+    run_to_the_end,
+    the_effect,
+)
 from tests.support.servers import PgBouncer
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-OURS = {"inbox_begin", "inbox_read"}
+OURS = {"inbox_begin", "inbox_prove"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +73,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (arrivals._BEGIN, sentinel._READ):
+    for statement in (inserting._DONE, sentinel._PROVE):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
@@ -100,6 +114,46 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
         assert {name for name in columns if one[name] != other[name]} == {"received_at", "settled_at"}
 
 
+def test_loads_of_any_size_are_stored_by_one_prepared_statement(handles):
+    handler = handles(the_effect, ordered=True)
+    for size in (1, 3, 40):
+        load = [(read(handler, an_envelope(biz_id=f"{size}-{n}", key="k"), OPTIONS), False) for n in range(size)]
+        assert admit(handler, load, OPTIONS) == [Received.STORED] * size
+
+    assert prepared() == {"inbox_insert"}
+    assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements") == [3]
+    assert InboxMessage.objects.count() == 44
+
+
+def test_load_is_stored_alike_with_and_without_prepared_statements(handles):
+    bodies = [b"", b"\x00\xff", b'"{}\\,', b"x" * 100_000]
+    columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
+    rows = []
+    for name, writing in {"tests.prepared": nullcontext, "tests.plain": plain_cursors}.items():
+        handler = handles(the_effect, name=name, ordered=True)
+        load = [
+            (replace(read(handler, an_envelope(id="i", biz_id=str(n), key="k"), OPTIONS), refused="no" * (n % 2)), False)
+            for n, body in enumerate(bodies)
+        ]
+        load = [
+            (replace(arrival, row=replace(arrival.row, body=body)), again)
+            for (arrival, again), body in zip(load, bodies, strict=True)
+        ]
+        with writing():
+            admit(handler, load, OPTIONS)
+        rows.append(list(InboxMessage.objects.filter(handler=name).order_by("pk").values(*columns)))
+
+    assert [bytes(row["body"]) for row in rows[0]] == bodies
+    assert [row["state"] for row in rows[0]] == [State.RECEIVED, State.DEAD, State.WAITING, State.DEAD]
+    for one, other in zip(*rows, strict=True):
+        assert {column for column in columns if one[column] != other[column]} <= {
+            "received_at",
+            "settled_at",
+            "next_attempt_at",
+            "created_at",
+        }
+
+
 def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
@@ -110,7 +164,7 @@ def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     assert effects() == 1
 
 
-@pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_read"])
+@pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_prove"])
 def test_statements_dropped_between_two_messages_are_prepared_again(handles, clean):
     calls = []
     handler = handles(lambda message: (calls.append(message), the_effect(message)))
@@ -258,3 +312,71 @@ class TestBehindPgBouncer:
         assert [one for part in became for one in part] == [Received.HANDLED] * 40
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
         assert at_once([prepared] * 4) == [set()] * 4
+
+
+class _Interrupted(BaseException):
+    """Such as Celery's soft time limit, which arrives between any two steps."""
+
+
+def test_body_larger_than_the_socket_takes_is_sent_with_the_begin(handles):
+    handler = handles(the_effect)
+    deliver(handler)  # from now on the statements are prepared
+
+    assert deliver(handler, an_envelope("x" * 9_000_000, biz_id="large")) is Received.HANDLED
+    assert len(InboxMessage.objects.get(biz_id="large").body) > 9_000_000
+
+
+@pytest.mark.parametrize("last_step", ["begin", "commit"])
+def test_connection_interrupted_while_a_pipeline_is_in_flight_is_closed(handles, monkeypatch, last_step):
+    handler = handles(the_effect)
+    deliver(handler)
+    before = connection.connection
+    original, calls = prepared_statements._next_result, iter(range(100))
+    interrupted_at = {"begin": 0, "commit": 5}[last_step]
+
+    def interrupted(pgconn):
+        if next(calls) == interrupted_at:
+            raise _Interrupted
+        return original(pgconn)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared_statements, "_next_result", interrupted)
+        received = deliver(handler, an_envelope(biz_id="interrupted"))
+
+    assert before.closed
+    # What was in flight may have been committed. Then the message is found handled, and never a dead letter.
+    state = InboxMessage.objects.get(biz_id="interrupted").state
+    assert (received, state) in {(Received.STORED, State.RETRYING), (Received.DUPLICATE, State.DONE)}
+    run_to_the_end()
+    assert effects() == 2
+
+
+def test_transaction_takes_three_round_trips(handles, monkeypatch):
+    handler = handles(the_effect)
+    deliver(handler)
+    pipelines = []
+    original = prepared_statements._pipelined
+
+    def counted(raw, before, prepared, after):
+        pipelines.append((*before, prepared[0], *after))
+        return original(raw, before, prepared, after)
+
+    monkeypatch.setattr(prepared_statements, "_pipelined", counted)
+    deliver(handler, an_envelope(biz_id="another"))
+
+    assert pipelines == [(b"BEGIN", b"inbox_begin"), (b"inbox_prove", b"COMMIT")]
+
+
+def test_constraint_that_fails_at_the_commit_is_a_failed_attempt_with_its_own_error(handles):
+    execute(
+        "CREATE TABLE parent (id int PRIMARY KEY); CREATE TABLE child (id int REFERENCES parent DEFERRABLE INITIALLY DEFERRED)"
+    )
+    try:
+        handler = handles(lambda message: execute("INSERT INTO child VALUES (1)"))
+
+        assert deliver(handler) is Received.STORED
+        row = InboxMessage.objects.get()
+        assert (row.state, row.last_error.partition(":")[0]) == (State.RETRYING, "IntegrityError")
+        assert execute("SELECT count(*) FROM child") == [0]
+    finally:
+        execute("DROP TABLE child, parent")

@@ -170,13 +170,13 @@ class TestDeliver:
     def test_topic_without_a_handler_is_refused(self, handles, deliver):
         handles(the_effect, topic=TOPIC)
 
-        with pytest.raises(LookupError, match=r"No handler takes the topic 'tests\.nobody'.*'tests\.deliver'"):
+        with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.nobody'.*'tests\.deliver'"):
             deliver(make_message("tests.nobody", {}))
 
     def test_attempt_of_a_message_is_refused(self, handles, deliver):
         handles(the_effect, topic=TOPIC)
 
-        with pytest.raises(ValueError, match=r"attempt=3, and the inbox counts attempts itself\. Call run_handler"):
+        with pytest.raises(ValueError, match=r"attempt=3, but the inbox counts attempts\. Use run_handler"):
             deliver(a_message(attempt=3))
 
     @pytest.mark.parametrize("nothing", [{"times": 0}, {}])

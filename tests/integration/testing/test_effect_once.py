@@ -177,7 +177,7 @@ class TestAWrongHandler:
 
         handles(fail, topic=TOPIC)
 
-        with pytest.raises(AssertionError, match=r"was not killed after the handler.*\n.*did not get there.*only there"):
+        with pytest.raises(AssertionError, match=r"was not killed after the handler.*\n.*ended before that step.*only there"):
             assert_effect_once(fail, a_message(), effect=count)
 
 
@@ -240,7 +240,7 @@ def test_test_inside_a_transaction_is_refused(handles):
     handles(the_effect, topic=TOPIC)
     assert connection.in_atomic_block
 
-    with pytest.raises(RuntimeError, match=r"sees committed rows only\. Use TransactionTestCase"):
+    with pytest.raises(RuntimeError, match=r"see only committed rows\. Use TransactionTestCase"):
         assert_effect_once(the_effect, a_message(), effect=count)
 
 

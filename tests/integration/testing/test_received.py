@@ -54,7 +54,7 @@ class TestHandled:
     def test_unknown_name_and_function_are_refused(self, reserve):
         with pytest.raises(TypeError, match=r"paylod__order: a message has no 'paylod'\. Did you mean 'payload'"):
             handled(paylod__order="1")
-        with pytest.raises(LookupError, match=r"is no handler.*'tests\.reserve'"):
+        with pytest.raises(LookupError, match=r"is not a handler.*'tests\.reserve'"):
             handled(print)
 
 

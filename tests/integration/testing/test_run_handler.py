@@ -107,14 +107,14 @@ class TestRunHandler:
         assert run_handler(f"{TOPIC}.0", 17) == 17
 
     def test_attributes_of_a_message_that_has_its_own_are_refused(self, handler):
-        with pytest.raises(TypeError, match=r"biz_id: the message has its own\. Pass them to make_message"):
+        with pytest.raises(TypeError, match=r"biz_id: a Message has its own attributes\. Pass these to make_message"):
             run_handler(handler(lambda message: None), a_message(), biz_id="order-1")
 
     def test_function_of_two_topics_needs_a_message_that_says_which(self, handler):
         function = handler(lambda message: message.topic)
         idempotent_handler("tests.second", name="tests.second")(function)
         try:
-            with pytest.raises(ValueError, match="say which, by make_message"):
+            with pytest.raises(ValueError, match="pass make_message"):
                 run_handler(function, {})
             assert run_handler(function, make_message("tests.second", {})) == "tests.second"
         finally:
@@ -137,7 +137,7 @@ class TestRunHandler:
         assert run_handler(function, a_message(1), a_message(2)) == [1, 2]
 
     def test_one_message_is_not_two(self, handler):
-        with pytest.raises(ValueError, match="takes one message at a time, and 2 were given"):
+        with pytest.raises(ValueError, match="takes one message at a time, but 2 were given"):
             run_handler(handler(lambda message: None), a_message(), a_message())
 
     def test_async_handler_is_run_to_its_end(self, handler):
@@ -166,21 +166,21 @@ class TestRunHandler:
             with connection.cursor() as cursor:
                 cursor.execute("COMMIT")
 
-        with pytest.raises(TransactionControl, match="leave commit and rollback to the inbox"):
+        with pytest.raises(TransactionControl, match="remove the statement"):
             run_handler(handler(commit), a_message())
 
         assert not Effect.objects.exists()
 
     def test_no_message_is_refused(self, handler):
-        with pytest.raises(ValueError, match="needs a message"):
+        with pytest.raises(ValueError, match="needs at least one message"):
             run_handler(handler(lambda message: None))
 
     def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):
         function = handler(lambda message: None)
 
-        with pytest.raises(LookupError, match=r"takes 'tests\.run_handler', and the message is of the topic 'tests\.other'"):
+        with pytest.raises(LookupError, match=r"handles 'tests\.run_handler', but the topic of the message is 'tests\.other'"):
             run_handler(function, make_message("tests.other", {}))
-        with pytest.raises(LookupError, match="is no handler"):
+        with pytest.raises(LookupError, match="is not a handler"):
             run_handler(lambda message: None, a_message())
 
     def test_it_may_be_called_inside_a_transaction(self, handler):

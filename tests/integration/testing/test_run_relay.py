@@ -209,7 +209,7 @@ class TestWithLocalHandlers:
         say("a", topic="tests.nobody")
 
         assert run_relay() == []
-        assert "no handler takes the topic" in assert_published("tests.nobody", state="retrying").last_error
+        assert "no handler is registered for the topic" in assert_published("tests.nobody", state="retrying").last_error
 
     def test_callbacks_are_called(self, run_relay):
         called = []

@@ -123,7 +123,7 @@ class World:
     def listening(self, **how: Any) -> Worker:
         """A consumer that is subscribed already: from now on nothing is unroutable."""
         worker = self.consumer(**how)
-        self.wait_until(lambda: worker.has_said("Consuming"), "the consumer is subscribed")
+        self.wait_until(lambda: worker.has_said("consumer: receiving from"), "the consumer is subscribed")
         return worker
 
     def command(self, *words: str, **how: Any) -> Worker:
@@ -261,8 +261,8 @@ class World:
         A consumer logs the number of deferred deliveries when it ends.
         """
         logs = [worker.log.read_text(errors="replace") for worker in self.workers]
-        put_off = sum(int(count) for log in logs for count in DEFERRED.findall(log))
-        return sum(times - 1 for times in self.deliveries().values()) - put_off
+        deferred = sum(int(count) for log in logs for count in DEFERRED.findall(log))
+        return sum(times - 1 for times in self.deliveries().values()) - deferred
 
     def outbox(self) -> Counter[str]:
         return Counter(OutboxMessage.objects.values_list("state", flat=True))

@@ -29,7 +29,7 @@ def test_duplicate_of_a_running_task_is_sent_again_for_later(a_task, sent):
     assert (state, again, str(reason)) == (
         states.IGNORED,
         states.IGNORED,
-        "another delivery of the same business id is at work",
+        "another delivery of its business id is being run",
     )
     copies = sent()
     headers = copies[0].headers

@@ -38,7 +38,7 @@ def unavailable_database(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _no_pause_of_an_earlier_test(monkeypatch):
-    monkeypatch.setattr(receiving, "_put_back_pause", Pause())
+    monkeypatch.setattr(receiving, "_requeue_pause", Pause())
 
 
 @pytest.fixture

@@ -138,11 +138,11 @@ class TestBizId:
 
 class TestRefusedDeclarations:
     def test_biz_id_that_is_not_an_argument_is_refused(self, a_task):
-        with pytest.raises(ValueError, match=r"'ordre_id', and it has no such argument: order_id, amount"):
+        with pytest.raises(ValueError, match=r"'ordre_id', which is not one of its arguments: order_id, amount"):
             idempotent_task(biz_id="ordre_id")(the_effect)
-        with pytest.raises(ValueError, match="no such argument"):
+        with pytest.raises(ValueError, match="is not one of its arguments"):
             idempotent_task(biz_id="self", bind=True)(lambda self, order_id: None)
-        with pytest.raises(ValueError, match="no such argument"):
+        with pytest.raises(ValueError, match="is not one of its arguments"):
             a_task(the_effect, biz_id="ordre_id")
 
     def test_biz_id_that_is_neither_text_nor_function_is_refused(self):
@@ -150,13 +150,13 @@ class TestRefusedDeclarations:
             idempotent_task(biz_id=17)(the_effect)
 
     def test_acks_late_false_is_refused(self, a_task):
-        with pytest.raises(ValueError, match="a worker that dies would lose it"):
+        with pytest.raises(ValueError, match="a worker that dies would lose the task"):
             idempotent_task(acks_late=False)(the_effect)
         with pytest.raises(ValueError, match="acks_late=False"):
             a_task(the_effect, acks_late=False)
 
     def test_reject_on_worker_lost_false_is_refused(self, a_task):
-        with pytest.raises(ValueError, match="when its process dies in the middle"):
+        with pytest.raises(ValueError, match="when its process dies during the run"):
             idempotent_task(reject_on_worker_lost=False)(the_effect)
         with pytest.raises(ValueError, match="reject_on_worker_lost=False"):
             a_task(the_effect, reject_on_worker_lost=False)
@@ -432,7 +432,7 @@ class TestFailures:
 
         assert deliver(a_task(hook, biz_id="order_id"), "o-1") == (states.SUCCESS, "done")
         assert effects() == 1
-        assert "failed after the effect" in caplog.text
+        assert "failed after the commit" in caplog.text
 
 
 class TestWorkerDeaths:
@@ -470,7 +470,7 @@ class TestWorkerDeaths:
 
         assert (state, type(error)) == (states.FAILURE, NotRun)
         assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
-        assert "It was begun 3 times and never ended" in the_row().last_error
+        assert "Its attempts never ended: its process died" in the_row().last_error
         assert [name for name, _ in signals_sent] == ["message_dead"]
 
     def test_another_delivery_of_the_biz_id_runs_a_received_row(self, poison):
@@ -500,7 +500,7 @@ class TestWorkerDeaths:
         state, error = deliver(task, "o-1")
 
         assert (state, type(error)) == (states.FAILURE, NotRun)
-        assert "as dead (because)" in str(error)
+        assert "is dead in the inbox (because)" in str(error)
         assert sent() == []
 
     def test_delivery_of_a_skipped_row_is_not_run(self, poison):

@@ -120,14 +120,14 @@ class TestRunning:
 class TestRefused:
     @pytest.mark.parametrize("factor", [1.5, 2.5, 3])
     def test_factor_that_celery_cannot_keep_is_refused_with_what_to_do(self, factor):
-        with pytest.raises(ValueError, match=rf"tests\.refused .*factor {factor}: .*Make the factor 2 or 1, or leave it out"):
+        with pytest.raises(ValueError, match=rf"tests\.refused .*factor {factor}: .*Set the factor to 2 or 1, or remove it"):
             idempotent_task(name="tests.refused", retry=Retry(backoff=Backoff(factor=factor)))(fail)
 
     @pytest.mark.parametrize(
         "option", ["max_retries", "retry_backoff", "retry_backoff_max", "retry_kwargs", "default_retry_delay"]
     )
     def test_option_of_celery_that_says_the_same_is_refused(self, option):
-        with pytest.raises(ValueError, match=rf"tests\.refused has both retry= and {option}, .*leave one of them out"):
+        with pytest.raises(ValueError, match=rf"tests\.refused has both retry= and {option}, .*remove one of them"):
             idempotent_task(name="tests.refused", retry=Retry(), **{option: 3})(fail)
 
     @pytest.mark.parametrize("retry", [5, True, {"max_attempts": 5}], ids=repr)

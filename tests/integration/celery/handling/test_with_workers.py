@@ -86,7 +86,7 @@ def test_concurrent_duplicate_is_sent_again_until_the_first_is_done(tasks, worke
         first = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         second = tasks["shop.work"].delay("o-1", "wait until released")
-        running.until(lambda: running.said().count("comes again in") >= 3)
+        running.until(lambda: running.said().count("is sent again with a countdown") >= 3)
         assert len(begun("o-1")) == 1
         release("o-1")
 
@@ -120,7 +120,7 @@ def test_kill_concurrent_duplicate_and_countdown_on_quorum_queues_have_one_effec
         first = tasks["shop.work"].delay("o-1", "wait until released")
         [victim] = running.until(lambda: begun("o-1"))
         second = tasks["shop.work"].delay("o-1", "wait until released")
-        running.until(lambda: running.said().count("comes again in") >= 2)
+        running.until(lambda: running.said().count("is sent again with a countdown") >= 2)
         os.kill(victim, signal.SIGKILL)
         running.until(lambda: len(begun("o-1")) == 2)
         release("o-1")
@@ -137,7 +137,7 @@ def test_task_that_redis_redelivers_while_it_runs_has_one_effect(tasks, worker):
         result = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         with worker(takes_over=True) as other:
-            other.until(lambda: "comes again in" in running.said() + other.said())
+            other.until(lambda: "is sent again with a countdown" in running.said() + other.said())
             assert len(begun("o-1")) == 1
             release("o-1")
             assert result.get(**WAIT) == "done o-1"
@@ -299,7 +299,7 @@ def test_tasks_survive_a_database_that_is_killed_while_they_run(tasks, worker, m
         sent_meanwhile = [tasks["shop.charge"].delay({"id": f"o-{n}"}) for n in (2, 3)]
         running.until(lambda: running.said().count("the database is unavailable") >= 2)
         release("o-1")
-        running.until(lambda: in_the_middle.id in running.said().partition("comes again")[2])
+        running.until(lambda: in_the_middle.id in running.said().partition("is sent again")[2])
         mortal_postgres.start()
 
         assert in_the_middle.get(**WAIT) == "done o-1"

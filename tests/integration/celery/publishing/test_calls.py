@@ -425,7 +425,7 @@ class TestRow:
         drained("local://")
 
         assert the_row().state == State.RETRYING
-        assert "celery.tests.add is in the form of another protocol" in the_row().last_error
+        assert "celery.tests.add is in the format of another protocol" in the_row().last_error
 
     def test_admin_finds_the_row_by_the_name_or_the_id_of_the_task(self, add):
         called(add, 1, 2, task_id=TASK_ID)

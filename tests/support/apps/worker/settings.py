@@ -14,8 +14,13 @@ INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.worker"]
 
 
 def _options(variable):
-    given = json.loads(os.environ.get(variable, "{}"))
-    return {name: timedelta(**value) if isinstance(value, dict) else value for name, value in given.items()}
+    return {name: _read(value) for name, value in json.loads(os.environ.get(variable, "{}")).items()}
+
+
+def _read(value):
+    if not isinstance(value, dict):
+        return value
+    return timedelta(**value) if set(value) == {"seconds"} else {name: _read(inner) for name, inner in value.items()}
 
 
 INBOX = _options("INBOX")

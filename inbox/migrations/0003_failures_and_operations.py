@@ -3,13 +3,11 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-from outbox.migrations._partitions import AddLiveIndex
-
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0001_initial'),
+        ('inbox', '0002_processes_audit_alerts'),
     ]
 
     operations = [
@@ -82,36 +80,50 @@ class Migration(migrations.Migration):
                 'default_permissions': (),
             },
         ),
+        migrations.AlterModelOptions(
+            name='inboxmessage',
+            options={'default_permissions': ('view',), 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('edit_inboxmessage', 'Can correct the payload of a dead message and run it'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back'), ('dry_run_inboxmessage', 'Can run a handler without its effect, in the web process')), 'verbose_name': 'inbox message'},
+        ),
         migrations.AddField(
-            model_name='outboxmessage',
+            model_name='inboxmessage',
             name='error_class',
             field=models.CharField(db_default='', default='', max_length=255),
         ),
         migrations.AddField(
-            model_name='outboxmessage',
+            model_name='inboxmessage',
+            name='error_place',
+            field=models.CharField(db_default='', default='', max_length=255),
+        ),
+        migrations.AddField(
+            model_name='inboxmessage',
             name='failed_at',
             field=models.DateTimeField(null=True),
         ),
         migrations.AddField(
-            model_name='outboxmessage',
+            model_name='inboxmessage',
             name='failing_since',
             field=models.DateTimeField(null=True),
         ),
-        AddLiveIndex(
-            model_name='outboxmessage',
-            index=models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'topic', 'failing_since'], name='outbox_failures'),
+        migrations.AddField(
+            model_name='inboxmessage',
+            name='failures',
+            field=models.JSONField(null=True),
+        ),
+        migrations.AddIndex(
+            model_name='inboxmessage',
+            index=models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'error_place', 'failing_since'], name='inbox_failures'),
         ),
         migrations.AddConstraint(
             model_name='failurenote',
-            constraint=models.UniqueConstraint(fields=('error_class', 'place'), name='outbox_failure_note_once'),
+            constraint=models.UniqueConstraint(fields=('error_class', 'place'), name='inbox_failure_note_once'),
         ),
         migrations.AddIndex(
             model_name='operation',
-            index=models.Index(condition=models.Q(('state__in', ['planned', 'running'])), fields=['state'], name='outbox_operation_open'),
+            index=models.Index(condition=models.Q(('state__in', ['planned', 'running'])), fields=['state'], name='inbox_operation_open'),
         ),
         migrations.AddField(
             model_name='operationpart',
             name='operation',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to='outbox.operation'),
+            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to='inbox.operation'),
         ),
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inbox.limits.token_cache import TokenCache
-from inbox.store.buckets import Leased, pour
+from inbox.store.buckets import Leased, refill_and_take
 
 RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
 ROUNDING = 1e-6
@@ -21,7 +21,7 @@ class TestBucket:
         level, given_out, elapsed = burst, 0, 0.0
 
         for seconds, most in asked:
-            leased = pour(level, seconds, rate=rate, burst=burst, most=most)
+            leased = refill_and_take(level, seconds, rate=rate, burst=burst, most=most)
             assert 0 <= leased.tokens <= most
             assert 0 <= leased.left <= burst
             level, given_out, elapsed = leased.left, given_out + leased.tokens, elapsed + max(0.0, seconds)
@@ -29,15 +29,15 @@ class TestBucket:
 
     @given(RATES, st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 100), st.integers(1, 1000))
     def test_the_bucket_gives_all_its_whole_tokens(self, rate, burst, held, seconds, most):
-        leased = pour(min(held, burst), seconds, rate=rate, burst=burst, most=most)
+        leased = refill_and_take(min(held, burst), seconds, rate=rate, burst=burst, most=most)
 
         assert leased.tokens == most or leased.left < 1
 
     def test_an_idle_bucket_holds_no_more_than_its_burst(self):
-        assert pour(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
+        assert refill_and_take(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
 
     def test_a_clock_that_was_set_back_does_not_fill_the_bucket(self):
-        assert pour(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == Leased(tokens=2, left=1.5)
+        assert refill_and_take(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == Leased(tokens=2, left=1.5)
 
 
 class TestTokenCache:
@@ -45,104 +45,104 @@ class TestTokenCache:
         assert TokenCache(10.0).take(5, now=1.0) == 0
 
     def test_the_cache_gives_the_leased_tokens_and_no_more(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(7, left=0.0, now=1.0)
+        cache = TokenCache(2000.0)
+        cache.add(7, left=0.0, now=1.0)
 
-        assert [purse.take(5, now=1.01), purse.take(5, now=1.02), purse.take(5, now=1.03)] == [5, 2, 0]
+        assert [cache.take(5, now=1.01), cache.take(5, now=1.02), cache.take(5, now=1.03)] == [5, 2, 0]
 
     def test_a_returned_token_can_be_taken_again(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(1, left=0.0, now=1.0)
-        purse.give_back(purse.take(1, now=1.01), now=1.01)
+        cache = TokenCache(2000.0)
+        cache.add(1, left=0.0, now=1.0)
+        cache.give_back(cache.take(1, now=1.01), now=1.01)
 
-        assert purse.take(1, now=1.02) == 1
+        assert cache.take(1, now=1.02) == 1
 
     def test_tokens_that_are_not_used_in_time_expire(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(7, left=0.0, now=1.0)
+        cache = TokenCache(2000.0)
+        cache.add(7, left=0.0, now=1.0)
 
-        assert purse.tokens(now=1.0 + purse.keep - 0.001) == 7
-        assert purse.take(7, now=1.0 + purse.keep + 0.001) == 0
+        assert cache.tokens(now=1.0 + cache.lifetime - 0.001) == 7
+        assert cache.take(7, now=1.0 + cache.lifetime + 0.001) == 0
 
     def test_each_portion_expires_at_its_own_time(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(7, left=0.0, now=1.0)
-        purse.put_in(5, left=0.0, now=1.06)
+        cache = TokenCache(2000.0)
+        cache.add(7, left=0.0, now=1.0)
+        cache.add(5, left=0.0, now=1.06)
 
-        assert purse.take(1, now=1.07) == 1
-        assert purse.tokens(now=1.0 + purse.keep + 0.001) == 5
-        assert purse.tokens(now=1.06 + purse.keep + 0.001) == 0
+        assert cache.take(1, now=1.07) == 1
+        assert cache.tokens(now=1.0 + cache.lifetime + 0.001) == 5
+        assert cache.tokens(now=1.06 + cache.lifetime + 0.001) == 0
 
     def test_more_tokens_are_wanted_before_a_large_portion_is_used_up(self):
-        purse = TokenCache(2000.0)
-        purse.portion = 8
-        purse.put_in(8, left=0.0, now=1.0)
-        assert not purse.wants_more(now=1.01)
+        cache = TokenCache(2000.0)
+        cache.portion = 8
+        cache.add(8, left=0.0, now=1.0)
+        assert not cache.wants_more(now=1.01)
 
-        purse.take(4, now=1.01)
+        cache.take(4, now=1.01)
 
-        assert purse.wants_more(now=1.01)
+        assert cache.wants_more(now=1.01)
 
     def test_a_small_portion_is_not_renewed_in_advance(self):
-        purse = TokenCache(10.0)
-        purse.put_in(1, left=0.0, now=1.0)
-        purse.take(1, now=1.01)
+        cache = TokenCache(10.0)
+        cache.add(1, left=0.0, now=1.0)
+        cache.take(1, now=1.01)
 
-        assert not purse.wants_more(now=1.01)
+        assert not cache.wants_more(now=1.01)
 
     def test_the_portion_doubles_while_it_is_used_up_early(self):
-        purse, asked = TokenCache(2000.0), []
+        cache, asked = TokenCache(2000.0), []
 
         for turn in range(9):
-            asked.append(purse.portion)
-            purse.put_in(purse.portion, left=100.0, now=float(turn))
-            purse.take(1000, now=turn + 0.01)
+            asked.append(cache.portion)
+            cache.add(cache.portion, left=100.0, now=float(turn))
+            cache.take(1000, now=turn + 0.01)
 
         assert asked == [1, 2, 4, 8, 16, 32, 64, 100, 100]
 
     def test_the_portion_does_not_double_when_the_bucket_had_no_more(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(1, left=5.0, now=1.0)
-        purse.take(2, now=1.01)
-        assert purse.portion == 2
+        cache = TokenCache(2000.0)
+        cache.add(1, left=5.0, now=1.0)
+        cache.take(2, now=1.01)
+        assert cache.portion == 2
 
-        purse.put_in(1, left=0.5, now=1.02)
-        purse.take(2, now=1.03)
+        cache.add(1, left=0.5, now=1.02)
+        cache.take(2, now=1.03)
 
-        assert purse.portion == 2
+        assert cache.portion == 2
 
     def test_the_portion_does_not_double_when_it_is_used_up_late(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(1, left=5.0, now=1.0)
-        purse.take(1, now=1.01)
-        purse.take(1, now=1.11)
+        cache = TokenCache(2000.0)
+        cache.add(1, left=5.0, now=1.0)
+        cache.take(1, now=1.01)
+        cache.take(1, now=1.11)
 
-        assert purse.portion == 1
+        assert cache.portion == 1
 
     def test_the_portion_halves_down_to_what_a_slow_process_uses(self):
-        purse, asked = TokenCache(2000.0), []
-        purse.portion = 64
+        cache, asked = TokenCache(2000.0), []
+        cache.portion = 64
 
         for turn in range(6):
-            asked.append(purse.portion)
-            purse.put_in(purse.portion, left=100.0, now=float(turn))
-            purse.take(5, now=turn + 0.06)
-            purse.tokens(now=turn + 0.2)
+            asked.append(cache.portion)
+            cache.add(cache.portion, left=100.0, now=float(turn))
+            cache.take(5, now=turn + 0.06)
+            cache.tokens(now=turn + 0.2)
 
         assert asked == [64, 32, 16, 8, 5, 5]
 
     def test_the_next_lease_is_due_at_once_while_the_bucket_has_tokens(self):
-        purse = TokenCache(2000.0)
-        purse.put_in(1, left=1.0, now=5.0)
+        cache = TokenCache(2000.0)
+        cache.add(1, left=1.0, now=5.0)
 
-        assert purse.ask_at == 5.0
+        assert cache.next_lease_at == 5.0
 
     @pytest.mark.parametrize(("rate", "earliest", "latest"), [(2000.0, 0.05, 0.06), (2.0, 0.5, 0.51), (5 / 3600, 5.0, 5.0)])
     def test_the_next_lease_is_due_when_an_empty_bucket_has_filled_a_portion(self, rate, earliest, latest):
-        purse = TokenCache(rate)
-        purse.put_in(0, left=0.0, now=0.0)
+        cache = TokenCache(rate)
+        cache.add(0, left=0.0, now=0.0)
 
-        assert earliest <= purse.ask_at <= latest
+        assert earliest <= cache.next_lease_at <= latest
 
 
 def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
@@ -159,23 +159,23 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
     for now in (step / 1000 for step in range(int(seconds * 1000))):
         random.shuffle(order)
         for one in order:
-            purse, speed = purses[one], speeds[one]
+            cache, speed = purses[one], speeds[one]
             if coming[one] and coming[one][0] <= now:
                 _, leased = coming[one]
                 coming[one] = None
-                purse.put_in(leased.tokens, leased.left, now)
+                cache.add(leased.tokens, leased.left, now)
             while max(free_at[one], polled_at[one]) <= now:
-                taken = purse.take(1, now)
-                wants[one] = not taken or purse.wants_more(now)
+                taken = cache.take(1, now)
+                wants[one] = not taken or cache.wants_more(now)
                 if taken:
                     used[one] += 1
                     uses.append((now, 1))
                     free_at[one] = now if speed is None else max(free_at[one], now - 0.001) + 1 / speed
                     continue
                 polled_at[one] = now + poll
-            if wants[one] and coming[one] is None and now >= purse.ask_at:
+            if wants[one] and coming[one] is None and now >= cache.next_lease_at:
                 wants[one] = False
-                leased = pour(level, now - filled_at, rate=rate, burst=purse.burst, most=purse.portion)
+                leased = refill_and_take(level, now - filled_at, rate=rate, burst=cache.burst, most=cache.portion)
                 level, filled_at = leased.left, now
                 coming[one] = now + roundtrip, leased
     return used, uses
@@ -221,8 +221,8 @@ def test_processes_that_share_a_rate_use_nearly_all_of_it_and_never_more(rate, s
 
     used, uses = shared(rate, speeds, seconds=seconds)
 
-    purse = TokenCache(rate)
+    cache = TokenCache(rate)
     assert 0.95 * rate * seconds <= sum(used)
     # The tokens that were cached when a window began, and the burst of the bucket, come on top of the rate.
     for window in (0.1, 1.0, seconds):
-        assert busiest(uses, window) <= rate * (window + purse.keep) + purse.burst
+        assert busiest(uses, window) <= rate * (window + cache.lifetime) + cache.burst

@@ -1,0 +1,156 @@
+"""The paused handlers in the admin: since when, by whom, why, and how many stored messages wait."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import admin
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from inbox.errors import UnknownHandler
+from inbox.models import DUE, InboxMessage, PausedHandler
+from inbox.pausing import alias_of, pause_handler, resume_handler
+from outbox.console.acting_admin import ActingAdmin, by, counted
+from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+
+
+class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
+    class Meta:
+        model = PausedHandler
+        fields = ("handler", "reason")
+        widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
+        help_texts: ClassVar[Any] = {
+            "handler": _("Its exact name."),
+            "reason": _("Optional. It is shown with the handler, and logged."),
+        }
+
+    using: ClassVar[str]
+
+    def clean_handler(self) -> str:
+        name: str = self.cleaned_data["handler"]
+        try:
+            alias_of(name, self.using)
+        except UnknownHandler as error:
+            raise forms.ValidationError(str(error)) from error
+        return name
+
+    def validate_unique(self) -> None:
+        """A paused handler may be paused again, with another reason."""
+
+
+@admin.register(PausedHandler)
+class PausedHandlerAdmin(ActingAdmin):
+    """By handler. To add one is to pause it."""
+
+    noun = "handler"
+    nothing = _("No handler is paused.")
+    hint = _(
+        "No process runs messages of these handlers. New messages stay in the broker's queue; stored ones stay due. Nothing is "
+        "lost, and messages keep their order. Only an operator resumes a handler."
+    )
+    add_form_template = "admin/change_form.html"
+    form = PauseForm
+
+    ordering = ("handler",)
+    sortable_by = ()
+    list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
+    list_filter = ()
+    actions = ("resume",)
+    shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return ("handler", "reason") if obj is None else self.shown
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return () if obj is None else self.shown
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
+        form.using = self.using
+        return form
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.pause_pausedhandler")
+
+    def has_resume_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.resume_pausedhandler")
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
+        """Pause the handler; what is logged and shown next is its row."""
+        with transaction.atomic(using=self.using):
+            pause_handler(obj.handler, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
+            obj.pk = PausedHandler.objects.using(self.using).get(handler=obj.handler).pk
+            self.audit(request, self.using, "pause", obj)
+
+    def subject(self, row: Any) -> str:
+        return visible(row.handler)
+
+    def audited_id(self, row: Any) -> str:
+        return str(row.handler)
+
+    def badge_of(self, row: Any) -> SafeString:
+        return badge(gettext("Paused"), Tone.STOPPED)
+
+    def offers(self, action: str, row: Any) -> bool:
+        return True
+
+    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
+        return gettext("it is not paused any more")
+
+    @admin.action(permissions=["resume"], description=_("Resume…"))
+    def resume(self, request: HttpRequest, queryset: QuerySet[PausedHandler]) -> HttpResponse | None:
+        if self.is_confirmed(request):
+            resume = partial(_resume, by=by(request).removeprefix("by "))
+            return self.carry_out(request, queryset, done="resumed", transition=resume)
+        question = gettext("Resume these handlers? Their messages are run, the oldest first.")
+        return self.ask(request, queryset, action="resume", question=question, button=gettext("Resume the handlers"))
+
+    @admin.display(description=_("handler"))
+    def handler_name(self, row: Any) -> SafeString:
+        return identifier(row.handler)
+
+    @admin.display(description=_("state"))
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description=_("stored messages"))
+    def stored(self, row: Any) -> str:
+        return counted(InboxMessage.objects.using(self.using).filter(handler=row.handler, state__in=DUE))
+
+    @admin.display(description=_("state"))
+    def stored_count(self, row: Any) -> SafeString:
+        """In the list: the badge, and how many stored messages wait."""
+        return stacked(self.badge_of(row), format_html(gettext("{} stored messages"), self.stored(row)))
+
+    @admin.display(description=_("since"))
+    def since(self, row: Any) -> SafeString:
+        return age(row.paused_at, row.database_now)
+
+    @admin.display(description=_("since"))
+    def since_exactly(self, row: Any) -> SafeString:
+        return moment(row.paused_at, row.database_now)
+
+    @admin.display(description=_("by"))
+    def by_whom(self, row: Any) -> SafeString:
+        return identifier(row.paused_by)
+
+    @admin.display(description=_("why"))
+    def why(self, row: Any) -> SafeString:
+        return headline(row.reason)
+
+    @admin.display(description=_("why"))
+    def reason_text(self, row: Any) -> SafeString:
+        return as_text(row.reason).as_html()
+
+
+def _resume(alias: str, pk: Any, *, by: str) -> bool:
+    row = PausedHandler.objects.using(alias).filter(pk=pk).first()
+    return row is not None and resume_handler(row.handler, by=by, using=alias)

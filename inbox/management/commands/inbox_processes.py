@@ -1,0 +1,7 @@
+from inbox.store import heartbeats
+from outbox.console.processes_command import ProcessesCommand
+
+
+class Command(ProcessesCommand):
+    help = "List the consumers, or pause, resume, drain or stop some of them. The request is stored in the database."
+    app, heartbeats, kind = "inbox", heartbeats.consumers, "consumer"

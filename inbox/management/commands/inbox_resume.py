@@ -1,0 +1,32 @@
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from inbox.errors import UnknownHandler
+from inbox.pausing import resume_handler
+from outbox.console.audit import Subject, actor_of_command, record
+from outbox.database.schema import require_schema
+
+
+class Command(BaseCommand):
+    help = "Resume a paused handler: its messages are run again, the oldest first."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("handler", metavar="HANDLER", help="its exact name")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias, name = options["database"], options["handler"]
+        require_schema(alias, "inbox")
+        actor = actor_of_command(__name__)
+        try:
+            with transaction.atomic(using=alias):
+                was_paused = resume_handler(name, by=f"{actor.name} with {actor.place}", using=alias)
+                if was_paused:
+                    record("inbox", alias, actor, "resume", [Subject(kind="handler", id=name, name=name)])
+        except UnknownHandler as error:
+            raise CommandError(str(error)) from error
+        if not was_paused:
+            raise CommandError(f"Handler {name} is not paused. inbox_status lists those that are.")
+        self.stdout.write(f"Handler {name} is resumed.")

@@ -1,0 +1,6 @@
+from outbox.console.roles_command import RolesCommand
+
+
+class Command(RolesCommand):
+    help = "Create or update the groups Inbox viewer, who may only look, and Inbox operator, who may do everything."
+    app = "inbox"

@@ -1,0 +1,79 @@
+"""Pausing a handler: its messages stay where they are, in order, and no process runs them until it is resumed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from inbox.errors import UnknownHandler
+from inbox.handlers.registry import registry
+from inbox.store import pausing
+from outbox.kernel.identity import process_name
+
+logger = logging.getLogger(__name__)
+
+_PAUSED = "inbox: handler %s paused by %s%s; its messages stay in the queue or stored, and no process runs them"
+_RESUMED = "inbox: handler %s resumed by %s; consumers run its messages again, the oldest first"
+
+
+def pause_handler(handler: str, *, reason: str = "", by: str = "", using: str | None = None) -> bool:
+    """Have no process run messages of `handler` until `resume_handler()`; return whether it was running.
+
+    In the transaction that is open on `using`, or else in one of its own. After that has committed, a stored message is not
+    run, and each consumer ends its subscription to the handler's queue within two seconds. A run that has begun is finished.
+
+    Args:
+        handler: its exact name.
+        reason: for people; shown with the handler.
+        by: who; default: this process.
+        using: the database; default: the handler's own.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    alias = alias_of(handler, using)
+    by = by or process_name()
+    with transaction.atomic(using=alias):
+        was_running = pausing.pause(alias, handler, by, reason)
+        _after_commit(alias, partial(logger.warning, _PAUSED, handler, by, f": {reason}" if reason else ""))
+    return was_running
+
+
+def resume_handler(handler: str, *, by: str = "", using: str | None = None) -> bool:
+    """Have the messages of `handler` run again; return whether it was paused.
+
+    In the transaction that is open on `using`, or else in one of its own. Consumers see it within two seconds.
+
+    Args:
+        by: who; default: this process.
+        using: the database; default: the handler's own.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    alias = alias_of(handler, using)
+    with transaction.atomic(using=alias):
+        was_paused = pausing.resume(alias, handler)
+        if was_paused:
+            _after_commit(alias, partial(logger.warning, _RESUMED, handler, by or process_name()))
+    return was_paused
+
+
+def _after_commit(alias: str, report: partial[None]) -> None:
+    transaction.on_commit(report, using=alias, robust=True)
+
+
+def alias_of(name: str, using: str | None = None) -> str:
+    """The database in which a handler is paused.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    registered = registry.get(name)
+    alias = using or (registered.using if registered else DEFAULT_DB_ALIAS)
+    if registered is None and not pausing.is_known(alias, name):
+        known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
+        raise UnknownHandler(f"No handler is called {name!r}. Known handlers: {known}.")
+    return alias

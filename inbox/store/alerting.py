@@ -1,0 +1,43 @@
+"""The queries of the inbox's alert conditions."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from inbox.models import DUE, InboxMessage, PausedHandler, State
+from inbox.store import heartbeats
+from inbox.store.due import stored_handlers
+from outbox.database.now import DatabaseTime
+
+
+def running_handlers(alias: str) -> set[str]:
+    """The handlers that a running process runs."""
+    rows = heartbeats.consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
+    return {name for names in rows for name in names}
+
+
+def has_consumers(alias: str) -> bool:
+    """Is a process known that runs handlers here, also a silent one, or one that has stopped within the last hour?"""
+    return bool(heartbeats.consumers.known(alias).exists())
+
+
+def due_handlers(alias: str) -> set[str]:
+    """The handlers with stored messages."""
+    return set(stored_handlers(alias))
+
+
+def paused(alias: str) -> dict[str, Any]:
+    """The paused handlers by name."""
+    return {row.handler: row for row in PausedHandler.objects.using(alias).annotate(database_now=DatabaseTime())}
+
+
+def is_late(alias: str, handler: str, lag: timedelta) -> bool:
+    """Has a stored message of this handler been due for longer than `lag`?"""
+    late = InboxMessage.objects.using(alias).filter(handler=handler, state__in=DUE, next_attempt_at__lt=DatabaseTime(-lag))
+    return bool(late.exists())
+
+
+def newly_dead(alias: str, within: timedelta) -> int:
+    """How many dead messages became so within this time."""
+    return InboxMessage.objects.using(alias).filter(state=State.DEAD, settled_at__gte=DatabaseTime(-within)).count()

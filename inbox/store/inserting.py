@@ -1,0 +1,286 @@
+"""Inserting messages: the columns of a row, and the one INSERT that every new row of the inbox is written by.
+
+On PostgreSQL a load of any size is one statement with the same text, so it is prepared: the rows are one JSON document, because
+a parameter for each value would cost more than the INSERT, and their bodies one array. The fast path has a single row and gives
+its values as parameters. SQLite saves no round trips and gets one statement for each row.
+
+The rows are numbered in the order in which they are given. Rows that exist already are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections
+
+from inbox.models import State
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
+from inbox.store.failures import FIRST_ATTEMPT
+from inbox.store.ordering import OPEN
+from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
+from outbox.database.connections import is_postgresql
+from outbox.database.now import NOW, NOW_AFTER
+from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from outbox.kernel.failures import DEFERRED
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Insertion:
+    """A row to insert.
+
+    Attributes:
+        state: with `waiting` and `leads`, it is `received` if no open row of its key precedes it.
+        leads: it is the first of its ordering key in its load.
+        due_after: seconds until it is due; a row that waits behind another is not due. None: it is not due at all.
+        replaces_id: the dead row whose payload an operator has corrected.
+        attempt: its first failed attempt, as JSON, see `failures`.
+        duplicates: deliveries that are already counted on the row, and by their cause in the following counts.
+        conflicts: 1 if such a duplicate has other content, which is that of this row.
+        result: what its handler returned, as JSON.
+    """
+
+    row: NewRow
+    state: State
+    leads: bool = False
+    due_after: float | None = None
+    attempts: int = 0
+    fence: int = 0
+    ordered: bool = False
+    place: int | None = None
+    replaces_id: int | None = None
+    quarantined: bool = False
+    last_error: str = ""
+    error_class: str = ""
+    error_place: str = ""
+    attempt: str | None = None
+    traceback: str = ""
+    duplicates: int = 0
+    redeliveries: int = 0
+    resends: int = 0
+    replays: int = 0
+    conflicts: int = 0
+    result: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inserted:
+    """The rows of a load that did not exist.
+
+    Attributes:
+        rows: by biz-id, the id and the state of each.
+        transaction: the id of the inserting transaction; "" on SQLite.
+    """
+
+    rows: Mapping[str, tuple[int, str]]
+    transaction: str
+
+
+_OPTIONAL = {
+    "leads": ("boolean", "false"),
+    "due_after": ("float8", "NULL"),
+    "attempts": ("int", "0"),
+    "fence": ("bigint", "0"),
+    "ordered": ("boolean", "false"),
+    "place": ("bigint", "NULL"),
+    "replaces_id": ("bigint", "NULL"),
+    "quarantined": ("boolean", "false"),
+    "last_error": ("text", "''"),
+    "error_class": ("text", "''"),
+    "error_place": ("text", "''"),
+    "attempt": ("text", "NULL"),
+    "traceback": ("text", "''"),
+    "duplicates": ("int", "0"),
+    "redeliveries": ("int", "0"),
+    "resends": ("int", "0"),
+    "replays": ("int", "0"),
+    "conflicts": ("int", "0"),
+    "result": ("text", "NULL"),
+}
+"""The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
+_DEFAULTS = {field.name: field.default for field in fields(Insertion)}
+_NOT_STORED = {"leads", "due_after", "attempt"}
+_GIVEN = [*COLUMNS, "state", *_OPTIONAL]
+_DOCUMENT = {
+    **{column: "text" if kind == "jsonb" else kind for column, kind in COLUMNS.items() if column != "body"},
+    "state": "varchar",
+    **{column: kind for column, (kind, _) in _OPTIONAL.items()},
+}
+"""The values of a row in a JSON document: all but the body, with PostgreSQL's types."""
+
+
+def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False, skip_existing: bool = False) -> str:
+    """The INSERT from `source`, a relation of that name with the columns `_GIVEN`, without RETURNING.
+
+    Args:
+        bound: the relation of `BOUND`, if the statement has it.
+        is_load: the source also has the column `number`, the order in which the rows are inserted.
+        skip_existing: leave out rows that exist before the unique index is checked, which would wait for the end of a handler
+            that is running such a row. The statement still waits for a concurrent duplicate that is being inserted.
+    """
+    at = NOW[vendor]
+    values = {
+        **{column: f"given.{column}" for column in COLUMNS},
+        **{column: f"COALESCE(given.{column}, {default})" for column, (_, default) in _OPTIONAL.items()},
+        "conflicting_id": "CASE WHEN given.conflicts > 0 THEN given.message_id ELSE '' END",
+        "conflicting_body": "CASE WHEN given.conflicts > 0 THEN given.body END",
+        "conflicting_at": f"CASE WHEN given.conflicts > 0 THEN {at} END",
+        "state": "given.became",
+        "received_at": at,
+        "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
+        "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
+        f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
+    }
+    fails = f"given.became IN ('retrying', 'dead') AND COALESCE(given.error_class, '') NOT IN ('', '{DEFERRED}')"
+    values["failing_since"] = values["failed_at"] = f"CASE WHEN {fails} THEN {at} END"
+    values["failures"] = f"CASE WHEN given.attempt IS NOT NULL THEN {FIRST_ATTEMPT[vendor].format('given.attempt')} END"
+    if vendor == "postgresql":
+        values["headers"] += "::jsonb"
+        values["result"] += "::jsonb"
+    stored = [column for column in values if column not in _NOT_STORED]
+    exists = f"SELECT 1 FROM {TABLE} m WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id"
+    precedes = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
+    is_head = f"COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({precedes})"
+    became = f"CASE WHEN {is_head} THEN 'received' ELSE source.state END"
+    # OFFSET makes PostgreSQL compute each row's values once.
+    once, order = ("OFFSET 0", "ORDER BY given.number") if is_load else ("", "")
+    return (
+        f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} "
+        f"FROM {bound}{bound and ', '}(SELECT source.*, {became} AS became FROM {source} {once}) AS given "
+        # SQLite needs a WHERE before ON CONFLICT.
+        f"WHERE {f'NOT EXISTS ({exists})' if skip_existing else 'true'} {order} "
+        "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
+    )
+
+
+def _values_of_one(given: Mapping[str, str]) -> str:
+    """One row as a source: the expressions that are given, and the defaults of the other values."""
+    absent = {column: f"{default}::{kind}" for column, (kind, default) in _OPTIONAL.items() if column not in given}
+    return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
+
+
+def _insert_many(document: str, bodies: str, longest_wait: str, *, skip_existing: bool) -> str:
+    """For PostgreSQL: one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
+
+    The aggregates ensure that all rows are inserted before that. A row is returned also if none is inserted.
+    """
+    typed = ", ".join(f"{column} {kind}" for column, kind in _DOCUMENT.items())
+    source = (
+        f"ROWS FROM (json_to_recordset({document}::json) AS ({typed}), unnest({bodies}::bytea[])) WITH ORDINALITY "
+        f"AS source({', '.join(_DOCUMENT)}, body, number)"
+    )
+    bound = f"coalesce({longest_wait}, current_setting('lock_timeout'))"
+    insert = _insert("postgresql", source, bound="bound", is_load=True, skip_existing=skip_existing)
+    return (
+        f"{BOUND.replace('%s', bound)}, inserted AS ({insert} RETURNING id, biz_id, state) "
+        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, (SELECT array_agg(id) AS ids, "
+        "array_agg(biz_id) AS biz_ids, array_agg(state) AS states FROM inserted) AS all_inserted"
+    )
+
+
+_ONE_ON_SQLITE = _insert("sqlite", _values_of_one(dict.fromkeys(_GIVEN, "%s"))) + " RETURNING id, state"
+_MANY = {
+    skip_existing: PreparedStatement(
+        "inbox_insert" if skip_existing else "inbox_insert_waiting",
+        ["text", "json", "bytea[]"],
+        _insert_many("$2", "$3", "$1", skip_existing=skip_existing),
+        # It reads the table, which a load may fill: see PreparedStatement.
+        most_runs=PLANNED_SINGLY,
+    )
+    for skip_existing in (True, False)
+}
+_PLACES = {column: f"${number}" for number, column in enumerate([*COLUMNS, "attempts", "result"], 1)}
+_LONGEST_WAIT = f"${len(_PLACES) + 1}"
+_ROW_OF_PLACES = _values_of_one({**_PLACES, "state": "'done'::varchar"})
+# One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
+_DONE = PreparedStatement(
+    "inbox_begin",
+    [*COLUMNS.values(), "int", "text", "text"],
+    f"{BOUND.replace('%s', _LONGEST_WAIT)} "
+    f"{_insert('postgresql', _ROW_OF_PLACES, bound='bound')} "
+    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+)
+
+
+def insert_done(
+    connection: BaseDatabaseWrapper, row: NewRow, longest_wait: timedelta, *, attempts: int, result: str | None
+) -> tuple[int, str] | None:
+    """Insert one row as `done`: its id and the transaction's. None: the row exists. Call it only if `is_usable`.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting the same row, or runs it, and did not end within `longest_wait`.
+    """
+    given = [*(getattr(row, column) for column in COLUMNS), attempts, result, as_bound(longest_wait)]
+    with locked_means_busy():
+        rows = _DONE.execute(connection, given).rows
+    return (int(rows[0][0]), rows[0][1]) if rows else None
+
+
+def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta) -> Guard | None:
+    """Insert one row. None: it exists.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
+    """
+    inserted = insert_many(alias, [insertion], longest_wait)
+    return next((Guard(alias, (row,), inserted.transaction) for row, _ in inserted.rows.values()), None)
+
+
+def insert_many(
+    alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, skip_existing: bool = True
+) -> Inserted:
+    """Insert rows in their order, except those that exist and copies of an earlier one of them.
+
+    Args:
+        longest_wait: for a concurrent duplicate; None keeps the transaction's lock_timeout.
+        skip_existing: False waits for the end of a handler that is running one of the rows, as for a concurrent duplicate.
+
+    Raises:
+        ConcurrentDuplicate: a transaction that was waited for did not end in time.
+    """
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return _insert_each(connection, insertions)
+    bound = None if longest_wait is None else as_bound(longest_wait)
+    document = json.dumps([_document(insertion) for insertion in insertions])
+    given = [bound, document, [insertion.row.body for insertion in insertions]]
+    with locked_means_busy():
+        if is_usable(connection):
+            connection.validate_no_broken_transaction()
+            found = _MANY[skip_existing].fetch(connection, given)
+        else:
+            sql = _insert_many("%s", binary(connection), "%s", skip_existing=skip_existing)
+            found = fetch_all(connection, sql, given)
+    ((ids, biz_ids, states, transaction, _),) = found
+    rows = zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)
+    return Inserted(rows=dict(rows), transaction=transaction)
+
+
+def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion]) -> Inserted:
+    rows: dict[str, tuple[int, str]] = {}
+    with connection.cursor() as cursor:
+        for insertion in insertions:
+            given = [getattr(insertion.row if column in COLUMNS else insertion, column) for column in _GIVEN]
+            cursor.execute(_ONE_ON_SQLITE, [adapted(connection, value) for value in given])
+            for row, state in cursor.fetchall():
+                rows[insertion.row.biz_id] = row, state
+    return Inserted(rows=rows, transaction="")
+
+
+def _document(insertion: Insertion) -> dict[str, Any]:
+    """The row in the JSON document, without its body and without defaults."""
+    row = insertion.row
+    values: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS if column != "body"}
+    values["created_at"] = row.created_at.isoformat() if row.created_at else None
+    values["state"] = insertion.state
+    for column in _OPTIONAL:
+        value = getattr(insertion, column)
+        if value != _DEFAULTS[column]:
+            values[column] = value
+    return values

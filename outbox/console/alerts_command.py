@@ -1,0 +1,68 @@
+"""The commands `outbox_alerts` and `inbox_alerts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from outbox.console.alerts import Evaluator, alert_table
+from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.terminal import age, table
+from outbox.database.schema import require_schema
+
+
+class AlertsCommand(BaseCommand):
+    """See the module's docstring.
+
+    Attributes:
+        app: whose alerts.
+    """
+
+    app: str
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--once", action="store_true", help="evaluate now, unless a running process evaluates them")
+        parser.add_argument("--acknowledge", type=int, metavar="ID", help="record that you know of this alert")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias = options["database"]
+        require_schema(alias, self.app)
+        if options["once"]:
+            self._evaluate(alias)
+        elif options["acknowledge"] is not None:
+            self._acknowledge(alias, options["acknowledge"])
+        self._list(alias)
+
+    def _evaluate(self, alias: str) -> None:
+        evaluator = Evaluator(self.app, alias)
+        changed = evaluator.round()
+        if changed is None:
+            self.stdout.write("Not evaluated: a running process evaluates the alerts, or ALERTS turns them off.")
+            return
+        evaluator.release()
+        for event, alert in changed:
+            self.stdout.write(f"{event}: {alert.condition} {alert.object} {alert.summary}")
+
+    def _acknowledge(self, alias: str, pk: int) -> None:
+        actor = actor_of_command(type(self).__module__)
+        with transaction.atomic(using=alias):
+            if not alert_table(self.app).acknowledge(alias, pk, f"{actor.name} with {actor.place}"):
+                raise CommandError(f"Alert {pk} is not raised, or acknowledged already.")
+            record(self.app, alias, actor, "acknowledge", [Subject(kind="alert", id=str(pk))])
+
+    def _list(self, alias: str) -> None:
+        rows = list(alert_table(self.app).raised(alias))
+        if not rows:
+            self.stdout.write("No alert is raised.")
+            return
+        head = ("alert", "condition", "object", "raised", "acknowledged by")
+        lines = [
+            (str(row.pk), row.condition, row.object or "-", age(row.raised_at, row.database_now), row.acknowledged_by or "-")
+            for row in rows
+        ]
+        said = ["summary", *(row.summary for row in rows)]
+        drawn = table([head, *lines]).splitlines()
+        self.stdout.write("\n".join(f"{line}  {words}" for line, words in zip(drawn, said, strict=True)))

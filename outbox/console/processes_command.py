@@ -1,0 +1,125 @@
+"""The commands `outbox_processes` and `inbox_processes`: list processes, and send requests to them through the database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from outbox.console.audit import Actor, Subject, actor_of_command, record
+from outbox.console.terminal import age, table
+from outbox.database.heartbeat_table import HeartbeatTable
+from outbox.database.schema import require_schema
+from outbox.kernel.requests import Request
+
+_LEAST_OF_AN_ID = 4
+
+
+class ProcessesCommand(BaseCommand):
+    """See the module's docstring.
+
+    Attributes:
+        app: whose processes.
+        heartbeats: their table.
+        kind: what one of them is called.
+    """
+
+    app: str
+    heartbeats: HeartbeatTable
+    kind: str
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "request",
+            nargs="?",
+            default="list",
+            metavar="REQUEST",
+            choices=["list", *Request],
+            help="pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
+            "(default: list)",
+        )
+        parser.add_argument("processes", nargs="*", metavar="PROCESS", help="its id or the beginning of it, or host:pid")
+        parser.add_argument("--all", action="store_true", help="every process that has not stopped")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias = options["database"]
+        require_schema(alias, self.app)
+        known = list(self.heartbeats.known(alias))
+        if options["request"] == "list":
+            self.stdout.write(_listed(self.kind, known) if known else f"No {self.kind} is known.")
+            return
+        chosen = self._chosen(known, options["processes"], everyone=options["all"])
+        request, actor, left = Request(options["request"]), actor_of_command(type(self).__module__), []
+        for process in chosen:
+            if not self._request(alias, process, request, actor):
+                left.append(process)
+                continue
+            self.stdout.write(f"{process} is asked to {request}. It reads that with its next heartbeat, within 2 s.")
+        if left:
+            raise CommandError(f"The request has no effect in the state of: {', '.join(map(str, left))}.")
+
+    def _request(self, alias: str, process: Any, request: Request, actor: Actor) -> bool:
+        with transaction.atomic(using=alias):
+            by = f"{actor.name} with {actor.place}"
+            if not self.heartbeats.request(alias, process.pk, request, by):
+                return False
+            record(self.app, alias, actor, request, [Subject(kind="process", id=str(process.pk), name=str(process))])
+        return True
+
+    def _chosen(self, known: Sequence[Any], given: Sequence[str], *, everyone: bool) -> list[Any]:
+        running = [process for process in known if process.stopped_at is None]
+        if everyone:
+            return running
+        if not given:
+            raise CommandError("Name the processes, or say --all. Without arguments this command lists them.")
+        return [_named(name, running) for name in given]
+
+
+def _named(name: str, processes: Sequence[Any]) -> Any:
+    found = [
+        process
+        for process in processes
+        if name == str(process) or (len(name) >= _LEAST_OF_AN_ID and str(process.pk).startswith(name.lower()))
+    ]
+    if len(found) != 1:
+        raise CommandError(f"{len(found) or 'No'} running processes are called {name!r}. Use the id that the list shows.")
+    return found[0]
+
+
+def _listed(kind: str, processes: Sequence[Any]) -> str:
+    head = (kind, "id", "version", "started", "heartbeat", "per second", "memory", "database", "broker")
+    lines = [
+        (
+            str(process),
+            str(process.pk)[:8],
+            process.version,
+            age(process.started_at, process.database_now),
+            age(process.beat_at, process.database_now),
+            "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
+            "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
+            _milliseconds(process.database_ms),
+            _milliseconds(process.broker_ms),
+        )
+        for process in processes
+    ]
+    # The state may contain a sentence, too long for a column.
+    states = ["state", *map(_state, processes)]
+    return "\n".join(f"{line}  {state}" for line, state in zip(table([head, *lines]).splitlines(), states, strict=True))
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _state(process: Any) -> str:
+    if process.stopped_at:
+        return f"stopped {age(process.stopped_at, process.database_now)} ago"
+    state = "silent" if process.silent else str(process.mode)
+    if process.waits_for:
+        state += f", waits for {process.waits_for}"
+    if process.requested and not process.acknowledged_at:
+        state += f", {process.requested} is requested by {process.requested_by}"
+    return state

@@ -1,0 +1,261 @@
+"""The audit log: what is written, in which transaction, and the page with its filters and exports."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import transaction
+from django.urls import reverse
+
+from inbox.models import AuditEntry as InboxAuditEntry
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from outbox.console import acting_admin
+from outbox.console.audit import Actor, Subject, record
+from outbox.database.now import DatabaseTime
+from outbox.models import AuditEntry
+from outbox.states import State
+from tests.support.admin_pages import (
+    CANCEL,
+    NASTY,
+    RESCHEDULE,
+    VIEW,
+    Page,
+    a_message,
+    act,
+    listed,
+    staff_client,
+    state_of,
+)
+from tests.support.deliveries import deliver, run_to_the_end
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+AUDIT, ENTRY = "admin:outbox_auditentry_changelist", "admin:outbox_auditentry_change"
+VIEW_AUDIT, EXPORT = "view_auditentry", "export_auditentry"
+ADA = Actor(name="ada", place="admin", address="192.0.2.7")
+
+
+def an_entry(action="cancel", *, actor=ADA, ago=timedelta(), parameters=None, kind="message", name="shop.order.placed 1"):
+    record("outbox", "default", actor, action, [Subject(kind=kind, id="m-1", name=name)], parameters)
+    AuditEntry.objects.filter(pk=AuditEntry.objects.latest("pk").pk).update(at=DatabaseTime(-ago))
+    return AuditEntry.objects.latest("pk")
+
+
+def the_page(**query):
+    return Page(staff_client(VIEW_AUDIT).get(reverse(AUDIT), query))
+
+
+class TestActions:
+    def test_admin_action_writes_one_entry_for_each_message_with_its_parameters(self):
+        first, second, published = a_message(), a_message(), a_message(State.PUBLISHED)
+
+        act(staff_client(VIEW, CANCEL), "cancel", first, second, published, confirmed="yes", reason="wrong price")
+
+        entries = list(AuditEntry.objects.order_by("pk"))
+        assert [entry.object_id for entry in entries] == [str(first.message_id), str(second.message_id)]
+        assert {(one.actor, one.place, one.address, one.action, one.kind) for one in entries} == {
+            ("staff0", "admin", "127.0.0.1", "cancel", "message")
+        }
+        assert entries[0].parameters == {"reason": "wrong price"}
+
+    def test_parameters_of_rescheduling_are_recorded(self):
+        message = a_message(State.SCHEDULED)
+
+        act(staff_client(VIEW, RESCHEDULE), "reschedule", message, confirmed="yes", delay="2h", reason="")
+
+        assert AuditEntry.objects.get().parameters["delay"] == "2h"
+
+    def test_entry_is_rolled_back_with_its_action(self, monkeypatch):
+        def fails(*args, **kwargs):
+            record(*args, **kwargs)
+            raise RuntimeError("the entry cannot be committed")
+
+        message = a_message()
+        monkeypatch.setattr(acting_admin, "record", fails)
+        with pytest.raises(RuntimeError):
+            act(staff_client(VIEW, CANCEL), "cancel", message, confirmed="yes", reason="x")
+
+        assert state_of(message) == State.READY
+        assert not AuditEntry.objects.exists()
+
+    def test_commands_write_entries_with_the_user_and_the_host(self):
+        call_command("outbox_pause", "shop.order.placed", reason="defect", stdout=io.StringIO())
+        call_command("outbox_resume", "shop.order.placed", stdout=io.StringIO())
+        a_message(State.CANCELLED, topic="shop.restored", settled_at=DatabaseTime())
+        call_command("outbox_restore", topic="shop.restored", stdout=io.StringIO())
+        call_command("outbox_purge", stdout=io.StringIO())
+
+        found = AuditEntry.objects.order_by("pk").values_list("place", "action", "kind")
+        assert list(found) == [
+            ("outbox_pause", "pause", "topic"),
+            ("outbox_resume", "resume", "topic"),
+            ("outbox_restore", "restore", "messages"),
+            ("outbox_purge", "purge", "messages"),
+        ]
+        assert all(entry.actor and entry.address for entry in AuditEntry.objects.all())
+        assert AuditEntry.objects.get(action="restore").parameters["topic"] == "shop.restored"
+
+    def test_retrying_and_correcting_by_command_is_recorded(self, handles, tmp_path):
+        handler = handles(fails, name="tests.h")
+        deliver(handler)
+        run_to_the_end()
+        dead = InboxMessage.objects.get(state=InboxState.DEAD)
+        corrected = tmp_path / "payload.json"
+        corrected.write_text('{"order_id": 2}')
+
+        call_command("inbox_edit", dead.message_id, payload=str(corrected), stdout=io.StringIO())
+        run_to_the_end()
+        call_command("inbox_retry", all=True, stdout=io.StringIO())
+
+        edit, retry = InboxAuditEntry.objects.order_by("pk")
+        assert (edit.place, edit.action, edit.object_id) == ("inbox_edit", "edit", dead.message_id)
+        assert edit.parameters["payload"] == "15 characters"
+        assert (retry.place, retry.action) == ("inbox_retry", "retry")
+
+    def test_payload_of_a_correction_in_the_admin_is_not_recorded(self, handles):
+        deliver(handles(fails, name="tests.h"))
+        run_to_the_end()
+        dead = InboxMessage.objects.get(state=InboxState.DEAD)
+        client, page = staff_client("view_inboxmessage", "edit_inboxmessage"), "admin:inbox_inboxmessage_changelist"
+        given = {"confirmed": "yes", "payload": '{"order_id": 1234567890}'}
+        shown = Page(act(client, "edit", dead, page=page, **given)).all("input", name="shown")[0]["value"]
+
+        act(client, "edit", dead, page=page, **given, shown=shown)
+
+        assert InboxAuditEntry.objects.get().parameters == {"payload": "24 characters"}
+
+
+def fails(message):
+    raise ValueError("no stock")
+
+
+class TestEntries:
+    def test_entry_is_never_changed_or_deleted_by_itself(self):
+        entry = an_entry()
+
+        with pytest.raises(TypeError, match="never changed"):
+            entry.save()
+        with pytest.raises(TypeError, match="not deleted"):
+            entry.delete()
+
+    def test_purge_deletes_entries_only_after_their_retention(self, settings):
+        old, recent = an_entry(ago=timedelta(days=366)), an_entry(ago=timedelta(days=364))
+
+        call_command("outbox_purge", stdout=io.StringIO())
+
+        left = set(AuditEntry.objects.exclude(action="purge").values_list("pk", flat=True))
+        assert left == {recent.pk}
+        assert old.pk not in left
+
+    def test_entry_outside_the_transaction_of_its_action_does_not_exist(self):
+        with transaction.atomic():
+            an_entry()
+            transaction.set_rollback(True)
+
+        assert not AuditEntry.objects.exists()
+
+
+class TestPage:
+    def test_list_shows_who_what_when_where_and_the_parameters(self):
+        an_entry(parameters={"reason": "wrong price"}, ago=timedelta(hours=2))
+
+        text = the_page().text
+
+        expected = ("ada", "admin", "192.0.2.7", "cancel", "message", "shop.order.placed 1", "reason: wrong price")
+        assert [words for words in expected if words not in text] == []
+
+    def test_empty_log_says_so(self):
+        assert "No operator has done anything yet." in the_page().text
+
+    def test_filters_by_who_action_kind_and_time(self):
+        old = an_entry(ago=timedelta(days=3))
+        bobs = an_entry("pause", actor=Actor(name="bob", place="outbox_pause", address="host"), kind="topic")
+        client = staff_client(VIEW_AUDIT)
+
+        assert listed(client, AUDIT, actor="bob") == [bobs.pk]
+        assert listed(client, AUDIT, action="cancel") == [old.pk]
+        assert listed(client, AUDIT, kind="topic") == [bobs.pk]
+        assert listed(client, AUDIT, within="day") == [bobs.pk]
+        assert listed(client, AUDIT, within="week") == [bobs.pk, old.pk]
+
+    def test_search_finds_object_user_and_address_exactly(self):
+        entry = an_entry()
+        client = staff_client(VIEW_AUDIT)
+
+        for term in ("m-1", "ada", "192.0.2.7", "shop.order.placed 1"):
+            assert listed(client, AUDIT, q=term) == [entry.pk]
+        assert listed(client, AUDIT, q="m-") == []
+
+    def test_text_of_an_entry_adds_no_element(self):
+        shapes = []
+        for text in ("harmless", NASTY):
+            an_entry(text, actor=Actor(name=text, place=text, address=text), name=text, parameters={text: text}, kind=text)
+            page = the_page()
+            assert text in page.text
+            shapes.append([element for element in page.shape if element != ("wbr",)])
+            AuditEntry.objects.all().delete()
+
+        assert shapes[0] == shapes[1]
+
+    def test_pages_are_read_only(self):
+        entry = an_entry()
+        client = staff_client(VIEW_AUDIT, "change_auditentry", "delete_auditentry", "add_auditentry")
+
+        assert "wrong" not in Page(client.get(reverse(ENTRY, args=[entry.pk]))).text
+        assert client.post(reverse(ENTRY, args=[entry.pk]), {"actor": "eve"}).status_code == 403
+        assert client.post(reverse("admin:outbox_auditentry_delete", args=[entry.pk]), {"post": "yes"}).status_code == 403
+        assert client.get(reverse("admin:outbox_auditentry_add")).status_code == 403
+        assert AuditEntry.objects.get().actor == "ada"
+
+
+class TestExport:
+    def exported(self, form, **query):
+        url = reverse("admin:outbox_auditentry_export", args=[form])
+        response = staff_client(VIEW_AUDIT, EXPORT).get(url, query)
+        assert response.status_code == 200
+        return b"".join(response.streaming_content).decode()
+
+    def test_csv_has_the_entries_of_the_list(self):
+        an_entry(parameters={"reason": "wrong"})
+        an_entry("pause")
+
+        rows = list(csv.DictReader(io.StringIO(self.exported("csv", action="cancel"))))
+
+        assert [(row["actor"], row["action"], json.loads(row["parameters"])) for row in rows] == [
+            ("ada", "cancel", {"reason": "wrong"})
+        ]
+
+    def test_csv_contains_no_formula(self):
+        an_entry(name="=HYPERLINK(1)")
+
+        [row] = csv.DictReader(io.StringIO(self.exported("csv")))
+
+        assert row["name"] == "'=HYPERLINK(1)"
+
+    def test_json_lines_have_one_entry_each(self):
+        an_entry(name="=1")
+        an_entry("pause")
+
+        lines = [json.loads(line) for line in self.exported("jsonl").splitlines()]
+
+        assert [line["action"] for line in lines] == ["pause", "cancel"]
+        assert lines[1]["name"] == "=1"
+
+    def test_unknown_form_is_not_found(self):
+        url = reverse("admin:outbox_auditentry_export", args=["xml"])
+
+        assert staff_client(VIEW_AUDIT, EXPORT).get(url).status_code == 404
+
+    def test_export_requires_its_permission_and_is_not_linked_without_it(self):
+        url = reverse("admin:outbox_auditentry_export", args=["csv"])
+
+        assert staff_client(VIEW_AUDIT).get(url).status_code == 403
+        assert staff_client(EXPORT).get(url).status_code == 403
+        assert "Export CSV" not in the_page().text
+        assert "Export CSV" in Page(staff_client(VIEW_AUDIT, EXPORT).get(reverse(AUDIT))).text

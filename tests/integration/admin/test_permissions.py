@@ -1,0 +1,207 @@
+"""Every page and every action of the admin is refused without its own permission; the groups that the commands create."""
+
+from __future__ import annotations
+
+import io
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import Group, Permission, User
+from django.core.management import call_command
+from django.test import Client
+from django.urls import reverse
+
+from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
+from outbox.database.now import DatabaseTime
+from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
+from outbox.states import State
+from tests.support.admin_pages import a_message, staff_client
+from tests.support.deliveries import deliver, run_to_the_end
+from tests.support.heartbeats import a_consumer, a_relay
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+OURS = {
+    model._meta.label: model_admin
+    for model, model_admin in admin.site._registry.items()
+    if model._meta.app_label in {"outbox", "inbox"}
+}
+ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
+PERMISSION = {
+    "publish_now": "reschedule",
+    "override_maximum_age": "override",
+    "commit": "decide",
+    "roll_back": "decide",
+    "ask_again": "decide",
+    "call_now": "run",
+}
+"""Actions whose permission has another name."""
+ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
+"""Further permissions that a page needs, because it shows rows of another model."""
+CONFIRMED = {"confirmed": "yes", "reason": "x"}
+
+
+def url_of(label, page="changelist", *args):
+    app, model = label.lower().split(".")
+    return reverse(f"admin:{app}_{model}_{page}", args=args)
+
+
+def view_permission(label):
+    """Proxies are viewed with the permission of their model."""
+    model = OURS[label].model
+    return f"view_{model._meta.concrete_model._meta.model_name}"
+
+
+def a_pending_callback():
+    message = a_message(State.PUBLISHED, settled_at=DatabaseTime())
+    times = {"settled_at": DatabaseTime(), "available_at": DatabaseTime()}
+    return PendingCallback.objects.create(message_id=message.message_id, event="published", callback="x", **times)
+
+
+def an_alert(model):
+    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
+    return model.objects.create(state="raised", **times)
+
+
+def fails(message):
+    raise ValueError("no stock")
+
+
+@pytest.fixture
+def a_row(handles):
+    """A row for each page, by the label of its model."""
+
+    def a_dead_letter():
+        deliver(handles(fails, name="tests.h"))
+        run_to_the_end()
+        return InboxMessage.objects.get()
+
+    paused = {"paused_by": "ada", "paused_at": DatabaseTime()}
+    makers = {
+        "outbox.OutboxMessage": a_message,
+        "outbox.ScheduledMessage": partial(a_message, State.SCHEDULED, due_ago=-timedelta(hours=1)),
+        "outbox.PreparedMessage": partial(a_message, State.PREPARED, due_ago=-timedelta(hours=1)),
+        "outbox.PausedTopic": partial(PausedTopic.objects.create, topic="shop.t", **paused),
+        "inbox.PausedHandler": partial(PausedHandler.objects.create, handler="shop.h", **paused),
+        "outbox.RelayHeartbeat": lambda: RelayHeartbeat.objects.get(pk=a_relay().id),
+        "inbox.ConsumerHeartbeat": lambda: ConsumerHeartbeat.objects.get(pk=a_consumer().id),
+        "outbox.PendingCallback": a_pending_callback,
+        "inbox.InboxMessage": a_dead_letter,
+    }
+    for label, model_admin in OURS.items():
+        if label.endswith(".Alert"):
+            makers[label] = partial(an_alert, model_admin.model)
+        if label.endswith(".AuditEntry"):
+            makers[label] = partial(model_admin.model.objects.create, at=DatabaseTime())
+    return lambda label: makers[label]()
+
+
+@pytest.mark.parametrize("label", sorted(OURS))
+def test_page_is_refused_without_the_view_permission(label, a_row):
+    row = a_row(label)
+
+    for client in (staff_client(), staff_client("view_user")):
+        assert client.get(url_of(label)).status_code == 403
+        assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 403
+
+
+@pytest.mark.parametrize("label", sorted(OURS))
+def test_page_is_shown_with_the_view_permission_alone(label, a_row):
+    row = a_row(label)
+    client = staff_client(view_permission(label), *ALSO.get(label, []))
+
+    assert client.get(url_of(label)).status_code == 200
+    assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 200
+
+
+@pytest.mark.parametrize(("label", "action"), ACTIONS)
+def test_action_is_not_offered_and_does_nothing_without_its_permission(label, action, a_row):
+    row = a_row(label)
+    before = values_of(row)
+    model = OURS[label].model._meta.concrete_model._meta.model_name
+    own = f"{PERMISSION.get(action, action)}_{model}"
+    others = set(Permission.objects.filter(content_type__app_label__in=["outbox", "inbox"]).values_list("codename", flat=True))
+    assert own in others, "the permission exists"
+    client = staff_client(*(others - {own}))
+
+    response = client.post(url_of(label), {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED})
+
+    assert response.status_code in {200, 302, 403}
+    assert values_of(row) == before
+
+
+@pytest.mark.parametrize(("label", "action"), ACTIONS)
+def test_action_without_a_csrf_token_is_refused(label, action, a_row):
+    row = a_row(label)
+    before = values_of(row)
+    user = User.objects.create_superuser("root")
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(user)
+
+    response = client.post(url_of(label), {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED})
+
+    assert response.status_code == 403
+    assert values_of(row) == before
+
+
+@pytest.mark.parametrize("label", ["outbox.PausedTopic", "inbox.PausedHandler"])
+def test_pausing_is_refused_without_its_permission(label):
+    client = staff_client(view_permission(label), "resume_pausedtopic", "resume_pausedhandler")
+
+    assert client.get(url_of(label, "add")).status_code == 403
+    assert client.post(url_of(label, "add"), {"topic": "t", "handler": "h"}).status_code == 403
+    assert not PausedTopic.objects.exists()
+    assert not PausedHandler.objects.exists()
+
+
+def values_of(row):
+    """The columns of a row now; None if it is gone."""
+    return type(row).objects.filter(pk=row.pk).values().first()
+
+
+class TestRoles:
+    def run(self, command):
+        out = io.StringIO()
+        call_command(command, stdout=out)
+        return out.getvalue()
+
+    @pytest.mark.parametrize("app", ["outbox", "inbox"])
+    def test_viewer_may_look_and_do_nothing_and_operator_may_do_everything(self, app):
+        self.run(f"{app}_roles")
+        viewer, operator = (Group.objects.get(name=f"{app.capitalize()} {role}") for role in ("viewer", "operator"))
+
+        every = set(Permission.objects.filter(content_type__app_label=app).values_list("codename", flat=True))
+        assert set(operator.permissions.values_list("codename", flat=True)) == every
+        assert set(viewer.permissions.values_list("codename", flat=True)) == {
+            name for name in every if name.startswith("view_")
+        }
+
+    def test_viewer_sees_every_page_without_any_action(self, a_row):
+        self.run("outbox_roles")
+        self.run("inbox_roles")
+        user = User.objects.create_user("viewer", is_staff=True)
+        user.groups.set(Group.objects.filter(name__endswith=" viewer"))
+        client = Client()
+        client.force_login(user)
+
+        for label in OURS:
+            response = client.get(url_of(label))
+            assert response.status_code == 200, label
+            assert b'name="_selected_action"' not in response.content, label
+            assert client.get(url_of(label, "add")).status_code == 403, label
+
+    def test_command_may_be_run_again_and_removes_what_was_added_by_hand(self):
+        self.run("outbox_roles")
+        Group.objects.get(name="Outbox viewer").permissions.add(Permission.objects.get(codename="cancel_outboxmessage"))
+
+        assert "Group 'Outbox viewer' updated" in self.run("outbox_roles")
+        assert not Group.objects.get(name="Outbox viewer").permissions.filter(codename="cancel_outboxmessage").exists()
+
+
+def test_every_permission_is_documented():
+    page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
+    every = Permission.objects.filter(content_type__app_label__in=["outbox", "inbox"])
+    assert [one.codename for one in every if f"`{one.codename}`" not in page] == []

@@ -1,0 +1,441 @@
+"""Alerts: evaluated under a lease with hysteresis, stored, reported by signal, e-mail and webhook, acknowledged."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from django.core import mail
+from django.core.management import CommandError, call_command
+
+from inbox import pause_handler
+from inbox.conf import inbox_options
+from inbox.models import Alert as InboxAlert
+from inbox.models import InboxMessage, PausedHandler
+from outbox import pause
+from outbox.checks import check_options
+from outbox.console import alerts as module
+from outbox.console.alerts import Evaluator, alert_changed
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import utcnow
+from outbox.kernel.heartbeat import SILENT_AFTER
+from outbox.kernel.loop import StopRequest
+from outbox.models import Alert, AlertLease, AuditEntry, OutboxMessage, PausedTopic
+from outbox.states import State
+from outbox.store.heartbeats import relays
+from tests.support.admin_pages import a_message
+from tests.support.deliveries import deliver, make_due, the_effect
+from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def alerts(settings):
+    """Set options of ALERTS; conditions are raised and cleared at once unless they say otherwise."""
+
+    def given(**options):
+        settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "ALERTS": {"RAISE_AFTER": 1, "CLEAR_AFTER": 1, **options}}
+
+    given()
+    return given
+
+
+def evaluated(app="outbox", alias="default", times=1):
+    """The conditions and objects that are raised after this many evaluations."""
+    evaluator = Evaluator(app, alias)
+    for _ in range(times):
+        assert evaluator.round() is not None
+    evaluator.release()
+    model = Alert if app == "outbox" else InboxAlert
+    return {(row.condition, row.object) for row in model.objects.using(alias).filter(state="raised")}
+
+
+class TestConditions:
+    @pytest.fixture(autouse=True)
+    def options(self, alerts):
+        """With options of their own."""
+
+    def test_nothing_is_raised_in_an_empty_database(self):
+        assert evaluated() == evaluated("inbox") == set()
+
+    def test_waiting_message_without_a_relay_is_raised(self):
+        a_message(State.READY)
+        assert evaluated() == {("no_relay", "")}
+
+        a_relay()
+        assert evaluated() == set()
+
+    def test_silent_relay_is_raised_also_without_messages(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+
+        assert evaluated() == {("no_relay", "")}
+
+    def test_stopped_relay_without_messages_is_not_raised(self):
+        relays.mark_stopped("default", a_relay().id)
+
+        assert evaluated() == set()
+
+    @pytest.mark.parametrize("priority", [0, 5])
+    def test_message_that_is_ready_for_too_long_is_raised(self, priority):
+        a_relay()
+        a_message(State.READY, ago=timedelta(minutes=4), priority=priority)
+        assert evaluated() == set()
+
+        a_message(State.READY, ago=timedelta(minutes=6), priority=priority, shard=2)
+        assert evaluated() == {("lag", "")}
+
+    def test_new_dead_message_is_raised_and_an_old_one_is_not(self):
+        a_relay()
+        a_message(State.DEAD, settled_at=utcnow() - HOUR)
+        assert evaluated() == set()
+
+        a_message(State.DEAD, settled_at=utcnow())
+        assert evaluated() == {("dead", "")}
+
+    def test_stuck_prepared_message_is_raised(self):
+        a_relay()
+        a_message(State.STUCK)
+
+        assert evaluated() == {("stuck_prepared", "")}
+
+    def test_topic_that_is_paused_for_too_long_is_raised_with_its_reason(self):
+        a_relay()
+        pause("shop.order.placed", reason="defect", by="ada")
+        assert evaluated() == set()
+
+        PausedTopic.objects.update(paused_at=DatabaseTime(-2 * HOUR))
+        assert evaluated() == {("topic_paused", "shop.order.placed")}
+        assert "by ada: defect" in Alert.objects.get().summary
+
+    def test_handler_that_is_paused_for_too_long_is_raised(self, handles):
+        handles(the_effect, name="tests.h")
+        a_consumer(handlers=["tests.h"])
+        pause_handler("tests.h", reason="defect", by="ada")
+        assert ("handler_paused", "tests.h") not in evaluated("inbox")
+
+        PausedHandler.objects.update(paused_at=DatabaseTime(-2 * HOUR))
+        assert ("handler_paused", "tests.h") in evaluated("inbox")
+
+    def test_handler_with_stored_messages_and_no_consumer_is_raised(self, handles):
+        deliver(handles(fails, name="tests.h"))
+        assert ("no_consumer", "tests.h") in evaluated("inbox")
+
+        a_consumer(handlers=["tests.h"])
+        assert ("no_consumer", "tests.h") not in evaluated("inbox")
+
+    def test_handler_without_a_consumer_is_raised_where_other_consumers_run(self, handles):
+        handles(the_effect, name="tests.h")
+        a_consumer(handlers=["tests.other"])
+
+        assert ("no_consumer", "tests.h") in evaluated("inbox")
+
+    def test_stored_message_that_is_due_for_too_long_is_raised_unless_its_handler_is_paused(self, handles):
+        deliver(handles(fails, name="tests.h"))
+        a_consumer(handlers=["tests.h"])
+        make_due()
+        InboxMessage.objects.update(next_attempt_at=DatabaseTime(-HOUR))
+        assert ("lag", "tests.h") in evaluated("inbox")
+
+        pause_handler("tests.h")
+        assert ("lag", "tests.h") not in evaluated("inbox")
+
+    def test_ignored_condition_is_not_raised(self, alerts):
+        alerts(IGNORE=["no_relay"])
+        a_message(State.READY)
+
+        assert evaluated() == set()
+
+
+def fails(message):
+    raise ValueError("no stock")
+
+
+class TestHysteresis:
+    def test_alert_is_raised_after_several_evaluations_in_a_row_and_cleared_after_several(self, alerts):
+        alerts(RAISE_AFTER=3, CLEAR_AFTER=2)
+        message = a_message(State.READY)
+        assert [evaluated() for _ in range(3)] == [set(), set(), {("no_relay", "")}]
+
+        OutboxMessage.objects.filter(pk=message.pk).delete()
+        assert [evaluated() for _ in range(2)] == [{("no_relay", "")}, set()]
+        assert Alert.objects.get().state == "cleared"
+
+    def test_condition_that_is_met_only_now_and_then_is_never_raised(self, alerts):
+        alerts(RAISE_AFTER=2)
+        for _ in range(4):
+            message = a_message(State.READY)
+            assert evaluated() == set()
+            OutboxMessage.objects.filter(pk=message.pk).delete()
+            assert evaluated() == set()
+
+        assert not Alert.objects.exists()
+
+    def test_alert_that_returns_while_it_is_being_cleared_stays_one_alert(self, alerts):
+        alerts(CLEAR_AFTER=2)
+        message = a_message(State.READY)
+        evaluated()
+        OutboxMessage.objects.filter(pk=message.pk).delete()
+        evaluated()
+        a_message(State.READY)
+        evaluated()
+
+        row = Alert.objects.get()
+        assert (row.state, row.unmet) == ("raised", 0)
+
+    def test_cleared_alert_that_is_met_again_is_a_new_one(self, alerts):
+        message = a_message(State.READY)
+        evaluated()
+        OutboxMessage.objects.filter(pk=message.pk).delete()
+        evaluated()
+        a_message(State.READY)
+        evaluated()
+
+        assert sorted(Alert.objects.values_list("state", flat=True)) == ["cleared", "raised"]
+
+
+class TestLease:
+    def test_one_process_evaluates_at_a_time(self, alerts):
+        first, second = Evaluator("outbox", "default"), Evaluator("outbox", "default")
+
+        assert first.round() is not None
+        assert second.round() is None
+        assert first.round() is not None
+
+        first.release()
+        assert second.round() is not None
+
+    def test_lease_of_a_killed_process_ends(self, alerts):
+        assert Evaluator("outbox", "default").round() is not None
+        AlertLease.objects.update(expires_at=DatabaseTime())
+
+        assert Evaluator("outbox", "default").round() is not None
+
+    def test_alerts_that_are_off_are_not_evaluated(self, alerts):
+        alerts(ENABLED=False)
+
+        assert Evaluator("outbox", "default").round() is None
+
+
+@contextmanager
+def a_receiver(statuses=(200,)):
+    """An HTTP server that answers with these statuses in turn, the last one for ever; yields its URL and what it was sent."""
+    left, taken = list(statuses), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(left.pop(0) if len(left) > 1 else left[0])
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook?token=secret", taken
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class TestDelivery:
+    def test_raised_and_cleared_alerts_are_sent_by_signal_mail_and_webhook(self, alerts):
+        heard = []
+
+        def hear(sender, event, app, database, alert, **kwargs):
+            heard.append((sender, event, app, database, alert.condition))
+
+        alert_changed.connect(hear)
+        try:
+            with a_receiver() as (url, posted):
+                alerts(MAIL_TO=["ops@example.org"], WEBHOOK_URL=url)
+                message = a_message(State.READY)
+                evaluated()
+                OutboxMessage.objects.filter(pk=message.pk).delete()
+                evaluated()
+        finally:
+            alert_changed.disconnect(hear)
+
+        assert heard == [(Alert, event, "outbox", "default", "no_relay") for event in ("raised", "cleared")]
+        assert [sent.subject for sent in mail.outbox] == ["[outbox] raised: no_relay", "[outbox] cleared: no_relay"]
+        assert mail.outbox[0].to == ["ops@example.org"]
+        assert "No relay is running" in mail.outbox[0].body
+        assert [(one["event"], one["condition"], one["app"], one["database"]) for one in posted] == [
+            ("raised", "no_relay", "outbox", "default"),
+            ("cleared", "no_relay", "outbox", "default"),
+        ]
+        assert posted[0]["raised_at"]
+        assert Alert.objects.get().unsent == []
+
+    def test_webhook_that_fails_is_tried_again_with_backoff_and_the_mail_is_not_repeated(self, alerts, caplog):
+        with a_receiver([503, 200]) as (url, posted):
+            alerts(MAIL_TO=["ops@example.org"], WEBHOOK_URL=url)
+            a_message(State.READY)
+            evaluated()
+            row = Alert.objects.get()
+            assert (row.unsent, row.send_attempts) == ([["raised", "webhook"]], 1)
+            assert "503" in row.send_error
+            assert "secret" not in row.send_error + caplog.text
+            assert timedelta(seconds=30) < row.send_at - utcnow() <= timedelta(seconds=61)
+
+            evaluated()
+            assert len(posted) == 1, "it is not due again yet"
+
+            Alert.objects.update(send_at=DatabaseTime())
+            evaluated()
+
+        assert (Alert.objects.get().unsent, len(posted), len(mail.outbox)) == ([], 2, 1)
+
+    def test_redirect_of_a_webhook_is_a_failure(self, alerts):
+        with a_receiver([302]) as (url, posted):
+            alerts(WEBHOOK_URL=url)
+            a_message(State.READY)
+            evaluated()
+
+        assert len(posted) == 1
+        assert "302" in Alert.objects.get().send_error
+
+    def test_delivery_is_given_up_after_its_last_try(self, alerts):
+        with a_receiver([500]) as (url, _):
+            alerts(WEBHOOK_URL=url, GIVE_UP_AFTER=2)
+            a_message(State.READY)
+            evaluated()
+            Alert.objects.update(send_at=DatabaseTime())
+            evaluated()
+
+        row = Alert.objects.get()
+        assert (row.send_at, row.unsent) == (None, [["raised", "webhook"]])
+
+
+class TestProcesses:
+    def test_consumer_notices_that_no_relay_is_running(self, service, rabbitmq_url):
+        with ExitStack() as stack:
+            consumer = stack.enter_context(alerting_service(service, rabbitmq_url).runs("inbox_consume"))
+            a_message(State.READY)
+            consumer.until(lambda: Alert.objects.filter(condition="no_relay", state="raised").exists())
+            consumer.until(lambda: "alerts: raised on 'default': no_relay" in consumer.said())
+
+    def test_relay_notices_that_no_consumer_is_running_and_the_alert_is_cleared_by_one(self, service, rabbitmq_url):
+        with ExitStack() as stack:
+            service = alerting_service(service, rabbitmq_url)
+            a_consumer(handlers=["testworker.work"], silent_for=2 * SILENT_AFTER)
+            relay = stack.enter_context(service.runs("outbox_relay"))
+            raised = InboxAlert.objects.filter(condition="no_consumer", object="testworker.work")
+            relay.until(raised.filter(state="raised").exists)
+
+            stack.enter_context(service.runs("inbox_consume"))
+            relay.until(raised.filter(state="cleared").exists)
+
+    def test_receiver_that_never_answers_delays_neither_the_relay_nor_its_end(self, service, rabbitmq_url):
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+            service = alerting_service(service, rabbitmq_url, WEBHOOK_URL=url, TIMEOUT={"seconds": 600})
+            a_message(State.STUCK)
+            relay = stack.enter_context(service.runs("outbox_relay"))
+            relay.until(lambda: Alert.objects.filter(condition="stuck_prepared", state="raised").exists())
+            relay.until(lambda: relays.rows("default").filter(last_pass_at__isnull=False).exists())
+            relay.terminate()
+            assert relay.ends() == 0, relay.said()
+
+
+def alerting_service(service, broker, **options):
+    made = service(broker)
+    given = {"EVERY": {"seconds": 0.5}, "RAISE_AFTER": 1, "CLEAR_AFTER": 1, **options}
+    made.set_outbox(ALERTS=given)
+    return made
+
+
+def run(command, *arguments, **options):
+    out = io.StringIO()
+    call_command(command, *arguments, stdout=out, **options)
+    return out.getvalue().strip()
+
+
+class TestCommands:
+    def test_once_evaluates_lists_and_acknowledges(self, alerts):
+        a_message(State.READY)
+
+        assert "raised: no_relay" in run("outbox_alerts", once=True)
+        alert = Alert.objects.get()
+        assert "No relay is running" in run("outbox_alerts", acknowledge=alert.pk)
+
+        alert.refresh_from_db()
+        assert alert.acknowledged_by.endswith("with outbox_alerts")
+        assert (AuditEntry.objects.get().action, AuditEntry.objects.get().kind) == ("acknowledge", "alert")
+        with pytest.raises(CommandError, match="acknowledged already"):
+            run("outbox_alerts", acknowledge=alert.pk)
+
+    def test_once_leaves_the_evaluation_to_a_running_process(self, alerts):
+        a_message(State.READY)
+        Evaluator("outbox", "default").round()
+
+        assert "Not evaluated: a running process evaluates the alerts" in run("outbox_alerts", once=True)
+
+    def test_once_of_the_inbox(self, alerts, handles):
+        deliver(handles(fails, name="tests.h"))
+
+        assert "raised: no_consumer tests.h" in run("inbox_alerts", once=True)
+
+    def test_list_without_alerts_says_so(self):
+        assert run("inbox_alerts") == "No alert is raised."
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"LAGG": 1}, "ALERTS has no option 'LAGG'. Did you mean 'LAG'?"),
+        ({"LAG": 5}, "ALERTS['LAG'] is an int: it must be a timedelta."),
+        (
+            {"WEBHOOK_URL": "http://ops.example.org/hook"},
+            "WEBHOOK_URL is 'http://ops.example.org/hook': it must be a URL like https://",
+        ),
+        ({"RAISE_AFTER": 0}, "RAISE_AFTER is 0: it must be greater than zero."),
+        ([], "OUTBOX['ALERTS'] is a list"),
+    ],
+    ids=["misspelt", "type", "not https", "zero", "not a dict"],
+)
+def test_check_names_each_mistake_in_alerts(settings, given, problem):
+    settings.OUTBOX = {"ALERTS": given}
+
+    [error] = check_options(None)
+    assert (error.id, problem in error.msg) == ("outbox.E001", True), error.msg
+
+
+def test_inbox_takes_the_alerts_of_the_outbox_unless_it_has_its_own(settings):
+    settings.OUTBOX = {"ALERTS": {"DEAD": 7}}
+    assert inbox_options().alerts.DEAD == 7
+
+    settings.INBOX = {"ALERTS": {"DEAD": 3}}
+    assert inbox_options().alerts.DEAD == 3
+
+
+def test_thread_of_the_alerts_survives_an_error_and_goes_on(alerts, monkeypatch, caplog):
+    alerts(EVERY=timedelta(milliseconds=20))
+    real, failing = module.Evaluator.round, [True]
+
+    def round_(self):
+        if failing:
+            raise RuntimeError("a receiver failed")
+        return real(self)
+
+    monkeypatch.setattr(module.Evaluator, "round", round_)
+    stop = StopRequest()
+    with module.alerting(["default"], stop):
+        wait_until(lambda: "an evaluation failed (a receiver failed)" in caplog.text)
+        a_message(State.READY)
+        failing.clear()
+        wait_until(Alert.objects.exists)

@@ -1,0 +1,231 @@
+"""A paused handler is not run: its messages stay at the broker or stored, in order, and nothing is lost."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import transaction
+
+from inbox import Ordered, pause_handler, resume_handler
+from inbox.errors import UnknownHandler
+from inbox.models import AuditEntry, InboxMessage, PausedHandler, State
+from inbox.store import pausing
+from outbox.kernel.envelope import ORDERING_KEY_HEADER
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB, NAMED
+from tests.support.deliveries import deliver, drain, effects, make_due, the_effect, the_row
+from tests.support.waiting import wait_until
+from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, declare, length_of, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+WORK = "testworker.work"
+
+
+@pytest.fixture
+def running():
+    with ExitStack() as stack:
+        yield stack.enter_context
+
+
+def fails_once(message):
+    the_effect(message)
+    if message.attempt == 1:
+        raise ValueError("not yet")
+
+
+class TestStored:
+    def test_due_message_of_a_paused_handler_is_not_run_until_it_is_resumed(self, handles):
+        handler = handles(fails_once, name="tests.paused")
+        deliver(handler)
+        pause_handler("tests.paused", reason="defect", by="ada")
+        make_due()
+
+        assert drain() == 0
+        assert (the_row().state, the_row().attempts) == (State.RETRYING, 1)
+
+        assert resume_handler("tests.paused")
+        assert drain() == 1
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+    def test_other_handlers_are_run_meanwhile(self, handles):
+        paused, other = handles(fails_once, name="tests.a"), handles(fails_once, name="tests.b")
+        deliver(paused)
+        deliver(other)
+        pause_handler("tests.a")
+        make_due()
+
+        assert drain() == 1
+        assert InboxMessage.objects.get(handler="tests.b").state == State.DONE
+
+    def test_pause_that_is_rolled_back_pauses_nothing(self, handles):
+        handler = handles(fails_once, name="tests.paused")
+        deliver(handler)
+        make_due()
+        with transaction.atomic():
+            pause_handler("tests.paused")
+            transaction.set_rollback(True)
+
+        assert drain() == 1
+
+    def test_limited_handler_that_is_paused_is_not_run(self, handles):
+        deliver(handles(fails_once, name="tests.paused", rate_limit="100/s"))
+        pause_handler("tests.paused")
+        make_due()
+
+        assert drain() == 0
+
+
+class TestFunctions:
+    def test_pausing_twice_keeps_the_time_and_takes_the_new_reason(self, handles):
+        handles(the_effect, name="tests.h")
+        assert pause_handler("tests.h", reason="one", by="ada")
+        first = PausedHandler.objects.get()
+
+        assert not pause_handler("tests.h", reason="two", by="bob")
+
+        second = PausedHandler.objects.get()
+        assert (second.reason, second.paused_by, second.paused_at) == ("two", "bob", first.paused_at)
+
+    def test_resuming_a_handler_that_is_not_paused_says_so(self, handles):
+        handles(the_effect, name="tests.h")
+
+        assert not resume_handler("tests.h")
+
+    def test_handler_that_nothing_knows_is_refused(self):
+        with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
+            pause_handler("tests.missing")
+
+    def test_handler_is_paused_in_its_own_database(self, handles):
+        handles(the_effect, name="tests.there", using="other")
+        pause_handler("tests.there")
+
+        assert PausedHandler.objects.using("other").get().handler == "tests.there"
+        assert not PausedHandler.objects.exists()
+
+    def test_removed_handler_with_stored_messages_can_be_paused(self, handles):
+        deliver(handles(fails_once, name="tests.h"))
+        InboxMessage.objects.update(handler="tests.removed")
+
+        assert pause_handler("tests.removed")
+
+
+class TestConsuming:
+    def test_paused_handler_leaves_its_messages_at_the_broker_and_others_are_handled(
+        self, service, running, consumer_rows, rabbitmq_url
+    ):
+        service = service(rabbitmq_url)
+        consumer = running(service.runs("inbox_consume"))
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
+
+        _pause(WORK)
+        consumer.until(lambda: f"handler {WORK}: paused. Its queue keeps the messages" in consumer.said())
+        for number in range(5):
+            send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
+        send(rabbitmq_url, NAMED, {"name": "other"}, message_id="n-1")
+        consumer.until(lambda: Effect.objects.filter(name="other").exists())
+        assert service.waiting(OF_THE_WORKERS) == 5
+        assert Effect.objects.count() == 1
+
+        resume_handler(WORK)
+        consumer.until(lambda: Effect.objects.count() == 6)
+
+    def test_consumer_that_starts_while_a_handler_is_paused_does_not_receive_for_it(
+        self, service, running, consumer_rows, rabbitmq_url
+    ):
+        service = service(rabbitmq_url)
+        _pause(WORK)
+        consumer = running(service.runs("inbox_consume"))
+        consumer.until(lambda: "receiving from 2 queues" in consumer.said())
+        send(rabbitmq_url, JOB, {}, message_id="m-1")
+        consumer.until(lambda: consumer_rows.only)
+        consumer_rows.goes_on(consumer)
+
+        assert service.waiting(OF_THE_WORKERS) == 1
+        assert not Effect.objects.exists()
+        assert consumer_rows.only.handlers == ["testworker.chained", "testworker.named", WORK]
+
+    def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
+        service = service(rabbitmq_url)
+        with service.runs("inbox_consume") as consumer:
+            consumer.until(lambda: "receiving from 3 queues" in consumer.said())
+            _pause(WORK)
+            consumer.until(lambda: f"handler {WORK}: paused." in consumer.said())
+            for number in range(3):
+                send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
+            consumer.kill()
+            consumer.ends()
+
+        resume_handler(WORK)
+        again = running(service.runs("inbox_consume", log="again"))
+        again.until(lambda: Effect.objects.count() == 3)
+
+    def test_ordered_handler_keeps_its_order_across_a_pause(self, handles, rabbitmq_server, rabbitmq_url):
+        seen = []
+        handler = handles(lambda message: seen.append(message.payload["n"]), name="tests.ordered", ordered=Ordered())
+        given = broker_options(rabbitmq_url, POLL_INTERVAL=timedelta(milliseconds=50))
+        declare(handler, given)
+        with consuming([handler], given):
+            send(rabbitmq_url, handler.topic, {"n": 0}, message_id="m-0", headers={ORDERING_KEY_HEADER: "k"})
+            wait_until(lambda: seen == [0])
+            pause_handler("tests.ordered")
+            for n in range(1, 30):
+                send(rabbitmq_url, handler.topic, {"n": n}, message_id=f"m-{n}", headers={ORDERING_KEY_HEADER: "k"})
+            wait_until(lambda: length_of(rabbitmq_server, handler, given) is not None)
+            assert len(seen) < 30
+            resume_handler("tests.ordered")
+            wait_until(lambda: len(seen) == 30)
+
+        assert seen == sorted(seen)
+
+
+def _pause(name):
+    """As the project of the process would, whose handlers this process does not know."""
+    with transaction.atomic():
+        pausing.pause("default", name, "ada", "defect")
+
+
+def run(command, *arguments, **options):
+    out = io.StringIO()
+    call_command(command, *arguments, stdout=out, **options)
+    return out.getvalue().strip()
+
+
+class TestCommands:
+    def test_pause_and_resume_are_written_into_the_audit_log(self, handles):
+        handles(the_effect, name="tests.h")
+
+        assert run("inbox_pause", "tests.h", reason="defect") == "Handler tests.h is paused."
+        assert "It was paused already" in run("inbox_pause", "tests.h", reason="another")
+        assert run("inbox_resume", "tests.h") == "Handler tests.h is resumed."
+
+        entries = AuditEntry.objects.order_by("id").values_list("action", "kind", "object_id", "place", "parameters")
+        assert list(entries) == [
+            ("pause", "handler", "tests.h", "inbox_pause", {"reason": "defect"}),
+            ("pause", "handler", "tests.h", "inbox_pause", {"reason": "another"}),
+            ("resume", "handler", "tests.h", "inbox_resume", {}),
+        ]
+
+    def test_status_shows_paused_handlers(self, handles):
+        deliver(handles(fails_once, name="tests.h"))
+        run("inbox_pause", "tests.h", reason="defect")
+
+        [shown] = json.loads(run("inbox_status", json=True))["paused_handlers"]
+        assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
+        assert "defect" in run("inbox_status")
+
+    @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
+    def test_unknown_handler_fails(self, command):
+        with pytest.raises(CommandError, match="No handler is called"):
+            run(command, "tests.missing")
+
+    def test_resuming_a_handler_that_is_not_paused_fails(self, handles):
+        handles(the_effect, name="tests.h")
+        with pytest.raises(CommandError, match="is not paused"):
+            run("inbox_resume", "tests.h")
+        assert not AuditEntry.objects.exists()

@@ -1,0 +1,250 @@
+"""An operator pauses, resumes, drains and stops processes through their heartbeat rows."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from inbox.models import AuditEntry as InboxAuditEntry
+from inbox.store.heartbeats import consumers
+from outbox.kernel.requests import Mode, Request
+from outbox.models import AuditEntry, OutboxMessage, RelayHeartbeat
+from outbox.states import State
+from outbox.store.heartbeats import relays
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.relaying import published
+from tests.support.workers import OF_THE_WORKERS, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+
+def states():
+    return set(OutboxMessage.objects.values_list("state", flat=True))
+
+
+@pytest.fixture
+def running():
+    with ExitStack() as stack:
+        yield stack.enter_context
+
+
+class TestRelay:
+    def test_paused_relay_sends_nothing_and_goes_on_when_it_is_resumed(self, service, running, relay_rows, rabbitmq_url):
+        service = service(rabbitmq_url)
+        running(service.runs("inbox_consume"))
+        relay = running(service.runs("outbox_relay"))
+        relay.until(lambda: relay_rows.only)
+
+        relay_rows.request(Request.PAUSE)
+        relay.until(lambda: relay_rows.is_in(Mode.PAUSED))
+        published(topic=JOB, payload={})
+        relay_rows.goes_on(relay)
+        assert states() == {State.READY}
+
+        relay_rows.request(Request.RESUME)
+        relay.until(Effect.objects.exists)
+        relay.until(lambda: relay_rows.is_in(Mode.RUNNING))
+
+    def test_drained_relay_publishes_what_is_due_and_ends(self, service, running, relay_rows, rabbitmq_url):
+        service = service(rabbitmq_url)
+        with service.runs("inbox_consume", "--drain") as declaring:
+            assert declaring.ends() == 0  # the queues exist now
+        relay = running(service.runs("outbox_relay"))
+        relay.until(lambda: relay_rows.only)
+        relay_rows.request(Request.PAUSE)
+        relay.until(lambda: relay_rows.is_in(Mode.PAUSED))
+        for _ in range(20):
+            published(topic=JOB, payload={})
+
+        relay_rows.request(Request.DRAIN)
+
+        assert relay.ends() == 0, relay.said()
+        assert states() == {State.PUBLISHED}
+        [row] = relay_rows.all()
+        assert row.stopped_at is not None
+        assert "an operator requested: drain; this process is draining" in relay.said()
+
+    def test_stopped_relay_ends_in_an_orderly_way_and_is_shown_as_stopped(self, service, running, relay_rows, rabbitmq_url):
+        relay = running(service(rabbitmq_url).runs("outbox_relay"))
+        relay.until(lambda: relay_rows.only)
+
+        relay_rows.request(Request.STOP)
+
+        assert relay.ends() == 0, relay.said()
+        [row] = relay_rows.all()
+        assert row.stopped_at is not None
+        assert row.acknowledged_at is not None
+        assert relay_rows.only is None
+
+    def test_paused_relay_of_local_runs_no_handler_until_it_is_resumed(self, service, running, relay_rows, consumer_rows):
+        relay = running(service("local://").runs("outbox_relay"))
+        relay.until(lambda: relay_rows.only and consumer_rows.only)
+
+        consumer_rows.request(Request.PAUSE)  # both rows are of one process
+        relay.until(lambda: consumer_rows.is_in(Mode.PAUSED) and relay_rows.only.mode == Mode.PAUSED)
+        published(topic=JOB, payload={})
+        relay_rows.goes_on(relay)
+        assert states() == {State.READY}
+
+        relay_rows.request(Request.RESUME)
+        relay.until(Effect.objects.exists)
+
+    def test_heartbeat_of_a_relay_has_memory_round_trips_and_shards(self, service, running, relay_rows, rabbitmq_url):
+        relay = running(service(rabbitmq_url).runs("outbox_relay"))
+        relay.until(lambda: relay_rows.only and relay_rows.only.database_ms and relay_rows.only.broker_ms)
+
+        row = relay_rows.only
+        assert row.memory_bytes > 10_000_000
+        assert 0 < row.database_ms < 10_000
+        assert 0 < row.broker_ms < 10_000
+        relay.until(lambda: relay_rows.only.shards == 64)
+
+
+class TestConsumer:
+    def test_paused_consumer_leaves_messages_at_the_broker_until_it_is_resumed(
+        self, service, running, consumer_rows, rabbitmq_url
+    ):
+        service = service(rabbitmq_url)
+        consumer = running(service.runs("inbox_consume"))
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
+
+        consumer_rows.request(Request.PAUSE)
+        consumer.until(lambda: consumer_rows.is_in(Mode.PAUSED))
+        consumer.until(lambda: consumer.said().count("paused. Its queue keeps the messages") == 3)
+        send(rabbitmq_url, JOB, {}, message_id="m-1")
+        consumer_rows.goes_on(consumer)
+        assert service.waiting(OF_THE_WORKERS) == 1
+        assert not Effect.objects.exists()
+
+        consumer_rows.request(Request.RESUME)
+        consumer.until(Effect.objects.exists)
+        assert service.waiting(OF_THE_WORKERS) == 0
+
+    def test_drained_consumer_handles_what_waits_and_ends(self, service, running, consumer_rows, rabbitmq_url):
+        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
+        consumer_rows.request(Request.PAUSE)
+        consumer.until(lambda: consumer_rows.is_in(Mode.PAUSED))
+        for number in range(20):
+            send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
+
+        consumer_rows.request(Request.DRAIN)
+
+        assert consumer.ends() == 0, consumer.said()
+        assert Effect.objects.count() == 20
+        assert [row.stopped_at is None for row in consumer_rows.all()] == [False]
+
+    def test_stopped_consumer_ends_in_an_orderly_way(self, service, running, consumer_rows, rabbitmq_url):
+        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
+        consumer.until(lambda: consumer_rows.only)
+
+        consumer_rows.request(Request.STOP)
+
+        assert consumer.ends() == 0, consumer.said()
+        assert [row.stopped_at is None for row in consumer_rows.all()] == [False]
+
+    def test_heartbeat_of_a_consumer_has_memory_and_round_trips(self, service, running, consumer_rows, rabbitmq_url):
+        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
+        consumer.until(lambda: consumer_rows.only and consumer_rows.only.database_ms and consumer_rows.only.broker_ms)
+
+        assert consumer_rows.only.memory_bytes > 10_000_000
+        assert 0 < consumer_rows.only.broker_ms < 10_000
+
+
+class TestTable:
+    def test_request_without_effect_in_the_mode_of_the_process_is_refused(self):
+        relay = a_relay()
+
+        assert not relays.request("default", relay.id, Request.RESUME, "ada")
+        assert relays.request("default", relay.id, Request.PAUSE, "ada")
+
+        RelayHeartbeat.objects.update(mode=Mode.STOPPING)
+        assert not relays.request("default", relay.id, Request.DRAIN, "ada")
+
+    def test_stopped_process_takes_no_request(self):
+        relay = a_relay()
+        relays.mark_stopped("default", relay.id)
+
+        assert not relays.request("default", relay.id, Request.STOP, "ada")
+
+    def test_later_request_replaces_one_that_was_not_read(self):
+        relay = a_relay()
+        relays.request("default", relay.id, Request.PAUSE, "ada")
+        relays.request("default", relay.id, Request.STOP, "bob")
+
+        relays.acknowledge("default", relay.id, Request.PAUSE, Mode.PAUSED)  # it has read the first one only
+
+        assert relays.pending("default", relay.id) is Request.STOP
+
+    def test_heartbeat_does_not_overwrite_a_request(self):
+        consumer = a_consumer()
+        consumers.request("default", consumer.id, Request.PAUSE, "ada")
+
+        row = consumers.rows("default").get()
+        assert (row.requested, row.requested_by, row.acknowledged_at) == ("pause", "ada", None)
+
+
+def run(command, *arguments, **options):
+    out = io.StringIO()
+    call_command(command, *arguments, stdout=out, **options)
+    return out.getvalue().strip()
+
+
+class TestCommands:
+    def test_list_shows_state_memory_and_round_trips_of_every_process(self):
+        a_relay(host="one", memory_bytes=64 * 2**20, database_ms=1.25, broker_ms=2.5)
+        stopped = a_relay(host="two")
+        relays.mark_stopped("default", stopped.id)
+
+        listed = run("outbox_processes")
+
+        one, two = (line for line in listed.splitlines() if line.startswith(("one", "two")))
+        assert all(words in one for words in ("64 MB", "1.2 ms", "2.5 ms", "812.5", "running"))
+        assert "stopped" in two
+
+    def test_request_by_host_and_pid_and_by_the_beginning_of_the_id(self):
+        relay, consumer = a_relay(), a_consumer()
+
+        assert "is asked to pause" in run("outbox_processes", "pause", "relay-1:4711")
+        assert "is asked to stop" in run("inbox_processes", "stop", str(consumer.id)[:8])
+
+        assert relays.pending("default", relay.id) is Request.PAUSE
+        assert consumers.pending("default", consumer.id) is Request.STOP
+        entry = AuditEntry.objects.get()
+        assert (entry.action, entry.kind, entry.object_id, entry.place) == (
+            "pause",
+            "process",
+            str(relay.id),
+            "outbox_processes",
+        )
+        assert InboxAuditEntry.objects.get().action == "stop"
+
+    def test_all_requests_something_of_every_process_that_runs(self):
+        relay, stopped = a_relay(), a_relay(host="stopped")
+        relays.mark_stopped("default", stopped.id)
+
+        run("outbox_processes", "drain", "--all")
+
+        assert relays.pending("default", relay.id) is Request.DRAIN
+        assert relays.pending("default", stopped.id) is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["pause"], "Name the processes"),
+            (["pause", "elsewhere:1"], "No running processes are called 'elsewhere:1'"),
+            (["resume", "relay-1:4711"], "no effect in the state of: relay-1:4711"),
+        ],
+        ids=["none named", "unknown", "not paused"],
+    )
+    def test_request_that_cannot_be_made_fails(self, arguments, reason):
+        a_relay()
+
+        with pytest.raises(CommandError, match=reason):
+            run("outbox_processes", *arguments)
+        assert not AuditEntry.objects.exists()
