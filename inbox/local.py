@@ -18,6 +18,7 @@ from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
@@ -65,7 +66,7 @@ class LocalTransport:
         pass
 
     def companions(self) -> Sequence[Companion]:
-        return self._runner, RunnerHeartbeats(self._runner)
+        return self._runner, RunnerHeartbeats(self._runner), executor()
 
     def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
         """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""

@@ -13,6 +13,7 @@ from django.utils.translation import gettext_lazy as _
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.minutes import MinuteRow
+from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
 
@@ -80,6 +81,13 @@ class InboxMessage(models.Model):
     # Refused by the maximum message age: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
+    # What failed and where, see `outbox.kernel.failures`; since when it fails so, and when it last did. A deferred message has
+    # a class, but does not fail. The latest failed attempts, each with its traceback, stay when the message is done.
+    error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    error_place = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    failing_since = models.DateTimeField(null=True)
+    failed_at = models.DateTimeField(null=True)
+    failures = models.JSONField(null=True)
     traceback = models.TextField(default="", db_default="")
     # The handler's return value, if Celery may request it again.
     result = models.JSONField(null=True)
@@ -99,6 +107,7 @@ class InboxMessage(models.Model):
             ("skip_inboxmessage", "Can skip a message that is not done"),
             ("edit_inboxmessage", "Can correct the payload of a dead message and run it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
+            ("dry_run_inboxmessage", "Can run a handler without its effect, in the web process"),
         )
         constraints = (
             models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),
@@ -132,6 +141,11 @@ class InboxMessage(models.Model):
                 condition=Q(ordered=True) & ~Q(state__in=["done", "skipped", "shed"]),
             ),
             models.Index(fields=["handler", "id"], name="inbox_conflicts", condition=Q(conflicts__gt=0)),
+            models.Index(
+                fields=["error_class", "error_place", "failing_since"],
+                name="inbox_failures",
+                condition=Q(state__in=["retrying", "dead"], failing_since__isnull=False),
+            ),
         )
 
     def __str__(self) -> str:
@@ -340,3 +354,27 @@ class DatabaseHealth(MinuteStatistics):
         verbose_name = _("database health")
         verbose_name_plural = _("database health")
         default_permissions = ("view",)
+
+
+class Operation(AbstractOperation):
+    """A bulk operation on messages of the inbox."""
+
+    class Meta(AbstractOperation.Meta):
+        indexes = (models.Index(fields=["state"], name="inbox_operation_open", condition=Q(state__in=["planned", "running"])),)
+
+
+class OperationPart(AbstractOperationPart):
+    """Some rows of an operation that are not processed yet."""
+
+    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="parts")
+
+    class Meta(AbstractOperationPart.Meta):
+        pass
+
+
+class FailureNote(AbstractFailureNote):
+    """A note on the messages that fail for one reason at one place in the code."""
+
+    class Meta(AbstractFailureNote.Meta):
+        permissions = (("note_failurenote", "Can write notes on failure groups"),)
+        constraints = (models.UniqueConstraint(fields=["error_class", "place"], name="inbox_failure_note_once"),)

@@ -14,11 +14,13 @@ class OutboxConfig(AppConfig):
     def ready(self) -> None:
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.alerting import CONDITIONS
+        from outbox.console import dry_run as publishing
         from outbox.console.alerts import register_conditions
         from outbox.console.trail import register
-        from outbox.store import life
+        from outbox.store import dry_run, life
 
         register("outbox", life)
+        publishing.register("outbox", dry_run)
         register_conditions("outbox", CONDITIONS)
 
         post_migrate.connect(_partition, sender=self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,20 @@ def after(duration: timedelta) -> Case:
     """The instant `duration` from now, or the expiry of the message if that is earlier: until then it blocks its key."""
     then = DatabaseTime(duration)
     return Case(When(expires_at__lt=then, then=F("expires_at")), default=then, output_field=DateTimeField())
+
+
+NO_FAILURE: Mapping[str, Any] = {"error_class": "", "failing_since": None}
+"""What a message that is published says of its failures."""
+
+
+def failed(error_class: str) -> Mapping[str, Any]:
+    """The columns of a failure besides its text: its class, since when the message fails so, and when it last did."""
+    same = When(error_class=error_class, failing_since__isnull=False, then=F("failing_since"))
+    return {
+        "error_class": error_class,
+        "failing_since": Case(same, default=NOW, output_field=DateTimeField()),
+        "failed_at": NOW,
+    }
 
 
 def instant(due: datetime | timedelta) -> Combinable:

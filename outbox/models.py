@@ -11,6 +11,7 @@ from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.fields import InstantField, ReadableJSONField
 from outbox.database.minutes import MinuteRow
+from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.identity import new_message_id
 from outbox.kernel.text import NAME_LENGTH
@@ -44,6 +45,10 @@ class OutboxMessage(models.Model):
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
     attempts = models.PositiveIntegerField(_("attempts"), default=0)
     last_error = models.TextField(default="")
+    # Why it failed, as one word of `relay.passes`; since when it fails so, and when it last did.
+    error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    failing_since = InstantField(null=True)
+    failed_at = InstantField(null=True)
     created_at = InstantField()
     deliver_at = InstantField(null=True)
     available_at = InstantField(_("due at"))
@@ -109,6 +114,11 @@ class OutboxMessage(models.Model):
             # For a paused topic: the oldest messages to probe or to resume, and whether one of its messages is retrying.
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
+            models.Index(
+                fields=["error_class", "topic", "failing_since"],
+                name="outbox_failures",
+                condition=Q(state__in=["retrying", "dead"], failing_since__isnull=False),
+            ),
             # For SQLite. On PostgreSQL it is empty: the live partition has no such row, and history is partitioned by day.
             models.Index(fields=["day"], name="outbox_day", condition=Q(day__gte=FIRST_DAY)),
         )
@@ -335,3 +345,27 @@ class DatabaseHealth(MinuteStatistics):
         verbose_name = _("database health")
         verbose_name_plural = _("database health")
         default_permissions = ("view",)
+
+
+class Operation(AbstractOperation):
+    """A bulk operation on messages of the outbox."""
+
+    class Meta(AbstractOperation.Meta):
+        indexes = (models.Index(fields=["state"], name="outbox_operation_open", condition=Q(state__in=["planned", "running"])),)
+
+
+class OperationPart(AbstractOperationPart):
+    """Some rows of an operation that are not processed yet."""
+
+    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="parts")
+
+    class Meta(AbstractOperationPart.Meta):
+        pass
+
+
+class FailureNote(AbstractFailureNote):
+    """A note on the messages of one topic that fail for one reason."""
+
+    class Meta(AbstractFailureNote.Meta):
+        permissions = (("note_failurenote", "Can write notes on failure groups"),)
+        constraints = (models.UniqueConstraint(fields=["error_class", "place"], name="outbox_failure_note_once"),)

@@ -16,12 +16,14 @@ from django.utils.translation import gettext_lazy as _
 
 from outbox.expressions import (
     IS_AHEAD,
+    NO_FAILURE,
     NOW,
     NOW_SECONDARY,
     ONE_MORE_ATTEMPT,
     MarkedAsReplayed,
     Today,
     after,
+    failed,
     instant,
     same_time_to_expiry,
 )
@@ -106,7 +108,7 @@ CONFIRM = Transition(
     sources=(State.READY,),
     targets=(State.PUBLISHED,),
     when="the broker confirmed it",
-    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", "settled_at": NOW, "day": Today()},
+    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", **NO_FAILURE, "settled_at": NOW, "day": Today()},
     recorded=False,
 )
 RETRY = Transition(
@@ -114,7 +116,12 @@ RETRY = Transition(
     sources=(State.READY,),
     targets=(State.RETRYING,),
     when="nacked or refused, with attempts left; or unroutable; or the broker forbids its topic",
-    columns=lambda error, delay: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": after(delay)},
+    columns=lambda error, error_class, delay: {
+        "attempts": ONE_MORE_ATTEMPT,
+        "last_error": error,
+        **failed(error_class),
+        "available_at": after(delay),
+    },
 )
 PAUSE = Transition(
     name="pause",
@@ -128,7 +135,12 @@ DIE = Transition(
     sources=(State.READY,),
     targets=(State.DEAD,),
     when="nacked or refused, attempts used up; or its row is damaged",
-    columns=lambda error: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "settled_at": NOW},
+    columns=lambda error, error_class: {
+        "attempts": ONE_MORE_ATTEMPT,
+        "last_error": error,
+        **failed(error_class),
+        "settled_at": NOW,
+    },
 )
 EXPIRE = Transition(
     name="expire",

@@ -4,6 +4,7 @@ from inbox.admin import (  # noqa: F401 - importing them registers the pages
     alerts,
     audit,
     consumers,
+    failures,
     health,
     messages,
     overview,

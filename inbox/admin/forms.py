@@ -10,6 +10,7 @@ from django import forms
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from inbox.dry_run import LONGEST
 from inbox.editing import correct, editable
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage
@@ -38,6 +39,20 @@ class OverrideForm(forms.Form):
         label=_("Evidence"),
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
         help_text=_("What shows that none of them was handled before. The reason is stored in the admin log."),
+    )
+
+
+class DryRunForm(forms.Form):
+    danger = _(
+        "The handler runs in this web process, and its transaction is rolled back. Mail, HTTP requests and other effects "
+        "outside the database are real."
+    )
+    seconds = forms.IntegerField(
+        label=_("Time limit in seconds"),
+        min_value=1,
+        max_value=int(LONGEST.total_seconds()),
+        initial=5,
+        help_text=_("The handler is interrupted after this time."),
     )
 
 

@@ -13,13 +13,18 @@ from django.contrib import admin, messages
 from django.db.models import BigIntegerField, Q, QuerySet
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from inbox.admin.forms import EditForm, OverrideForm, SkipForm
+from inbox.admin.dry_run import DRY_RUN, shown_dry_run
+from inbox.admin.failures import InboxFailureFilter, planner
+from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
+from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
+from inbox.dry_run import why_not as why_not_dry
 from inbox.editing import replace_message
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
@@ -29,6 +34,7 @@ from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
 from inbox.store import operating
 from outbox.console.acting_admin import by, counted
+from outbox.console.attempts import attempts
 from outbox.console.display import (
     NOTHING,
     Tone,
@@ -44,9 +50,11 @@ from outbox.console.display import (
     visible,
     warning,
 )
+from outbox.console.failure_admin import failure_text
 from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
+from outbox.kernel.failures import DEFERRED
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -57,11 +65,18 @@ _PROGRESS = _("Progress")
 _NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
+IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
+"""Its handler deferred it. That is not a failure."""
+
+
 class InboxStuckFilter(StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         return [*super().lookups(request, model_admin), ("quarantined", gettext("In quarantine"))]
+
+    def failed(self) -> Q:
+        return super().failed() & ~IS_DEFERRED
 
     def overdue(self) -> Q:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
@@ -73,6 +88,23 @@ class InboxStuckFilter(StuckFilter):
         if self.value() == "quarantined":
             return queryset.filter(state=State.DEAD, quarantined=True)
         return super().queryset(request, queryset)
+
+
+class InboxStateFilter(StateFilter):
+    """Deferred messages, which are `retrying` as well, are listed apart from those that failed."""
+
+    later = "later"
+
+    def states(self, model_admin: Any) -> list[tuple[str, str]]:
+        states = super().states(model_admin)
+        after = 1 + [state for state, _label in states].index(State.RETRYING)
+        return [*states[:after], (self.later, str(_("Later"))), *states[after:]]
+
+    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
+        if state == self.later:
+            return queryset.filter(IS_DEFERRED)
+        chosen = super().of(queryset, state)
+        return chosen.exclude(IS_DEFERRED) if state == State.RETRYING else chosen
 
 
 class DuplicatesFilter(admin.SimpleListFilter):
@@ -120,25 +152,27 @@ class InboxMessageAdmin(MessageAdmin):
         State.SKIPPED: Tone.OVER,
         State.SHED: Tone.OVER,
     }
-    large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
     counterpart = Counterpart(
         changelist="outbox_outboxmessage_changelist", title=_("outbox messages"), permission="outbox.view_outboxmessage"
     )
+    planner = planner
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
         "edit": (State.DEAD,),
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
+        "dry_run": RUNNABLE,
     }
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
+    list_filter = (InboxStuckFilter, InboxStateFilter, InboxFailureFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = _(
         "A message id, biz-id, topic or handler, exact; a trailing * matches every text with that prefix (slower)."
     )
-    actions = ("retry", "edit", "skip", "override_maximum_age")
+    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -150,7 +184,8 @@ class InboxMessageAdmin(MessageAdmin):
         "replacing_row",
         "attempts",
         "error_text",
-        "traceback_text",
+        "failing",
+        "failed_attempts",
         "content_type",
         "payload",
         "headers_text",
@@ -169,7 +204,7 @@ class InboxMessageAdmin(MessageAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Attempts"), {"fields": ("attempts", "error_text", "traceback_text")}),
+        (_("Attempts"), {"fields": ("attempts", "error_text", "failing", "failed_attempts")}),
         (_CORRECTION, {"fields": ("replaced_row", "replacing_row")}),
         (_FURTHER, {"fields": ("further_deliveries", "conflict")}),
         (_("Content"), {"fields": ("content_type", "payload", "headers_text")}),
@@ -196,6 +231,8 @@ class InboxMessageAdmin(MessageAdmin):
         return super().called(term) | Q(handler=term) | named
 
     def offers(self, action: str, row: Any) -> bool:
+        if action == "dry_run":
+            return not why_not_dry(row)
         if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
             return bool(row.quarantined == (action == "override_maximum_age"))
         if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
@@ -212,6 +249,11 @@ class InboxMessageAdmin(MessageAdmin):
         return super().why_not(request, alias, pk)
 
     # display
+
+    def badge_of(self, row: Any) -> SafeString:
+        if row.state == State.RETRYING and row.error_class == DEFERRED:
+            return badge(_("Later"), Tone.LATER)
+        return super().badge_of(row)
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Without the sections that are empty for this message."""
@@ -403,9 +445,15 @@ class InboxMessageAdmin(MessageAdmin):
     def error_text(self, row: Any) -> SafeString:
         return super().error_text(row)
 
-    @admin.display(description=_("traceback"))
-    def traceback_text(self, row: Any) -> SafeString:
-        return as_text(row.traceback).as_html()
+    @admin.display(description=_("class and place"))
+    def failing(self, row: Any) -> SafeString:
+        """What failed and where; a link to the other messages that fail so."""
+        return failure_text(self, row, row.error_class, row.error_place)
+
+    @admin.display(description=_("failed attempts"))
+    def failed_attempts(self, row: Any) -> SafeString:
+        """Each with its traceback, the newest first."""
+        return attempts(row.failures) if row.failures else as_text(row.traceback).as_html()
 
     @admin.display(description=_("received"))
     def received(self, row: Any) -> SafeString:
@@ -473,6 +521,48 @@ class InboxMessageAdmin(MessageAdmin):
             button=gettext("Replace the message and run it") if form.changes else gettext("Show the changes"),
             form=form,
         )
+
+    @admin.action(permissions=["dry_run"], description=_("Dry run…"))
+    def dry_run(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        """Of one message: what its handler would write and publish; nothing is stored."""
+        picked = self._picked(request, queryset) or {}
+        row = next(iter(picked.values()), None)
+        if len(picked) != 1 or row is None:
+            self.message_user(request, _("Nothing was run: choose one message."), messages.ERROR)
+            return None
+        form = DryRunForm(request.POST if self.is_confirmed(request) else None)
+        if not form.is_valid():
+            return self.ask(
+                request,
+                queryset,
+                action="dry_run",
+                question=str(_("Run the handler without its effect?")),
+                button=str(_("Run it dry")),
+                form=form,
+            )
+        try:
+            result = dry_run(queryset.db, row.pk, timedelta(seconds=form.cleaned_data["seconds"]))
+        except DryRunRefused as refused:
+            words = _("Message %(message)s: not run: %(why)s") % {"message": self.subject(row), "why": refused}
+            self.message_user(request, visible(words), messages.ERROR)
+            return HttpResponseRedirect(self.own_url(row.pk))
+        self.log_change(request, row, f"Dry run: {result.outcome}.")
+        self.audit(request, queryset.db, "dry_run", row)
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            **shown_dry_run(result),
+            "title": _("Dry run"),
+            "opts": self.opts,
+            "media": self.media,
+            "subject": self.subject(row),
+            "message_url": self.own_url(row.pk),
+            "changelist_url": self._changelist_url(),
+        }
+        return TemplateResponse(request, DRY_RUN, context)
+
+    def has_dry_run_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.dry_run_inboxmessage")
 
     @admin.action(permissions=["skip"], description=_("Skip…"))
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:

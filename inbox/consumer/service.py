@@ -11,6 +11,7 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
+from inbox.operations import executing, executor
 from inbox.runner import Runner
 from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
@@ -53,7 +54,9 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
-    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop):
+    bulk = executor()
+    executed = executing(bulk, stop, drain=drain)
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), executed:
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
@@ -62,7 +65,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             _run_stored(runner, size, stop, watchdog)
         if drain or stop.is_draining:
             with watchdog.suspended():
-                runner.drain(stop)
+                while runner.drain(stop) + bulk.drain(stop):
+                    pass
         logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
 
 

@@ -54,6 +54,7 @@ from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
+from outbox.kernel.failures import NEVER_ENDED
 from outbox.kernel.retry import Pause
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     """Run the handler; returns its failure, or None."""
     handler = lease.request.handler
     if lease.attempt > handler.retry.over(options.retry).max_attempts:
-        return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
+        return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
     changes = SessionChanges()

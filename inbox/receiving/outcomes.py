@@ -25,6 +25,7 @@ from inbox.store.intake import Taken
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 from outbox.database.faults import is_collision
+from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import describe
 
@@ -99,7 +100,14 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     if made < handler.retry.over(options.retry).max_attempts:
         return None
     error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
-    return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=made))
+    failure = Failure(
+        error=error,
+        error_class=stored.error_class or NEVER_ENDED,
+        error_place=stored.error_place,
+        retry_after=None,
+        attempts=made,
+    )
+    return fail_stored(handler, stored, failure)
 
 
 def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
@@ -196,21 +204,31 @@ def failure_of(
     policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
-    trace = "".join(traceback.format_exception(error))
     if is_collision(error):
         # The handler is not the cause: the backoff of a failure, but no attempt is counted.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
-        return Failure(error=text, traceback=trace, retry_after=policy.delay(1), attempts=attempt - 1)
+        return failure_from(error, error=text, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
-        return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
+        return failure_from(error, error=f"rejected: {describe(error)}", retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"
     last = isinstance(error, TransactionEnded) or policy.exhausted(attempt)
-    return Failure(
+    return failure_from(
+        error,
         error=text,
-        traceback=trace,
         retry_after=None if last else policy.delay(attempt),
         attempts=attempt,
         is_stored=isinstance(error, TransactionEnded) and error.is_stored,
+    )
+
+
+def failure_from(raised: BaseException, **outcome: Any) -> Failure:
+    """The failure of an attempt that raised this exception, with its class, place and traceback."""
+    return Failure(
+        error_class=class_of(raised),
+        error_place=place_of(raised),
+        own_frames=own_frames(raised),
+        traceback="".join(traceback.format_exception(raised)),
+        **outcome,
     )
 
 
@@ -222,11 +240,18 @@ def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedel
         left = error.give_up_after - age
         if left <= timedelta():
             text = f"given up {shown} after it arrived, because of RetryLater(give_up_after={error.give_up_after!r})"
-            return Failure(error=f"{text}: {describe(error)}", retry_after=None, attempts=attempt)
+            return failure_from(error, error=f"{text}: {describe(error)}", retry_after=None, attempts=attempt)
         # The last attempt is made when `give_up_after` has passed.
         delay = min(delay, left)
     text = f"deferred, {shown} after it arrived: {describe(error)}" if shown else f"deferred: {describe(error)}"
-    return Failure(error=text, retry_after=max(delay, _SHORTEST_DELAY), attempts=attempt - 1, deferred=True)
+    return Failure(
+        error=text,
+        error_class=DEFERRED,
+        error_place=place_of(error),
+        retry_after=max(delay, _SHORTEST_DELAY),
+        attempts=attempt - 1,
+        deferred=True,
+    )
 
 
 def _age(handler: Handler, row: int | None) -> timedelta:
@@ -250,7 +275,7 @@ def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Rece
 
 
 def _abandoned() -> Failure:
-    return Failure(error=rows.ABANDONED, retry_after=None, attempts=1)
+    return Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
 
 
 def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Received:

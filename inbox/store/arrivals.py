@@ -10,6 +10,7 @@ from django.db import connections
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
+from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_done, insert_one
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, emptied
 from inbox.store.sentinel import SAVEPOINT
@@ -17,7 +18,6 @@ from inbox.store.trail import record, recording
 from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import now
 from outbox.database.prepared_statements import is_usable
-from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -98,8 +98,7 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         due_after=None if failure.retry_after is None else failure.retry_after.total_seconds(),
         attempts=failure.attempts,
         quarantined=failure.quarantined,
-        last_error=printable(failure.error, ERROR_LENGTH),
-        traceback=printable(failure.traceback, TRACEBACK_LENGTH),
+        **as_inserted(failure),
     )
     matters = not failure.deferred
     with recording(alias, matters=matters):

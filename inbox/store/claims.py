@@ -17,6 +17,7 @@ from django.db import DatabaseError, IntegrityError, connections, transaction
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
+from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_written
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
@@ -25,7 +26,6 @@ from inbox.store.trail import is_recorded, record_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
-from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -209,8 +209,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
     written = {
         "state": became,
         "attempts": failure.attempts,
-        "last_error": printable(failure.error, ERROR_LENGTH),
-        "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
+        **as_written(failure),
         "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
         "settled_at": DatabaseTime() if dead else None,
         "quarantined": failure.quarantined,
@@ -235,9 +234,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
 
 def record_error(alias: str, row: int, failure: Failure) -> None:
     """Store the error of an attempt that outlasted its claim; another attempt has begun."""
-    InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
-        last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
-    )
+    InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(**as_written(failure))
 
 
 def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
@@ -289,9 +286,9 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         record_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} WHERE {condition} "
+            f"UPDATE {TABLE} SET state = 'dead', {ABANDONED_NOW.format(now=now(connection))} WHERE {condition} "
             "RETURNING handler, message_id, biz_id",
-            [ABANDONED, *rows],
+            [*ABANDONED_AS, *rows],
         )
         return [
             DeadLettered(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()

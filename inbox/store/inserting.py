@@ -19,11 +19,13 @@ from django.db import connections
 
 from inbox.models import State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
+from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
 from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql
 from outbox.database.now import NOW, NOW_AFTER
 from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from outbox.kernel.failures import DEFERRED
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -38,6 +40,7 @@ class Insertion:
         leads: it is the first of its ordering key in its load.
         due_after: seconds until it is due; a row that waits behind another is not due. None: it is not due at all.
         replaces_id: the dead row whose payload an operator has corrected.
+        attempt: its first failed attempt, as JSON, see `failures`.
         duplicates: deliveries that are already counted on the row, and by their cause in the following counts.
         conflicts: 1 if such a duplicate has other content, which is that of this row.
         result: what its handler returned, as JSON.
@@ -54,6 +57,9 @@ class Insertion:
     replaces_id: int | None = None
     quarantined: bool = False
     last_error: str = ""
+    error_class: str = ""
+    error_place: str = ""
+    attempt: str | None = None
     traceback: str = ""
     duplicates: int = 0
     redeliveries: int = 0
@@ -86,6 +92,9 @@ _OPTIONAL = {
     "replaces_id": ("bigint", "NULL"),
     "quarantined": ("boolean", "false"),
     "last_error": ("text", "''"),
+    "error_class": ("text", "''"),
+    "error_place": ("text", "''"),
+    "attempt": ("text", "NULL"),
     "traceback": ("text", "''"),
     "duplicates": ("int", "0"),
     "redeliveries": ("int", "0"),
@@ -96,7 +105,7 @@ _OPTIONAL = {
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
 _DEFAULTS = {field.name: field.default for field in fields(Insertion)}
-_NOT_STORED = {"leads", "due_after"}
+_NOT_STORED = {"leads", "due_after", "attempt"}
 _GIVEN = [*COLUMNS, "state", *_OPTIONAL]
 _DOCUMENT = {
     **{column: "text" if kind == "jsonb" else kind for column, kind in COLUMNS.items() if column != "body"},
@@ -128,6 +137,9 @@ def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False,
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
         f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
     }
+    fails = f"given.became IN ('retrying', 'dead') AND COALESCE(given.error_class, '') NOT IN ('', '{DEFERRED}')"
+    values["failing_since"] = values["failed_at"] = f"CASE WHEN {fails} THEN {at} END"
+    values["failures"] = f"CASE WHEN given.attempt IS NOT NULL THEN {FIRST_ATTEMPT[vendor].format('given.attempt')} END"
     if vendor == "postgresql":
         values["headers"] += "::jsonb"
         values["result"] += "::jsonb"

@@ -11,6 +11,7 @@ from inbox.store.inserting import Insertion, insert_many
 from inbox.store.ordering import hold_gates, promote_next
 from inbox.store.rows import Earlier, NewRow, locked_means_busy
 from inbox.store.trail import record
+from outbox.kernel.failures import REFUSED
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 
@@ -85,6 +86,7 @@ def _insertions(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[Inse
                 ordered=ordered,
                 quarantined=given.quarantined,
                 last_error=printable(given.refused or given.shed, ERROR_LENGTH),
+                error_class=REFUSED if given.refused else "",
             )
         )
         if ordered:

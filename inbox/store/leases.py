@@ -23,6 +23,7 @@ from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
 from inbox.store.claims import under_claim
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
+from inbox.store.failures import NO_FAILURE, as_written
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.sentinel import EMPTIED
@@ -31,7 +32,6 @@ from inbox.store.trail import is_recorded, record, record_leaving, recording
 from outbox.database.connections import is_postgresql
 from outbox.database.now import DatabaseTime, now, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
-from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
 _OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
@@ -42,7 +42,8 @@ _CONSUME = {
         "inbox_consume" if keep_body else "inbox_consume_emptied",
         ["bigint", "bigint"],
         f"UPDATE {TABLE} SET state = 'done', settled_at = statement_timestamp(), next_attempt_at = NULL, last_error = '', "
-        f"traceback = ''{'' if keep_body else EMPTIED['postgresql']} WHERE id = $1 AND fence = $2 AND {_OWNED}",
+        "traceback = '', error_class = '', error_place = '', failing_since = NULL"
+        f"{'' if keep_body else EMPTIED['postgresql']} WHERE id = $1 AND fence = $2 AND {_OWNED}",
     )
     for keep_body in (True, False)
 }
@@ -348,8 +349,7 @@ def _done() -> dict[str, Any]:
         "state": State.DONE,
         "settled_at": DatabaseTime(),
         "next_attempt_at": None,
-        "last_error": "",
-        "traceback": "",
+        **NO_FAILURE,
         **({} if inbox_options().keeps_all_bodies else {"body": b"", "headers": {}}),
     }
 
@@ -359,8 +359,7 @@ def _failed(failure: Failure, leaves: OrderedKey | None) -> dict[str, Any]:
     return {
         "state": State.DEAD if dead else State.RETRYING,
         "attempts": failure.attempts,
-        "last_error": printable(failure.error, ERROR_LENGTH),
-        "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
+        **as_written(failure),
         "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
         "settled_at": DatabaseTime() if dead else None,
         **({"ordered": False} if leaves else {}),

@@ -13,6 +13,7 @@ from inbox.store.dialect import TABLE
 from outbox.console.trail import Account, Moment, Standing
 from outbox.database.connections import with_table
 from outbox.kernel.clock import utcnow
+from outbox.kernel.failures import DEFERRED
 
 _NOT_HERE = (
     "No handler of this project has it: none handles its topic, it has not arrived, another message of its biz-id came first, "
@@ -120,5 +121,6 @@ def _standing(alias: str, row: InboxMessage) -> Standing:
         due=row.next_attempt_at if row.state in DUE else None,
         error=row.last_error,
         also=", ".join(filter(None, also)),
+        deferred=row.state == State.RETRYING and row.error_class == DEFERRED,
         database=alias,
     )

@@ -27,7 +27,7 @@ OPERATORS_WAIT = timedelta(seconds=10)
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
 """A running message only after its lease has ended."""
-_RETRIED: Mapping[str, Any] = {
+TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
     "next_attempt_at": DatabaseTime(),
@@ -45,7 +45,7 @@ def retry(alias: str, row: int, *, reason: str = "") -> bool:
     Args:
         reason: for the trail: the operator.
     """
-    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=_RETRIED)
+    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=TRIED_AGAIN)
 
 
 def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
@@ -58,7 +58,7 @@ def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
         reason: for the trail: the operator and the reason.
     """
     recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    return _decide(alias, row, [State.DEAD], recorded, quarantined=True, written={**_RETRIED, "quarantined": False})
+    return _decide(alias, row, [State.DEAD], recorded, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
 
 
 def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
@@ -73,7 +73,7 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
         reason: stored in the row and in the trail.
         by: for the trail: the operator.
     """
-    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=_skipped(reason))
+    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason))
 
 
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
@@ -128,14 +128,14 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         )
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
-    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**_skipped(reason))
+    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**skipped(reason))
     record(alias, [replaced.pk], was=State.DEAD, reason=reason)
     origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
     record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
     return row
 
 
-def _skipped(reason: str) -> Mapping[str, Any]:
+def skipped(reason: str) -> Mapping[str, Any]:
     return {
         "state": State.SKIPPED,
         "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),

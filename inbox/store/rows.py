@@ -14,6 +14,7 @@ from django.db import OperationalError
 
 from inbox.models import InboxMessage
 from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
+from outbox.kernel.failures import REFUSED
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
@@ -179,12 +180,17 @@ class Failure:
     Attributes:
         retry_after: backoff until the next attempt; None makes it a dead letter.
         attempts: number of attempts made now.
+        error_class, error_place: what failed and where, see `outbox.kernel.failures`.
+        own_frames: the frames of the project's own code, as in a traceback.
         deferred: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.
         is_stored: it is already in its row.
     """
 
     error: str
+    error_class: str = REFUSED
+    error_place: str = ""
+    own_frames: str = ""
     traceback: str = ""
     retry_after: timedelta | None
     attempts: int

@@ -15,6 +15,7 @@ from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
+from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
@@ -33,7 +34,10 @@ PREPARED = (
     "PREPARED. Remove PREPARE TRANSACTION from the handler, then retry the message."
 )
 SAVEPOINT = "inbox_guard"
-_WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
+_WRITTEN = (
+    "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = '', "
+    "error_class = '', error_place = '', failing_since = NULL"
+)
 EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
 """Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
@@ -231,9 +235,9 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             return False
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', result = NULL, last_error = %s, settled_at = {now(connection)} "
+            f"UPDATE {TABLE} SET state = 'dead', result = NULL, {ABANDONED_NOW.format(now=now(connection))} "
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
-            [ABANDONED, *given],
+            [*ABANDONED_AS, *given],
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
         for row, content in zip(guard.rows, guard.emptied, strict=False):

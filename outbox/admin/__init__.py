@@ -3,6 +3,7 @@
 from outbox.admin import alerts as alerts
 from outbox.admin import audit as audit
 from outbox.admin.callbacks import PendingCallbackAdmin
+from outbox.admin.failures import OutboxFailureGroupAdmin, OutboxOperationAdmin
 from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.admin.overview import OutboxOverviewAdmin
@@ -12,8 +13,10 @@ from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
 __all__ = [
+    "OutboxFailureGroupAdmin",
     "OutboxHealthAdmin",
     "OutboxMessageAdmin",
+    "OutboxOperationAdmin",
     "OutboxOverviewAdmin",
     "PausedTopicAdmin",
     "PendingCallbackAdmin",

@@ -15,6 +15,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox import doorbell
+from outbox.admin.failures import planner
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.console.acting_admin import Transition, by
 from outbox.console.display import Tone, age, exact
@@ -43,6 +44,7 @@ class DecidingAdmin(MessageAdmin):
         State.CANCELLED: Tone.OVER,
         State.ROLLED_BACK: Tone.OVER,
     }
+    planner = planner
     counterpart = Counterpart(
         changelist="inbox_inboxmessage_changelist", title=_("inbox messages"), permission="inbox.view_inboxmessage"
     )

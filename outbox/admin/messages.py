@@ -17,6 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.deciding import DecidingAdmin
+from outbox.admin.failures import OutboxFailureFilter
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.console.acting_admin import counted
@@ -33,6 +34,7 @@ from outbox.console.display import (
     stacked,
     warning,
 )
+from outbox.console.failure_admin import failure_text
 from outbox.console.message_admin import StateFilter, StuckFilter
 from outbox.console.plurals import ngettext
 from outbox.database.now import DatabaseTime
@@ -82,7 +84,7 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter)
+    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter, OutboxFailureFilter)
     # They grow with time, and history has no index by position.
     ordering: ClassVar[Any] = ("-message_id",)
     readonly_fields: ClassVar[Any] = (
@@ -96,6 +98,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         "headers_text",
         "form_text",
         "error_text",
+        "failing",
         "callbacks",
         "created",
         "deliver",
@@ -111,7 +114,7 @@ class OutboxMessageAdmin(DecidingAdmin):
     )
     fieldsets = (
         (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Failure"), {"fields": ("attempts", "error_text")}),
+        (_("Failure"), {"fields": ("attempts", "error_text", "failing")}),
         (_("Content"), {"fields": ("payload", "headers_text", "form_text")}),
         (_CALLBACKS_PART, {"fields": ("callbacks",)}),
         (_("Times"), {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
@@ -236,6 +239,11 @@ class OutboxMessageAdmin(DecidingAdmin):
                 for one in pending
             )
         )
+
+    @admin.display(description=_("failure group"))
+    def failing(self, row: Any) -> SafeString:
+        """The broker's answer and the topic; a link to the other messages that fail so."""
+        return failure_text(self, row, row.error_class, row.topic)
 
     @admin.display(description=_("deliver at"))
     def deliver(self, row: Any) -> SafeString:

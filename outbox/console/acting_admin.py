@@ -33,6 +33,7 @@ from django.utils.translation import gettext_lazy as _
 from outbox.console.audit import Subject, actor_of, posted, record
 from outbox.console.display import visible
 from outbox.console.pages import Page
+from outbox.console.planning import Planner
 from outbox.database.now import DatabaseTime
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ else:
 Transition = Callable[[str, Any], bool]
 """Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
 _CONFIRM: Any = Page("confirm.html")
+_NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
 
 class BoundedPaginator(_Paginator):
@@ -147,6 +149,9 @@ class ActingAdmin(ReadOnlyAdmin):
     hint: ClassVar[Any] = ""
     """An explanation of the list's order and columns."""
 
+    planner: ClassVar[Planner | None] = None
+    """Makes operations of the actions on all matching rows; None refuses them above the limit."""
+
     ACTION_LIMIT: ClassVar[int] = 500
     """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
     LINE_LIMIT: ClassVar[int] = 20
@@ -212,6 +217,18 @@ class ActingAdmin(ReadOnlyAdmin):
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
 
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
+        """On all matching rows, plan an operation, if the action can be one."""
+        action = self.planner and self.planner.actions.get(request.POST.get("action", ""))
+        if action and self.planner and request.POST.get("select_across") == "1" and action.name in self.get_actions(request):
+            return self.planner.respond(self, request, queryset, action, self.selection_text(request), request.get_full_path())
+        return super().response_action(request, queryset, *args, **kwargs)
+
+    def selection_text(self, request: HttpRequest) -> str:
+        """What "all matching" are, for people: the search and the filters."""
+        given = [f"{name} {value}" for name, value in request.GET.items() if value and name not in _NO_FILTERS]
+        return visible(_("all messages with %s") % ", ".join(given)) if given else str(_("all messages"))
+
     def is_confirmed(self, request: HttpRequest) -> bool:
         return request.POST.get("confirmed") == "yes"
 
@@ -240,6 +257,8 @@ class ActingAdmin(ReadOnlyAdmin):
                 if row is not None
             ],
             "noun": self.noun,
+            "applies": sum(row is not None and self.offers(action, row) for row in picked.values()),
+            "selected": len(picked),
             "action": action,
             "button": button,
             "form": form,

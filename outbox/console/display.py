@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.core.paginator import Paginator
 from django.utils import timezone
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
@@ -228,7 +229,7 @@ def note(words: object) -> SafeString:
     return format_html('<p class="message-note">{}</p>', words)
 
 
-def warning(words: str) -> SafeString:
+def warning(words: str | Promise) -> SafeString:
     """A warning of the console."""
     return format_html('<p class="message-warning">{}</p>', words)
 

@@ -36,14 +36,18 @@ class StateFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         """Every state with its count, which has the same limit as the list's."""
         rows = model_admin.get_queryset(request)
-        return [(state, f"{label} ({counted(rows.filter(state=state))})") for state, label in self.states(model_admin)]
+        return [(state, f"{label} ({counted(self.of(rows, state))})") for state, label in self.states(model_admin)]
 
     def states(self, model_admin: Any) -> list[tuple[str, str]]:
         return list(model_admin.opts.get_field("state").choices)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         known = {state for state, _ in self.lookup_choices}
-        return queryset.filter(state=self.value()) if self.value() in known else queryset
+        value = self.value()
+        return self.of(queryset, value) if value in known else queryset
+
+    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
+        return queryset.filter(state=state)
 
 
 class StuckFilter(admin.SimpleListFilter):
@@ -63,10 +67,13 @@ class StuckFilter(admin.SimpleListFilter):
     def overdue(self) -> Q:
         raise NotImplementedError
 
+    def failed(self) -> Q:
+        return Q(state__in=self.failing)
+
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
             case "any":
-                return queryset.filter(Q(state__in=self.failing) | self.overdue())
+                return queryset.filter(self.failed() | self.overdue())
             case "overdue":
                 return queryset.filter(self.overdue())
             case _:

@@ -9,6 +9,7 @@ from itertools import chain
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
 from outbox.console.plurals import ngettext
@@ -95,7 +96,7 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
     """The present states of the message, one line each."""
     rows = (
         (
-            badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER)),
+            _standing_badge(standing),
             _where(standing),
             ", ".join(chain([_attempts(standing)], filter(None, [visible(standing.also)]))),
             format_html(", {}", age(standing.due, utcnow(), gettext("due "))) if standing.due else "",
@@ -107,6 +108,12 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
         gettext("Now"),
         format_html_join("", "<li>{} {}: {}{}</li>", rows),
     )
+
+
+def _standing_badge(standing: Standing) -> SafeString:
+    if standing.deferred:
+        return badge(_("Later"), Tone.LATER)
+    return badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER))
 
 
 def _where(of: Moment | Standing) -> SafeString:

@@ -49,6 +49,7 @@ class Standing:
         due: when the next automatic step is due; None if there is none.
         error: the latest, in full.
         also: further human-readable facts of its row.
+        deferred: its handler deferred it, so its retry is not the consequence of a failure.
     """
 
     where: str
@@ -59,6 +60,7 @@ class Standing:
     due: datetime | None = None
     error: str = ""
     also: str = ""
+    deferred: bool = False
     database: str = field(default="", compare=False)
 
 

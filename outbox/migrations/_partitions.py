@@ -12,7 +12,7 @@ History is partitioned again, so that creating and dropping a day locks neither 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from django.db import migrations, transaction

@@ -41,6 +41,7 @@ _MARGIN = timedelta(seconds=2)
 """Time that the database grants a pass beyond its deadline, for settling."""
 _MOST_WAVES = 100
 """A limit, so that one hot key delays the other keys of its shard only briefly; its next messages are in the next pass."""
+_DAMAGED = "damaged"
 _TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
 """The queue, or the permission, may come with the next deployment."""
@@ -347,7 +348,10 @@ class Pass:
             waiting=[row.position for row in batch.rows if row.is_blocked and not (row.expired or row.topic in batch.paused)],
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
-                *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),
+                *(
+                    Failure(positions=[row], error=damage, error_class=_DAMAGED, retry_after=None)
+                    for row, damage in batch.damaged.items()
+                ),
             ],
             paused=batch.paused,
         )
@@ -364,6 +368,7 @@ class Pass:
         return Failure(
             positions=[row.position for row in rows],
             error=verdict.reason,
+            error_class=verdict.outcome.value,
             retry_after=delay,
             # A message that is retried without limit leaves no more trail entries than any other.
             matters=attempt <= self._options.MAX_ATTEMPTS,

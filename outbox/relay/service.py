@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from django.db import connections
 
+from outbox import operations
 from outbox.conf import outbox_options
 from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
@@ -83,6 +84,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         calling = callers(alias, options, database_log=database_log)
         asking = askers(alias, options, database_log=database_log)
         companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
+        if not connections[alias].in_atomic_block:  # as in a test
+            companions.append(operations.executor(alias))
         if not drain:
             # An operator's request to drain ends this phase only.
             phase = stop.follower()

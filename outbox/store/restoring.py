@@ -78,11 +78,16 @@ class Restored:
         left: the number of unchanged messages by reason: a state from which they are not restored; "overdue", if these were
             excluded; "replaced", if another unique message was published instead; "locked", if another transaction has locked
             or deleted the message.
+        unchanged: the reason of each of these, by position.
     """
 
     ready: int = 0
     scheduled: int = 0
-    left: Mapping[str, int]
+    unchanged: Mapping[int, str]
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        return Counter(self.unchanged.values())
 
 
 def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
@@ -154,40 +159,42 @@ class _Some(NamedTuple):
         locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
         found: dict[str, list[int]] = {}
         became: Counter[str] = Counter()
-        left: Counter[str] = Counter()
+        left: dict[int, str] = {}
         for position, state, ahead, replaced in locked.values_list("pk", "state", "ahead", "replaced"):
             if state not in self.states:
-                left[state] += 1
+                left[position] = state
             elif replaced:
-                left[REPLACED] += 1
+                left[position] = REPLACED
             elif not ahead and not self.overdue:
-                left[OVERDUE] += 1
+                left[position] = OVERDUE
             else:
                 found.setdefault(state, []).append(position)
+        changed: set[int] = set()
         for state, group in found.items():
             moved, replaced = self._move_unless_replaced(group, State(state), may_wait=not skip_locked)
             became.update(one.became for one in moved)
-            left[REPLACED] += replaced
-        if len(set(self.positions)) > became.total() + left.total():
-            left[State.PUBLISHED] += rows.filter(state=State.PUBLISHED).count()
-            left[LOCKED] = len(set(self.positions)) - became.total() - left.total()
-        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(+left))
+            changed.update(one.position for one in moved)
+            left |= dict.fromkeys(replaced, REPLACED)
+        if missing := set(self.positions) - changed - set(left):
+            published = set(rows.filter(state=State.PUBLISHED).values_list("pk", flat=True)) & missing
+            left |= {position: State.PUBLISHED.value if position in published else LOCKED for position in missing}
+        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], unchanged=left)
 
-    def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], int]:
-        """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and the number replaced.
+    def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], list[int]]:
+        """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
 
         Only the unique index detects that; then each half is tried separately. The others are locked by such a transaction that
         is still open.
         """
-        replaced = 0
+        replaced: list[int] = []
         try:
             with transaction.atomic(using=self.alias):
                 moved = move(self.alias, RESTORE, positions, only=[was], reason=self.reason)
                 if was in GIVEN_UP:
                     require_unpublished(self.alias, [one.position for one in moved])
-                return moved, 0
+                return moved, []
         except IntegrityError:
-            replaced = len(positions)
+            replaced = [*positions]
         except OperationalError as error:
             if may_wait or not is_collision(error):
                 raise

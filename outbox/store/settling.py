@@ -15,6 +15,7 @@ from django.db import Error, connections, transaction
 from outbox.conf import outbox_options
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
+from outbox.kernel.failures import REFUSED
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage
@@ -45,12 +46,14 @@ class Failure:
     """Messages that failed with the same error and the same number of attempts.
 
     Attributes:
+        error_class: why it failed, in one word, for grouping.
         retry_after: backoff until the next attempt; None if this attempt was the last.
         matters: whether the trail records it; False if it only repeats the failure before.
     """
 
     positions: Sequence[int]
     error: str
+    error_class: str = REFUSED
     retry_after: timedelta | None
     matters: bool = True
 
@@ -183,7 +186,7 @@ def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
 def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     error = printable(failure.error, ERROR_LENGTH)
     transition = DIE
-    given: dict[str, Any] = {"error": error}
+    given: dict[str, Any] = {"error": error, "error_class": failure.error_class}
     if failure.retry_after is not None:
         transition = RETRY
         given["delay"] = failure.retry_after

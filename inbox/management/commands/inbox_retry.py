@@ -1,5 +1,5 @@
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,14 +9,20 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
 from inbox.store import operating
+from inbox.store.bulk import LOCKED
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.operations import BATCH
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)
+
+_Row = tuple[int, bool, str, str]
+"""Primary key, is it in quarantine, message id, handler."""
 
 
 class Command(BaseCommand):
@@ -59,26 +65,13 @@ class Command(BaseCommand):
             return
         alias = options["database"]
         progress = Progress("retried", left)
-        unsent: list[TaskNotSent] = []
+        unsent: list[str] = []
+        for chunk in _chunks([row for row in rows if not row[1]]):
+            progress.advance(_retry(alias, chunk, states, given, unsent))
         for pk, quarantined, message_id, handler in rows:
-            if pk not in held_back:
-                decide = operating.override_maximum_age if quarantined else operating.retry
-                transition = resending(partial(decide, reason="inbox_retry"))
-                action = "override_maximum_age" if quarantined else "retry"
-                subject = Subject(kind="message", id=message_id, name=f"{message_id} ({handler})")
-                try:
-                    done = _audited(transition, alias, pk, action, subject, given)
-                except TaskNotSent as error:
-                    unsent.append(error)
-                    continue
-                if done and quarantined:
-                    # To explain later why an effect happened twice.
-                    logger.warning(
-                        "inbox_retry: the maximum message age was overridden for message %s of handler %s.",
-                        message_id or "without id",
-                        handler,
-                    )
-                progress.advance(int(done))
+            if quarantined and pk not in held_back:
+                subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
+                progress.advance(_override(alias, pk, subject, given, unsent))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
@@ -98,6 +91,42 @@ def _audited(
         if done:
             record("inbox", alias, actor_of_command(__name__), action, [subject], given)
     return done
+
+
+def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
+    return (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
+
+
+def _retry(alias: str, rows: Sequence[_Row], states: Collection[str], given: Mapping[str, Any], unsent: list[str]) -> int:
+    """Retry some messages in one transaction; those that another transaction has locked, one by one; how many were."""
+    subjects = {
+        pk: Subject(kind="message", id=message_id, name=f"{message_id} ({handler})") for pk, _, message_id, handler in rows
+    }
+    with transaction.atomic(using=alias):
+        outcomes = bulk_retry(alias, list(subjects), sources=states, given={}, by="inbox_retry", reason="")
+        done = [outcome.row for outcome in outcomes if not outcome.unchanged]
+        record("inbox", alias, actor_of_command(__name__), "retry", [subjects[row] for row in done], given)
+    unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
+    waited = 0
+    for outcome in outcomes:
+        if outcome.unchanged == LOCKED:
+            retry = partial(operating.retry, reason="inbox_retry")
+            waited += _audited(resending(retry), alias, outcome.row, "retry", subjects[outcome.row], given)
+    return len(done) + waited
+
+
+def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], unsent: list[str]) -> int:
+    """Retry a message in quarantine; 1 if it was."""
+    transition = resending(partial(operating.override_maximum_age, reason="inbox_retry"))
+    try:
+        done = _audited(transition, alias, pk, "override_maximum_age", subject, given)
+    except TaskNotSent as error:
+        unsent.append(str(error))
+        return 0
+    if done:
+        # To explain later why an effect happened twice.
+        logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subject.name)
+    return int(done)
 
 
 def _is_known(handler: str) -> bool:

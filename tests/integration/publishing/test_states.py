@@ -17,8 +17,9 @@ from tests.support.relaying import in_state, row_of, state_of
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
 HOUR = timedelta(hours=1)
-GIVEN = {"error": "nacked", "delay": HOUR, "due": HOUR}
+GIVEN = {"error": "nacked", "error_class": "nacked", "delay": HOUR, "due": HOUR}
 SCHEDULING = ("attempts", "deliver_at", "available_at", "expires_at", "settled_at", "day", "last_error", "headers")
+FAILURE = ("error_class", "failing_since", "failed_at")
 NAMES = {transition.name: transition for transition in TRANSITIONS}
 
 
@@ -56,13 +57,14 @@ def test_transition_moves_a_message_in_one_of_its_sources_and_no_other(name, sta
 def test_transition_writes_the_columns_it_declares_and_no_other(name):
     transition = NAMES[name]
     message = in_state(transition.sources[0], expires_in=HOUR)
-    OutboxMessage.objects.update(attempts=3, last_error="before", settled_at=utcnow(), headers={"tenant": "acme"})
+    failure = {"last_error": "before", "error_class": "before", "failing_since": utcnow()}
+    OutboxMessage.objects.update(attempts=3, settled_at=utcnow(), headers={"tenant": "acme"}, **failure)
     before = row_of(message)
 
     move("default", transition, [before.pk], **given_for(transition))
 
     after = row_of(message)
-    changed = {column for column in SCHEDULING if getattr(after, column) != getattr(before, column)}
+    changed = {column for column in (*SCHEDULING, *FAILURE) if getattr(after, column) != getattr(before, column)}
     declared = set(transition.columns(**given_for(transition)))
     assert changed <= declared
     # Where the new value is the old one by nature: an expiry that is ahead of the next attempt, for example.

@@ -1,0 +1,54 @@
+"""The page that shows the result of a dry run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.utils.translation import gettext_lazy as _
+
+from inbox.dry_run import DryRun
+from outbox.console.attempts import attempts
+from outbox.console.display import Tone, as_payload, as_text, badge, identifier
+from outbox.console.pages import Page
+
+DRY_RUN: Any = Page("dry_run.html")
+
+_OUTCOMES = {
+    "handled": (_("It would be handled"), Tone.DONE),
+    "deferred": (_("It would be deferred"), Tone.LATER),
+    "rejected": (_("It would become a dead letter"), Tone.STOPPED),
+    "failed": (_("It would fail"), Tone.FAILING),
+    "timed out": (_("It did not end in time"), Tone.STOPPED),
+}
+
+
+def shown_dry_run(result: DryRun) -> dict[str, Any]:
+    """The result, for the template."""
+    label, tone = _OUTCOMES[result.outcome]
+    failure = result.failure
+    shown = None
+    if failure is not None:
+        shown = attempts(
+            [
+                {
+                    "attempt": failure.attempts,
+                    "error": failure.error,
+                    "class": failure.error_class,
+                    "place": failure.error_place,
+                    "own": failure.own_frames,
+                    "traceback": failure.traceback,
+                }
+            ]
+        )
+    return {
+        "outcome": badge(str(label), tone),
+        "failure": shown,
+        "writes": [as_text(write).as_html() for write in result.writes],
+        "more_writes": result.more_writes,
+        "published": [
+            (identifier(f"{one.topic} {one.biz_id}"), as_payload(one.body, one.content_type).as_html())
+            for one in result.published
+        ],
+        "hooks": result.hooks,
+        "is_handled": result.outcome == "handled",
+    }

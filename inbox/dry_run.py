@@ -1,0 +1,227 @@
+"""Run a handler for one stored message and roll everything back: what it would write and publish, or why it fails.
+
+The handler runs in this process, in a thread of its own, with a time limit. Only what it does in its own database is rolled
+back, so a handler under a lease is refused, and so are writes to other databases. Mail and calls over a network are real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from django.db import connections, transaction
+
+from inbox.conf import inbox_options
+from inbox.errors import HandlerTimeout, InboxError, Reject, RetryLater, TransactionControl
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage, State
+from inbox.receiving.outcomes import failure_from
+from inbox.receiving.reading import message_of, stored_envelope
+from inbox.store.rows import Failure, business_id
+from inbox.transactions.handler_transaction import call
+from inbox.transactions.statements import controls_transaction
+from outbox.console import dry_run as publishing
+from outbox.console.dry_run import WouldPublish
+from outbox.database.connections import is_postgresql
+from outbox.kernel.body import Undecodable
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.text import describe
+from outbox.kernel.wire import CELERY_TOPICS
+
+RUNNABLE = (State.DEAD, State.RETRYING)
+LONGEST = timedelta(seconds=30)
+
+_READS = re.compile(r"\s*(select|with|show|explain|savepoint|release|rollback\s+to)\b", re.IGNORECASE)
+_WRITES = re.compile(
+    r"\s*(insert|update|delete|merge|truncate|copy|with\b.*\b(insert|update|delete))\b", re.IGNORECASE | re.DOTALL
+)
+_OURS = re.compile(r"\b(?:outbox|inbox)_\w+")
+_MOST_WRITES = 100
+_WRITE_LENGTH = 2_000
+_GRACE_SECONDS = 1.0
+
+
+class DryRunRefused(InboxError):
+    """The handler is not run, for this reason."""
+
+
+@dataclass(kw_only=True)
+class DryRun:
+    """The result of a dry run.
+
+    Attributes:
+        outcome: "handled", "deferred", "rejected", "failed" or "timed out".
+        failure: what the handler raised.
+        writes: its SQL statements that write, without those of the outbox and the inbox.
+        more_writes: the number of those beyond the limit.
+        published: the messages that it would publish.
+        hooks: the number of functions that it would run after the commit.
+    """
+
+    outcome: str = "handled"
+    failure: Failure | None = None
+    writes: list[str] = field(default_factory=list)
+    more_writes: int = 0
+    published: Sequence[WouldPublish] = ()
+    hooks: int = 0
+
+
+def why_not(stored: InboxMessage) -> str:
+    """Why a message cannot be run dry; "" if it can."""
+    handler = registry.get(stored.handler)
+    if stored.state not in RUNNABLE:
+        return f"it is {stored.get_state_display().lower()}, and only dead and retrying messages are run dry"
+    if stored.topic.startswith(CELERY_TOPICS) or handler is None:
+        return "this process does not know its handler"
+    if handler.lease is not None:
+        return "its handler runs under a lease, and effects outside the database cannot be rolled back"
+    return ""
+
+
+def dry_run(alias: str, pk: int, limit: timedelta) -> DryRun:
+    """Run the handler of a stored message and roll back.
+
+    Args:
+        limit: the handler is interrupted after this time.
+
+    Raises:
+        DryRunRefused: it was not run.
+    """
+    stored = InboxMessage.objects.using(alias).filter(pk=pk).first()
+    if stored is None:
+        raise DryRunRefused("it no longer exists")
+    if reason := why_not(stored):
+        raise DryRunRefused(reason)
+    handler = registry.get(stored.handler)
+    assert handler is not None  # noqa: S101 - why_not() has looked
+    if handler.using != alias:
+        raise DryRunRefused("its handler works on another database")
+    run = _Run(handler, stored, min(limit, LONGEST))
+    return run.result()
+
+
+class _Run:
+    """One run in a thread of its own."""
+
+    def __init__(self, handler: Handler, stored: InboxMessage, limit: timedelta) -> None:
+        # A handler's own timeout would end this process.
+        self._handler = replace(handler, timeout=None)
+        self._stored = stored
+        self._limit = limit
+        self._result = DryRun()
+        self._refused: DryRunRefused | None = None
+        self._over = False
+
+    def result(self) -> DryRun:
+        thread = threading.Thread(target=self._work, name="dry run", daemon=True)
+        thread.start()
+        thread.join(self._limit.total_seconds())
+        if thread.is_alive():
+            self._interrupt(thread)
+            thread.join(_GRACE_SECONDS)
+        if self._refused is not None:
+            raise self._refused
+        if thread.is_alive():
+            # The database ends its transaction.
+            return DryRun(outcome="timed out", writes=[*self._result.writes])
+        return self._result
+
+    def _interrupt(self, thread: threading.Thread) -> None:
+        if not self._over:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(HandlerTimeout))
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except DryRunRefused as refused:
+            self._refused = refused
+        except BaseException as error:  # noqa: BLE001 - no exception of user code may be lost in a thread
+            self._failed(error)
+        finally:
+            self._over = True
+            connections.close_all()
+
+    def _run(self) -> None:
+        alias = self._handler.using
+        envelope = stored_envelope(self._stored)
+        with transaction.atomic(using=alias, durable=True):
+            self._bound(alias)
+            self._lock(alias)
+            marks = publishing.marks(alias)
+            self._call(envelope)
+            if is_postgresql(connections[alias]):
+                connections[alias].check_constraints()  # those that a commit would check
+            self._result.hooks = len(connections[alias].run_on_commit)
+            self._result.published = list(publishing.published(alias, marks, self._stored.message_id))
+            transaction.set_rollback(True, using=alias)
+
+    def _call(self, envelope: Envelope) -> None:
+        attempt, biz_id = self._stored.attempts + 1, business_id(self._stored.biz_id)
+        message = message_of(envelope, inbox_options(), needs_id=False, attempt=attempt, biz_id=biz_id)
+        watched = [connections[alias].execute_wrappers for alias in connections]
+        for wrappers in watched:
+            wrappers.append(self._watch)
+        try:
+            call(self._handler, message, envelope)
+        finally:
+            for wrappers in watched:
+                wrappers.remove(self._watch)
+
+    def _failed(self, error: BaseException) -> None:
+        outcome = "failed"
+        if isinstance(error, HandlerTimeout):
+            outcome = "timed out"
+        elif isinstance(error, RetryLater):
+            outcome = "deferred"
+        elif isinstance(error, Reject | Undecodable):
+            outcome = "rejected"
+        said = f"{type(error).__name__}: {describe(error)}"
+        if outcome == "timed out":
+            said = f"it took longer than {self._limit.total_seconds():g} s"
+        self._result.outcome = outcome
+        self._result.failure = failure_from(error, error=said, retry_after=None, attempts=self._stored.attempts + 1)
+
+    def _bound(self, alias: str) -> None:
+        """Have PostgreSQL end the transaction of a handler that cannot be interrupted."""
+        if is_postgresql(connections[alias]):
+            milliseconds = int((self._limit.total_seconds() + _GRACE_SECONDS) * 1000)
+            with connections[alias].cursor() as cursor:
+                cursor.execute(
+                    f"SET LOCAL statement_timeout = {milliseconds}; "
+                    f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
+                )
+
+    def _lock(self, alias: str) -> None:
+        """Lock the row, so that no process runs the message at the same time."""
+        rows = InboxMessage.objects.using(alias).filter(pk=self._stored.pk, state=self._stored.state)
+        if not rows.select_for_update(skip_locked=is_postgresql(connections[alias])).values_list("pk", flat=True):
+            raise DryRunRefused("a process is working on it, or its state has changed")
+
+    def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        connection, text = context["connection"], sql if isinstance(sql, str) else str(sql)
+        if connection.alias != self._handler.using and not _READS.match(text):
+            raise TransactionControl(
+                f"The handler writes to the database {connection.alias!r}, outside its transaction on {self._handler.using!r}. "
+                "A dry run cannot roll that back."
+            )
+        if statement := controls_transaction(sql, connection):
+            raise TransactionControl(
+                f"The handler executed {statement.strip()[:40]!r}, which would end the dry run's transaction."
+            )
+        if _WRITES.match(text) and not _OURS.search(text):
+            if len(self._result.writes) < _MOST_WRITES:
+                self._result.writes.append(_shown(text, params))
+            else:
+                self._result.more_writes += 1
+        return execute(sql, params, many, context)
+
+
+def _shown(sql: str, params: Any) -> str:
+    said = " ".join(sql.split())
+    return f"{said}\n-- {params!r}"[:_WRITE_LENGTH] if params else said[:_WRITE_LENGTH]

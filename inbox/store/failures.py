@@ -1,0 +1,112 @@
+"""The failure of a message in its row: error, class, place, instants, and the latest failed attempts with their tracebacks.
+
+All of it is written by the statement that changes the state.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from django.db.models import Case, F, Func, JSONField, Value, When
+
+from inbox.store.rows import ABANDONED, Failure
+from outbox.database.now import DatabaseTime
+from outbox.kernel.failures import COMMITTED_BY_ITSELF
+from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
+
+ATTEMPTS_KEPT = 10
+"""The latest failed attempts of a message are kept, each with its traceback."""
+_ATTEMPT_LENGTH = 6_000
+_OWN_LENGTH = 2_000
+
+NO_FAILURE = {"last_error": "", "traceback": "", "error_class": "", "error_place": "", "failing_since": None}
+"""What the row of a handled message says. Its failed attempts stay."""
+
+ABANDONED_NOW = (
+    "last_error = %s, error_class = %s, error_place = '', failing_since = {now}, failed_at = {now}, settled_at = {now}"
+)
+ABANDONED_AS = (ABANDONED, COMMITTED_BY_ITSELF)
+"""The parameters of `ABANDONED_NOW`."""
+
+_AT = {
+    "postgresql": "to_char(statement_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"')",
+    "sqlite": "STRFTIME('%%Y-%%m-%%dT%%H:%%M:%%fZ', 'now')",
+}
+FIRST_ATTEMPT = {
+    "postgresql": f"jsonb_build_array({{}}::jsonb || jsonb_build_object('at', {_AT['postgresql']}))",
+    "sqlite": f"json_array(json_set({{}}, '$.at', {_AT['sqlite']}))",
+}
+"""The failed attempts of a row that has failed once, by `connection.vendor`; the attempt is JSON."""
+
+
+def as_written(failure: Failure) -> dict[str, Any]:
+    """The columns of a failure, for the UPDATE that changes the state."""
+    written = _texts(failure)
+    if failure.deferred:
+        return {**written, "failing_since": None}
+    same = When(
+        error_class=written["error_class"],
+        error_place=written["error_place"],
+        failing_since__isnull=False,
+        then=F("failing_since"),
+    )
+    return {
+        **written,
+        "failing_since": Case(same, default=DatabaseTime()),
+        "failed_at": DatabaseTime(),
+        "failures": _OneMore(_attempt(failure)),
+    }
+
+
+def as_inserted(failure: Failure) -> dict[str, Any]:
+    """The values of a failure, for an `Insertion`."""
+    return {**_texts(failure), "attempt": None if failure.deferred else _attempt(failure)}
+
+
+def _texts(failure: Failure) -> dict[str, Any]:
+    return {
+        "last_error": printable(failure.error, ERROR_LENGTH),
+        "error_class": printable(failure.error_class, NAME_LENGTH)[:NAME_LENGTH],
+        "error_place": printable(failure.error_place, NAME_LENGTH)[:NAME_LENGTH],
+        "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
+    }
+
+
+def _attempt(failure: Failure) -> str:
+    return json.dumps(
+        {
+            "attempt": failure.attempts,
+            "error": printable(failure.error, ERROR_LENGTH),
+            "class": printable(failure.error_class, NAME_LENGTH),
+            "place": printable(failure.error_place, NAME_LENGTH),
+            "own": printable(failure.own_frames, _OWN_LENGTH),
+            "traceback": printable(failure.traceback, _ATTEMPT_LENGTH),
+        }
+    )
+
+
+class _OneMore(Func):
+    """The failed attempts with one more at the end; the oldest ones are dropped."""
+
+    output_field = JSONField()
+
+    def __init__(self, attempt: str) -> None:
+        super().__init__(F("failures"), Value(attempt))
+
+    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        (kept, _), (_, attempt) = map(compiler.compile, self.get_source_expressions())
+        bounded = f"CASE WHEN jsonb_array_length({kept}) >= {ATTEMPTS_KEPT} THEN {kept} - 0 ELSE {kept} END"
+        return f"COALESCE({bounded}, '[]'::jsonb) || {FIRST_ATTEMPT['postgresql'].format('%s')}", attempt
+
+    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        (kept, _), (_, attempt) = map(compiler.compile, self.get_source_expressions())
+        bounded = f"CASE WHEN json_array_length({kept}) >= {ATTEMPTS_KEPT} THEN json_remove({kept}, '$[0]') ELSE {kept} END"
+        return (
+            f"json_insert(COALESCE({bounded}, '[]'), '$[#]', json_extract({FIRST_ATTEMPT['sqlite'].format('%s')}, '$[0]'))",
+            attempt,
+        )

@@ -1,0 +1,255 @@
+"""Failure groups in the admin: messages that are retrying or dead, by what failed and where; with notes and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
+from django.utils.http import urlencode
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+
+from outbox.console.acting_admin import ReadOnlyAdmin
+from outbox.console.audit import Subject, actor_of, record
+from outbox.console.display import NOTHING, age, as_text, headline, identifier, moment, stacked
+from outbox.console.operations import BulkAction
+from outbox.console.pages import Page
+from outbox.console.planning import Planner
+from outbox.database.failure_groups import MOST_GROUPS, FailureGroup, FailureGroups, Notes
+from outbox.kernel.clock import utcnow
+
+_GROUPS: Any = Page("failure_groups.html")
+_GROUP: Any = Page("failure_group.html")
+_SEPARATOR = "|"
+"""Between class and place in a URL; no class contains it."""
+_MOST_NAMED = 5
+_LATEST = 20
+
+
+def encoded(error_class: str, place: str) -> str:
+    """A group as one value of a URL."""
+    return f"{error_class}{_SEPARATOR}{place}"
+
+
+class NoteForm(forms.Form):
+    note = forms.CharField(
+        label=_("Note"),
+        required=False,
+        max_length=4_000,
+        widget=forms.Textarea(attrs={"rows": 3, "class": "vLargeTextField"}),
+        help_text=_("For other operators: the cause, who works on it, what to do. Empty: no note."),
+    )
+
+
+class FailureFilter(admin.SimpleListFilter):
+    """The messages of one failure group; shown only if one is chosen."""
+
+    title = _("failure group")
+    parameter_name = "failure"
+    groups: ClassVar[FailureGroups]
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        chosen = request.GET.get(self.parameter_name)
+        return [(chosen, " ".join(chosen.split(_SEPARATOR, 1)))] if chosen else []
+
+    def has_output(self) -> bool:
+        return bool(self.value())
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        value = self.value()
+        if not value:
+            return queryset
+        error_class, _separator, place = value.partition(_SEPARATOR)
+        return queryset.filter(self.groups.condition(error_class, place))
+
+
+class FailureGroupAdmin(ReadOnlyAdmin):
+    """The failure groups of one app. Its model is that of the notes."""
+
+    groups: ClassVar[FailureGroups]
+    notes: ClassVar[Notes]
+    planner: ClassVar[Planner]
+    messages_model: ClassVar[Any]
+    view_permission: ClassVar[str]
+    place_label: ClassVar[Any]
+    who_label: ClassVar[Any]
+
+    actions = None
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return request.user.has_perm(self.view_permission)
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return self.has_view_permission(request)
+
+    def may_note(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(f"{self.opts.app_label}.note_{self.opts.model_name}")
+
+    def get_urls(self) -> list[URLPattern]:
+        name = f"{self.opts.app_label}_{self.opts.model_name}_group"
+        return [path("group/", self.admin_site.admin_view(self.group_view), name=name), *super().get_urls()]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        notes = self.notes.all(self.using)
+        groups = self.groups.all(self.using)
+        context = {
+            **self._context(request, _("Failure groups")),
+            "groups": [self._row(group, notes) for group in groups],
+            "is_cut": len(groups) >= MOST_GROUPS,
+            "most": MOST_GROUPS,
+            "place_label": self.place_label,
+            "who_label": self.who_label,
+        }
+        return TemplateResponse(request, _GROUPS, context)
+
+    def group_view(self, request: HttpRequest) -> HttpResponse:
+        """One group: its figures, its note, its latest messages, and what can be done with all of them."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        error_class, place = request.GET.get("class", ""), request.GET.get("place", "")
+        if request.method == "POST":
+            answer = self._act(request, error_class, place)
+            if answer is not None:
+                return answer
+        group = self.groups.one(self.using, error_class, place)
+        written = self.notes.of(self.using, error_class, place)
+        context = {
+            **self._context(request, _("Failure group")),
+            "group": group and self._row(group, {}),
+            "error_class": identifier(error_class),
+            "place": identifier(place),
+            "place_label": self.place_label,
+            "who_label": self.who_label,
+            "who": stacked(*(identifier(name) for name in group.who)) if group else "",
+            "error": as_text(group.error).as_html() if group else "",
+            "first": moment(group.first_at, utcnow()) if group else "",
+            "last": moment(group.last_at, utcnow()) if group else "",
+            "written": written,
+            "written_age": age(written.written_at, utcnow()) if written else "",
+            "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
+            "offered": self._offered(request) if group else (),
+            "messages_url": self._messages_url(error_class, place),
+            "latest": self._latest(error_class, place) if group else (),
+        }
+        return TemplateResponse(request, _GROUP, context)
+
+    def _act(self, request: HttpRequest, error_class: str, place: str) -> HttpResponse | None:
+        url = self._group_url(error_class, place)
+        chosen = request.POST.get("action", "")
+        if chosen == "note":
+            if not self.may_note(request):
+                raise PermissionDenied
+            form = NoteForm(request.POST)
+            if form.is_valid():
+                user: Any = request.user
+                note = form.cleaned_data["note"].strip()
+                with transaction.atomic(using=self.using):
+                    self.notes.write(self.using, error_class, place, note, by=user.get_username())
+                    subject = Subject(kind="failure group", name=f"{error_class} {place}")
+                    record(self.opts.app_label, self.using, actor_of(request), "note", [subject], {"note": note})
+                messages.success(request, _("The note is saved."))
+            return HttpResponseRedirect(url)
+        action = self._offered(request).get(chosen)
+        if action is None:
+            raise PermissionDenied
+        rows = self.messages_model.objects.using(self.using).filter(self.groups.condition(error_class, place))
+        selection = _("failure group %(class)s %(place)s") % {"class": error_class, "place": place}
+        return self.planner.respond(self, request, rows, action, str(selection), url)
+
+    def _offered(self, request: HttpRequest) -> Mapping[str, BulkAction]:
+        app = self.opts.app_label
+        return {
+            name: action
+            for name, action in self.planner.actions.items()
+            if request.user.has_perm(f"{app}.{action.permission}") and {"dead", "retrying"} & {*map(str, action.sources)}
+        }
+
+    def _row(self, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        note: Any = notes.get((group.error_class, group.place))
+        named = [identifier(name) for name in group.who[:_MOST_NAMED]]
+        if len(group.who) > _MOST_NAMED:
+            named.append(format_html("{}", _("and %s more") % (len(group.who) - _MOST_NAMED)))
+        return {
+            "url": self._group_url(group.error_class, group.place),
+            "error_class": identifier(group.error_class),
+            "place": identifier(group.place),
+            "error": headline(group.error),
+            "count": f"{group.count:,}{'+' if group.is_cut else ''}",
+            "dead": f"{group.dead:,}",
+            "first": age(group.first_at, utcnow()),
+            "last": age(group.last_at, utcnow()),
+            "trend": _trend(group),
+            "who": stacked(*named),
+            "note": headline(note.note) if note else "",
+        }
+
+    def _latest(self, error_class: str, place: str) -> list[tuple[str, SafeString, SafeString, SafeString]]:
+        rows = self.messages_model.objects.using(self.using).filter(self.groups.condition(error_class, place))
+        name = f"{self.admin_site.name}:{self.opts.app_label}_{self.messages_model._meta.model_name}_change"
+        return [
+            (
+                reverse(name, args=[row.pk]),
+                identifier(f"{row.topic} {row.biz_id}"),
+                age(row.failed_at, utcnow()),
+                headline(row.last_error),
+            )
+            for row in rows.order_by("-failing_since").only("topic", "biz_id", "failed_at", "last_error")[:_LATEST]
+        ]
+
+    def _group_url(self, error_class: str, place: str) -> str:
+        return group_url(self.admin_site.name, self.opts.app_label, error_class, place)
+
+    def _messages_url(self, error_class: str, place: str) -> str:
+        name = f"{self.opts.app_label}_{self.messages_model._meta.model_name}_changelist"
+        return f"{reverse(f'{self.admin_site.name}:{name}')}?{urlencode({'failure': encoded(error_class, place)})}"
+
+    def _context(self, request: HttpRequest, title: Any) -> dict[str, Any]:
+        request.current_app = self.admin_site.name
+        return {
+            **self.admin_site.each_context(request),
+            "title": title,
+            "opts": self.opts,
+            "media": self.media,
+            "list_url": reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist"),
+        }
+
+
+def group_url(site: str, app: str, error_class: str, place: str) -> str:
+    """The page of a failure group."""
+    return f"{reverse(f'{site}:{app}_failurenote_group')}?{urlencode({'class': error_class, 'place': place})}"
+
+
+def _trend(group: FailureGroup) -> str:
+    """How many messages began to fail so in the last hour, and whether these are more than in the hour before."""
+    if not group.new and not group.new_before:
+        return str(_("none new"))
+    direction = _("rising") if group.new > group.new_before else _("falling") if group.new < group.new_before else _("steady")
+    return str(
+        _("%(direction)s: %(new)s new in the last hour, %(before)s in the hour before")
+        % {"direction": direction, "new": f"{group.new:,}", "before": f"{group.new_before:,}"}
+    )
+
+
+def failure_text(model_admin: Any, row: Any, error_class: str, place: str) -> SafeString:
+    """Class and place of a message's failure on its page, with a link to its group while it belongs to one."""
+    if not error_class:
+        return format_html("{}", NOTHING)
+    name = identifier(f"{error_class} {place}".strip())
+    if row.failing_since is None or row.state not in {"retrying", "dead"}:
+        return name
+    url = group_url(model_admin.admin_site.name, model_admin.opts.app_label, error_class, place)
+    return stacked(
+        format_html('<a href="{}">{}</a>', url, name),
+        format_html("{} {}", _("since"), moment(row.failing_since, row.database_now)),
+    )

@@ -1,0 +1,255 @@
+"""Execute bulk operations in the background of a relay or a consumer, batch by batch.
+
+Each batch is one transaction under the operation's lease, see `database.operations`. A cancelled operation ends before its next
+batch. A canary runs in waves: it waits until a wave has been run, and stops by itself when a message fails as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from django.db import connections
+from django.db.models import Q
+from django.utils.functional import Promise
+
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision, is_outage
+from outbox.database.now import DatabaseTime
+from outbox.database.operation_models import OperationState
+from outbox.database.operations import OperationTable, RowOutcome
+from outbox.database.schema import describe_missing, is_missing
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.reminder import Reminder
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+BATCH = 200
+_LARGEST_WAVE = 1_000
+_POLL_SECONDS = 2.0
+_JUDGED_AFTER = timedelta(seconds=1)
+_UNKNOWN_AFTER = timedelta(seconds=60)
+_MOST_ERRORS = 5
+
+
+class Perform(Protocol):
+    """Change some rows inside the open transaction; returns the outcome of each."""
+
+    def __call__(
+        self, alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
+    ) -> Sequence[RowOutcome]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What has become of the messages of a wave.
+
+    Attributes:
+        pending: they have not been run yet.
+        succeeded: they have succeeded, or no longer exist.
+        failed: by row, why they failed since the wave began.
+    """
+
+    pending: Sequence[int] = ()
+    succeeded: Sequence[int] = ()
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """How a canary sees whether the same failure returns.
+
+    Attributes:
+        failures: why these rows fail now, by row.
+        judge: what has become of these rows since an instant.
+    """
+
+    failures: Callable[[str, Sequence[int]], Mapping[int, str]]
+    judge: Callable[[str, Sequence[int], datetime], Judgement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkAction:
+    """An action that can be executed as an operation.
+
+    Attributes:
+        label: of its button.
+        done: the past participle, for reports.
+        permission: required to plan and to cancel it, without the app.
+        sources: the states from which it changes a message.
+        condition: what must hold besides.
+        warning: what the operator has to know; "" if nothing.
+    """
+
+    name: str
+    label: str | Promise
+    done: str | Promise
+    permission: str
+    sources: Sequence[str]
+    perform: Perform
+    condition: Q = field(default_factory=Q)
+    canary: Canary | None = None
+    needs_reason: bool = False
+    warning: str | Promise = ""
+
+
+class Operations:
+    """A companion of a relay or a consumer that executes the planned operations of one app.
+
+    Args:
+        component: for the log.
+        aliases: returns the databases to search.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        aliases: Callable[[], Collection[str]],
+        table: OperationTable,
+        actions: Mapping[str, BulkAction],
+    ) -> None:
+        self._component = component
+        self._aliases = aliases
+        self._table = table
+        self._actions = actions
+        self._token = uuid.uuid4()
+        self._errors = Reminder()
+        self._failures_in_a_row = 0
+
+    def run(self, stop: StopRequest) -> None:
+        """Execute operations until asked to stop."""
+        try:
+            while not stop:
+                if not self._round(stop):
+                    stop.wait(_POLL_SECONDS)
+        finally:
+            connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """Execute operations until none has a batch to run now; the number of batches."""
+        batches = 0
+        while not stop and (ran := self._round(stop)):
+            batches += ran
+        return batches
+
+    def _round(self, stop: StopRequest) -> int:
+        """Execute one operation of each database as far as it goes; the number of batches."""
+        batches = 0
+        for alias in self._aliases():
+            try:
+                drop_unusable_connections()
+                operation = self._table.take(alias, self._token)
+                if operation is not None:
+                    batches += self._execute(alias, operation, stop)
+            except Exception as error:
+                connections[alias].close()
+                if is_outage(error) or is_collision(error):
+                    logger.debug("operations of %r: %s", alias, describe(error))
+                elif not self._errors.is_due():
+                    continue
+                elif is_missing(error):
+                    said = describe_missing(error, alias)
+                    logger.log(logging.ERROR, "%s: no operation runs: %s It is tried again.", self._component, said)
+                else:
+                    logger.exception(
+                        "%s: unexpected error in an operation on %r; it is continued later.", self._component, alias
+                    )
+        return batches
+
+    def _execute(self, alias: str, operation: Any, stop: StopRequest) -> int:
+        logger.info("%s: operation %d on %r begins or continues: %s.", self._component, operation.pk, alias, operation)
+        batches = 0
+        while not stop:
+            began_at = monotonic()
+            changed = self._batch(alias, operation)
+            if changed is None:
+                return batches
+            batches += 1
+            if operation.rate:
+                stop.wait(max(0.0, changed / operation.rate - (monotonic() - began_at)))
+        self._table.leave(alias, operation.pk, self._token)
+        return batches
+
+    def _batch(self, alias: str, operation: Any) -> int | None:
+        """One batch: the number of its rows; None if the operation has ended or waits."""
+        try:
+            changed = self._changed(alias, operation.pk)
+        except Exception as error:
+            if is_outage(error) or is_collision(error):
+                raise
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row < _MOST_ERRORS:
+                self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+                raise
+            logger.exception("%s: operation %d on %r is stopped: its batches fail.", self._component, operation.pk, alias)
+            self._table.stop(alias, operation.pk, self._token, f"its batches fail: {type(error).__name__}: {describe(error)}")
+            changed = None
+        self._failures_in_a_row = 0
+        return changed
+
+    def _changed(self, alias: str, pk: int) -> int | None:
+        with self._table.batch(alias, pk, self._token) as operation:
+            if operation is None:
+                return None
+            action = self._actions.get(operation.action)
+            if operation.cancelled_by:
+                self._table.end(alias, operation, OperationState.CANCELLED)
+                return None
+            if action is None:  # planned by another version of this app
+                self._table.leave(alias, pk, self._token, _UNKNOWN_AFTER)
+                return None
+            if operation.wave_rows and action.canary and not self._has_passed(alias, operation, action.canary):
+                return None
+            rows = self._table.next_rows(alias, operation, _size(operation))
+            if not rows:
+                self._table.end(alias, operation, OperationState.FINISHED)
+                return None
+            before = action.canary.failures(alias, rows) if operation.is_canary and action.canary else {}
+            outcomes = action.perform(
+                alias,
+                rows,
+                sources=operation.sources,
+                given=operation.given,
+                by=f"operation {operation.pk} by {operation.requested_by}",
+                reason=operation.reason,
+            )
+            written: dict[str, Any] = {}
+            if operation.is_canary:
+                wave = [[outcome.row, before.get(outcome.row, "")] for outcome in outcomes if not outcome.unchanged]
+                written = {"wave_rows": wave, "wave_at": DatabaseTime(), "wave": operation.wave + bool(wave)}
+            self._table.record(alias, operation, outcomes, **written)
+            return len(rows)
+
+    def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
+        """Has the present wave been run without the failure of before? If not, the operation stops or waits."""
+        before = dict(operation.wave_rows)
+        judged = canary.judge(alias, list(before), operation.wave_at)
+        same = [row for row, failure in judged.failed.items() if failure == before[row]]
+        counts = {
+            "succeeded": operation.succeeded + len(judged.succeeded),
+            "failed_again": operation.failed_again + len(judged.failed),
+        }
+        if same:
+            because = (
+                f"wave {operation.wave}: {len(same):,} of {len(before):,} messages failed again as before ({before[same[0]]})"
+            )
+            self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=[], **counts)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            return False
+        if judged.pending:
+            self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+            return False
+        operation.succeeded, operation.failed_again, operation.wave_rows = counts["succeeded"], counts["failed_again"], []
+        self._table.record(alias, operation, (), **counts, wave_rows=[])
+        return True
+
+
+def _size(operation: Any) -> int:
+    most = min(10**operation.wave, _LARGEST_WAVE) if operation.is_canary else BATCH
+    return min(most, operation.rate or most)

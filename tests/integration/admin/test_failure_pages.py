@@ -1,0 +1,258 @@
+"""Failures in the admin: class and place, every attempt, groups and notes; and deferred messages apart from these."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.urls import reverse
+
+from inbox import RetryLater
+from inbox.models import FailureNote, InboxMessage, Operation, State
+from inbox.operations import executor
+from outbox.kernel.failures import DEFERRED, REFUSED
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage
+from tests.support.admin_pages import NASTY, Page, a_message, said, staff_client
+from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+VIEW, RETRY, SKIP, NOTE = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage", "note_failurenote"
+LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
+GROUPS, GROUP = "admin:inbox_failurenote_changelist", "admin:inbox_failurenote_group"
+THIS_FILE = "tests/integration/admin/test_failure_pages.py"
+
+
+def refuse_the_card(message):
+    raise ValueError("the card was refused")
+
+
+def ask_the_warehouse(message):
+    raise ConnectionError("no answer")
+
+
+def wait_for_stock(message):
+    raise RetryLater(timedelta(minutes=5), "out of stock")
+
+
+def failed(handles, function, count=1, **given):
+    handler = handles(function)
+    for _ in range(count):
+        deliver(handler, an_envelope(), given=options(**given))
+    return handler
+
+
+def group_of(row):
+    return {"class": row.error_class, "place": row.error_place}
+
+
+def operate():
+    """What a running consumer does with planned operations."""
+    return executor().drain(StopRequest())
+
+
+class TestFailureOfAMessage:
+    def test_class_and_place_are_those_of_the_innermost_frame_of_the_projects_code(self, handles):
+        failed(handles, refuse_the_card)
+        row = the_row()
+        file, function, line = row.error_place.split(":")
+        assert (row.error_class, file, function, int(line) > 0) == ("ValueError", THIS_FILE, "refuse_the_card", True)
+        assert row.failing_since == row.failed_at is not None
+
+    def test_frames_of_libraries_do_not_hide_the_place(self, handles):
+        def read_json(message):
+            import json  # noqa: PLC0415
+
+            json.loads("{")
+
+        failed(handles, read_json)
+        assert the_row().error_class == "json.decoder.JSONDecodeError"
+        assert the_row().error_place.startswith(f"{THIS_FILE}:read_json:")
+
+    def test_failing_since_stays_while_the_same_failure_returns(self, handles):
+        failed(handles, refuse_the_card)
+        first = the_row()
+        make_due()
+        drain(options(MAX_ATTEMPTS=3))
+        again = the_row()
+        assert again.failing_since == first.failing_since
+        assert again.failed_at > first.failed_at
+
+    def test_each_failed_attempt_is_kept_with_its_traceback(self, handles):
+        failed(handles, refuse_the_card)
+        for _ in range(2):
+            make_due()
+            drain()
+        attempts = the_row().failures
+        assert [attempt["attempt"] for attempt in attempts] == [1, 2, 3]
+        assert all("refuse_the_card" in attempt["own"] and "Traceback" in attempt["traceback"] for attempt in attempts)
+        assert all("/inbox/" not in attempt["own"] for attempt in attempts)
+
+    def test_only_the_latest_ten_attempts_are_kept(self, handles):
+        failed(handles, refuse_the_card, MAX_ATTEMPTS=14)
+        for _ in range(13):
+            make_due()
+            drain(options(MAX_ATTEMPTS=14))
+        assert [attempt["attempt"] for attempt in the_row().failures] == [*range(5, 15)]
+
+    def test_attempts_stay_when_the_message_is_handled(self, handles):
+        fails = [True]
+
+        def fail_once(message):
+            if fails.pop() if fails else False:
+                raise ValueError("once")
+
+        failed(handles, fail_once)
+        make_due()
+        drain()
+        row = the_row()
+        assert (row.state, row.error_class, row.error_place, row.failing_since) == (State.DONE, "", "", None)
+        assert [attempt["attempt"] for attempt in row.failures] == [1]
+
+    def test_refused_message_has_a_class_and_no_place(self, handles):
+        deliver(handles(refuse_the_card), an_envelope(body=b"\xff"))
+        assert (the_row().state, the_row().error_class, the_row().error_place) == (State.DEAD, REFUSED, "")
+        assert the_row().failing_since is not None
+
+    def test_deferred_message_does_not_fail(self, handles):
+        failed(handles, wait_for_stock)
+        row = the_row()
+        assert (row.state, row.error_class, row.failing_since, row.failures) == (State.RETRYING, DEFERRED, None, None)
+
+    def test_page_shows_own_frames_first_and_folds_those_of_libraries(self, handles):
+        failed(handles, refuse_the_card)
+        make_due()
+        drain()
+        response = staff_client(VIEW).get(reverse(DETAIL, args=[the_row().pk]))
+        page = Page(response)
+        attempts = page.all("details", **{"class": "message-attempt"})
+        assert [set(attempt) >= {"open"} for attempt in attempts] == [True, False]
+        assert page.text.index("Attempt 2") < page.text.index("Attempt 1")
+        own, complete = page.text.index('raise ValueError("the card was refused")'), page.text.index("Traceback (most")
+        assert own < complete
+        assert len(page.all("details", **{"class": "message-frames"})) == 2
+
+    def test_markup_in_an_error_stays_text(self, handles):
+        def raise_markup(message):
+            raise ValueError(NASTY)
+
+        failed(handles, raise_markup)
+        row = the_row()
+        client = staff_client(VIEW)
+        for response in (
+            client.get(reverse(DETAIL, args=[row.pk])),
+            client.get(reverse(GROUPS)),
+            client.get(reverse(GROUP), group_of(row)),
+        ):
+            assert NASTY in Page(response).text
+            assert not Page(response).all("img")
+
+
+class TestDeferredMessages:
+    def test_list_tells_deferred_messages_from_failed_ones(self, handles):
+        failed(handles, wait_for_stock, count=2)
+        failed(handles, refuse_the_card)
+        client = staff_client(VIEW)
+        text = " ".join(Page(client.get(reverse(LIST))).text.split())
+        assert "◷ Later" in text
+        assert "Retrying (1)" in text
+        assert "Later (2)" in text
+
+    @pytest.mark.parametrize(
+        ("query", "functions"),
+        [
+            ({"state": "retrying"}, {"refuse_the_card"}),
+            ({"state": "later"}, {"wait_for_stock"}),
+            ({"stuck": "any"}, {"refuse_the_card"}),
+        ],
+    )
+    def test_filters_tell_deferred_messages_from_failed_ones(self, handles, query, functions):
+        failed(handles, wait_for_stock)
+        failed(handles, refuse_the_card)
+        found = staff_client(VIEW).get(reverse(LIST), query).context["cl"].result_list
+        assert {row.error_place.split(":")[1] for row in found} == functions
+
+    def test_deferred_messages_are_in_no_failure_group(self, handles):
+        failed(handles, wait_for_stock)
+        assert "No message is retrying or dead." in Page(staff_client(VIEW).get(reverse(GROUPS))).text
+
+
+class TestFailureGroups:
+    def test_groups_show_class_place_count_and_handlers_with_the_largest_first(self, handles):
+        failed(handles, ask_the_warehouse)
+        failed(handles, refuse_the_card, count=3)
+        response = staff_client(VIEW).get(reverse(GROUPS))
+        groups = response.context["groups"]
+        assert [group["count"] for group in groups] == ["3", "1"]
+        text = Page(response).text
+        assert text.index("ValueError") < text.index("ConnectionError")
+        assert "refuse_the_card" in text
+        assert "rising: 3 new in the last hour, 0 in the hour before" in text
+
+    def test_group_lists_its_messages_and_links_to_all_of_them(self, handles):
+        failed(handles, refuse_the_card, count=2)
+        failed(handles, ask_the_warehouse)
+        row = InboxMessage.objects.filter(error_class="ValueError").first()
+        client = staff_client(VIEW)
+        page = Page(client.get(reverse(GROUP), group_of(row)))
+        (link, *_rest) = [a["href"] for a in page.all("a") if "failure=" in a.get("href", "")]
+        found = client.get(link).context["cl"].result_list
+        assert {row.error_class for row in found} == {"ValueError"}
+        assert len(found) == 2
+
+    def test_handled_group_is_gone(self, handles):
+        failed(handles, refuse_the_card)
+        row = the_row()
+        InboxMessage.objects.update(state=State.DONE, next_attempt_at=None)
+        page = Page(staff_client(VIEW).get(reverse(GROUP), group_of(row)))
+        assert "No message fails so any more." in page.text
+
+    def test_note_is_shown_with_its_author(self, handles):
+        failed(handles, refuse_the_card)
+        client = staff_client(VIEW, NOTE)
+        url = f"{reverse(GROUP)}?class=ValueError&place={the_row().error_place}"
+        client.post(url, {"action": "note", "note": "The bank is down, see #7."})
+        assert "The bank is down, see #7." in Page(client.get(reverse(GROUPS))).text
+        note = FailureNote.objects.get()
+        assert note.written_by.startswith("staff")
+        client.post(url, {"action": "note", "note": ""})
+        assert not FailureNote.objects.exists()
+
+    def test_note_and_actions_need_their_permissions(self, handles):
+        failed(handles, refuse_the_card)
+        url = f"{reverse(GROUP)}?class=ValueError&place={the_row().error_place}"
+        client = staff_client(VIEW)
+        assert not Page(client.get(url)).all("button", name="action")
+        for action in ("note", "retry", "skip"):
+            assert client.post(url, {"action": action, "note": "x", "plan_confirmed": "yes", "reason": "x"}).status_code == 403
+        assert not Operation.objects.exists()
+        assert staff_client().get(reverse(GROUPS)).status_code == 403
+        assert staff_client().get(url).status_code == 403
+
+    def test_whole_group_is_skipped_and_no_other_message(self, handles):
+        failed(handles, refuse_the_card, count=3)
+        failed(handles, ask_the_warehouse)
+        row = InboxMessage.objects.filter(error_class="ValueError").first()
+        client = staff_client(VIEW, SKIP)
+        url = f"{reverse(GROUP)}?class=ValueError&place={row.error_place}"
+        preview = Page(client.post(url, {"action": "skip"}))
+        assert "It applies to 3 of 3 messages." in preview.text
+        response = client.post(url, {"action": "skip", "plan_confirmed": "yes", "reason": "paid by hand"})
+        assert "planned" in said(response)[0][1]
+        assert operate() > 0
+        operation = Operation.objects.get()
+        assert response.url == reverse("admin:inbox_operation_change", args=[operation.pk])
+        assert (operation.state, operation.done, operation.total) == ("finished", 3, 3)
+        assert sorted(InboxMessage.objects.values_list("state", flat=True)) == ["retrying", "skipped", "skipped", "skipped"]
+        assert InboxMessage.objects.filter(last_error="skipped: paid by hand").count() == 3
+
+    def test_outbox_groups_are_by_the_brokers_answer_and_topic(self):
+        failing = {"error_class": "returned", "last_error": "NO_ROUTE"}
+        for topic in ("shop.a", "shop.a", "shop.b"):
+            row = a_message("retrying", topic=topic, **failing)
+            OutboxMessage.objects.filter(pk=row.pk).update(failing_since=row.created_at, failed_at=row.created_at)
+        response = staff_client("view_outboxmessage").get(reverse("admin:outbox_failurenote_changelist"))
+        groups = [(group["count"], group["place"]) for group in response.context["groups"]]
+        assert [count for count, _ in groups] == ["2", "1"]
+        assert "shop." in Page(response).text

@@ -1,0 +1,392 @@
+"""Bulk operations: previewed and planned in the admin, executed in batches by running processes, taken over from dead ones."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import DatabaseError
+from django.urls import reverse
+
+from inbox import Ordered
+from inbox import operations as inbox_operations
+from inbox.models import InboxMessage, Operation, OperationPart, State
+from inbox.models import TrailEntry as InboxTrail
+from inbox.receiving.admit import admit
+from inbox.receiving.reading import read
+from outbox import operations as outbox_operations
+from outbox.console import operations as executing
+from outbox.database.now import DatabaseTime
+from outbox.kernel.loop import StopRequest
+from outbox.models import Operation as OutboxOperation
+from outbox.models import OutboxMessage
+from outbox.states import State as OutboxState
+from tests.support.admin_pages import Page, a_message, act, staff_client
+from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
+from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
+LIST, OPERATION = "admin:inbox_inboxmessage_changelist", "admin:inbox_operation_change"
+CONFIRMED = {"select_across": "1", "plan_confirmed": "yes", "reason": "because"}
+
+
+def dead_rows(count, *, state=State.DEAD, **columns):
+    given = {"topic": "shop.paid", "handler": "shop.pay", "content_type": "application/json", "body": b"{}", "digest": "-"}
+    return InboxMessage.objects.bulk_create(
+        InboxMessage(
+            biz_id=f"{state}-{number}",
+            message_id=f"m-{state}-{number}",
+            state=state,
+            received_at=DatabaseTime(),
+            **given | columns,
+        )
+        for number in range(count)
+    )
+
+
+def planned(client, action, query="?state=dead", **fields):
+    """Plan an operation on all messages that match the list's filters; returns it."""
+    row = InboxMessage.objects.order_by("pk").first()
+    response = act(client, action, row, page=LIST, query=query, **{**CONFIRMED, **fields})
+    assert response.status_code == 302, Page(response).text
+    return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
+
+
+def operate(batches=None):
+    """What a running consumer does with planned operations."""
+    return inbox_operations.executor().drain(StopRequest())
+
+
+def states():
+    return sorted(InboxMessage.objects.values_list("state", flat=True))
+
+
+class TestPlanning:
+    def test_all_matching_messages_become_an_operation_after_a_preview(self):
+        dead_rows(3)
+        dead_rows(2, state=State.RETRYING)
+        client = staff_client(VIEW, RETRY)
+        preview = Page(act(client, "retry", InboxMessage.objects.first(), page=LIST, query="?state=dead", select_across="1"))
+        assert "It applies to 3 of 3 messages." in preview.text
+        assert "state dead" in preview.text
+        assert not Operation.objects.exists()
+
+        operation = planned(client, "retry")
+        assert (operation.total, operation.state, operation.sources, operation.reason) == (3, "planned", ["dead"], "because")
+        assert states() == ["dead"] * 3 + ["retrying"] * 2
+
+        assert operate() > 0
+        operation.refresh_from_db()
+        assert (operation.state, operation.done, operation.refused, operation.failed) == ("finished", 3, 0, 0)
+        assert states() == ["retrying"] * 5
+        assert not OperationPart.objects.exists()
+
+    def test_preview_that_applies_to_no_message_disables_the_button(self):
+        dead_rows(3, state=State.DONE, settled_at=DatabaseTime())
+        client = staff_client(VIEW, RETRY)
+        row = InboxMessage.objects.first()
+        preview = Page(act(client, "retry", row, page=LIST, select_across="1"))
+        assert "It applies to 0 of 3 messages." in preview.text
+        (button,) = preview.all("input", type="submit")
+        assert "disabled" in button
+        act(client, "retry", row, page=LIST, **CONFIRMED)
+        assert not Operation.objects.exists()
+
+    def test_preview_counts_messages_in_quarantine_as_unchanged(self):
+        dead_rows(1)
+        dead_rows(2, quarantined=True, handler="other")
+        client = staff_client(VIEW, RETRY)
+        preview = Page(act(client, "retry", InboxMessage.objects.first(), page=LIST, select_across="1"))
+        assert "It applies to 1 of 3 messages." in preview.text
+
+    def test_operation_needs_the_permission_of_its_action(self):
+        dead_rows(1)
+        client = staff_client(VIEW, SKIP)
+        act(client, "retry", InboxMessage.objects.first(), page=LIST, **CONFIRMED)
+        assert not Operation.objects.exists()
+
+    def test_skip_demands_a_reason(self):
+        dead_rows(1)
+        client = staff_client(VIEW, SKIP)
+        page = Page(act(client, "skip", InboxMessage.objects.first(), page=LIST, **{**CONFIRMED, "reason": ""}))
+        assert "This field is required" in page.text
+        assert not Operation.objects.exists()
+
+    def test_message_that_matches_later_does_not_belong_to_the_operation(self):
+        dead_rows(2)
+        operation = planned(staff_client(VIEW, RETRY), "retry")
+        dead_rows(1, handler="later")
+        operate()
+        operation.refresh_from_db()
+        assert operation.done == 2
+        assert states() == ["dead", "retrying", "retrying"]
+
+
+class TestExecution:
+    def test_message_that_has_changed_since_is_refused_and_named(self):
+        dead_rows(3)
+        operation = planned(staff_client(VIEW, RETRY), "retry")
+        changed = InboxMessage.objects.order_by("pk").last()
+        InboxMessage.objects.filter(pk=changed.pk).update(state=State.SKIPPED, settled_at=DatabaseTime())
+        operate()
+        operation.refresh_from_db()
+        assert (operation.done, operation.refused, operation.reasons) == (2, 1, {"it is skipped now": 1})
+        ((row, _name, why),) = operation.unchanged
+        assert (row, why) == (changed.pk, "it is skipped now")
+        page = Page(staff_client(VIEW).get(reverse(OPERATION, args=[operation.pk])))
+        assert changed.message_id in page.text
+        assert "1: it is skipped now" in page.text
+        assert InboxMessage.objects.get(pk=changed.pk).state == State.SKIPPED
+
+    def test_trail_names_operation_user_and_reason(self):
+        dead_rows(1)
+        operation = planned(staff_client(VIEW, SKIP), "skip")
+        operate()
+        (entry,) = InboxTrail.objects.all()
+        assert (entry.was, entry.became) == ("dead", "skipped")
+        assert entry.reason == f"because; operation {operation.pk} by {operation.requested_by}"
+
+    def test_rate_limit_bounds_each_batch(self, monkeypatch):
+        dead_rows(5)
+        operation = planned(staff_client(VIEW, RETRY), "retry", rate="2")
+        sizes = []
+        perform = inbox_operations.bulk.retry_some
+
+        def counting(alias, rows, **given):
+            sizes.append(len(rows))
+            return perform(alias, rows, **given)
+
+        monkeypatch.setattr(inbox_operations.bulk, "retry_some", counting)
+        operate()
+        operation.refresh_from_db()
+        assert sizes == [2, 2, 1]
+        assert operation.ended_at - operation.started_at >= timedelta(seconds=2)
+
+    def test_cancelled_operation_ends_before_its_next_batch(self, monkeypatch):
+        monkeypatch.setattr(executing, "BATCH", 1)
+        dead_rows(3)
+        client = staff_client(VIEW, RETRY)
+        operation = planned(client, "retry")
+        url = reverse("admin:inbox_operation_cancel", args=[operation.pk])
+        perform = inbox_operations.bulk.retry_some
+
+        def cancelling(alias, rows, **given):
+            answer = perform(alias, rows, **given)
+            Operation.objects.filter(pk=operation.pk).update(cancelled_by="someone")
+            return answer
+
+        monkeypatch.setattr(inbox_operations.bulk, "retry_some", cancelling)
+        assert client.get(url).status_code == 405
+        assert staff_client(VIEW, SKIP).post(url).status_code == 403
+        operate()
+        operation.refresh_from_db()
+        assert (operation.state, operation.done, operation.total) == ("cancelled", 1, 3)
+        assert states() == ["dead", "dead", "retrying"]
+        assert not OperationPart.objects.exists()
+        client.post(url)
+        operation.refresh_from_db()
+        assert operation.state == "cancelled"
+
+    def test_operation_whose_batches_fail_is_stopped_and_says_why(self, monkeypatch):
+        dead_rows(1)
+        operation = planned(staff_client(VIEW, RETRY), "retry")
+
+        def fail(*args, **given):
+            raise DatabaseError("the index is damaged")
+
+        monkeypatch.setattr(inbox_operations.bulk, "retry_some", fail)
+        executor = inbox_operations.executor()
+
+        def is_stopped():
+            executor.drain(StopRequest())
+            operation.refresh_from_db()
+            return operation.state == "stopped"
+
+        wait_until(is_stopped)
+        assert "the index is damaged" in operation.stopped_because
+        assert states() == ["dead"]
+
+    def test_ordered_messages_are_retried_in_the_order_of_their_key(self, handles):
+        seen, fails = [], [True]
+
+        def take(message):
+            if fails:
+                raise ValueError("no")
+            seen.append(message.payload["n"])
+
+        handler = handles(take, ordered=Ordered())
+        given = options(MAX_ATTEMPTS=1)
+        arrivals = [(read(handler, an_envelope({"n": number}, key="k"), given), False) for number in range(3)]
+        admit(handler, arrivals, given)
+        drain(options(MAX_ATTEMPTS=1))
+        assert states() == ["dead", "waiting", "waiting"]
+        planned(staff_client(VIEW, RETRY), "retry")
+        fails.clear()
+        operate()
+        for _ in range(4):
+            make_due()
+            drain()
+        assert seen == [0, 1, 2]
+
+
+class TestCanary:
+    def test_canary_stops_by_itself_when_the_same_failure_returns(self, handles):
+        def refuse(message):
+            raise ValueError("still broken")
+
+        handler = handles(refuse)
+        for _ in range(20):
+            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+        executor = inbox_operations.executor()
+        executor.drain(StopRequest())
+        assert states() == ["dead"] * 19 + ["retrying"]
+
+        drain(options(MAX_ATTEMPTS=1))
+        wait_until(lambda: executor.drain(StopRequest()) or Operation.objects.get().state == "stopped")
+        operation.refresh_from_db()
+        assert (operation.state, operation.done, operation.failed_again) == ("stopped", 1, 1)
+        assert "wave 1: 1 of 1 messages failed again as before (ValueError" in operation.stopped_because
+        assert states() == ["dead"] * 20
+        page = Page(staff_client(VIEW).get(reverse(OPERATION, args=[operation.pk])))
+        assert "It stopped by itself" in page.text
+
+    def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, handles):
+        fails = [True]
+
+        def refuse_first(message):
+            if fails:
+                raise ValueError("broken")
+            the_effect(message)
+
+        handler = handles(refuse_first)
+        for _ in range(40):
+            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+        fails.clear()
+        executor, waves = inbox_operations.executor(), []
+
+        def has_finished():
+            executor.drain(StopRequest())
+            waves.append(InboxMessage.objects.exclude(state=State.DEAD).count())
+            drain()
+            operation.refresh_from_db()
+            return operation.state == "finished"
+
+        wait_until(has_finished)
+        assert sorted(set(waves)) == [1, 11, 40]
+        assert (operation.done, operation.succeeded, operation.failed_again) == (40, 40, 0)
+        assert states() == ["done"] * 40
+
+    def test_another_failure_does_not_stop_a_canary(self, handles):
+        errors = [ValueError("first"), KeyError("second")]
+
+        def refuse(message):
+            raise errors[0]
+
+        handler = handles(refuse)
+        for _ in range(2):
+            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+        del errors[0]
+        executor = inbox_operations.executor()
+
+        def has_finished():
+            executor.drain(StopRequest())
+            drain(options(MAX_ATTEMPTS=1))
+            operation.refresh_from_db()
+            return not operation.is_open
+
+        wait_until(has_finished)
+        assert (operation.state, operation.done, operation.failed_again) == ("finished", 2, 2)
+
+
+class TestOutbox:
+    LIST = "admin:outbox_outboxmessage_changelist"
+
+    @staticmethod
+    def executed(client, action, query, **fields):
+        row = OutboxMessage.objects.order_by("pk").first()
+        response = act(client, action, row, query=query, **{**CONFIRMED, **fields})
+        assert response.status_code == 302, Page(response).text
+        outbox_operations.executor("default").drain(StopRequest())
+        return OutboxOperation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
+
+    def test_all_dead_messages_are_restored(self):
+        for _ in range(3):
+            a_message(OutboxState.DEAD)
+        a_message(OutboxState.PUBLISHED)
+        operation = self.executed(
+            staff_client("view_outboxmessage", "restore_outboxmessage"), "restore", "?state=dead", overdue="on"
+        )
+        assert (operation.state, operation.done) == ("finished", 3)
+        assert sorted(OutboxMessage.objects.values_list("state", flat=True)) == ["published", "ready", "ready", "ready"]
+
+    def test_restore_without_overdue_messages_names_the_others(self):
+        a_message(OutboxState.DEAD)
+        operation = self.executed(staff_client("view_outboxmessage", "restore_outboxmessage"), "restore", "?state=dead")
+        assert (operation.done, operation.refused) == (0, 1)
+        assert operation.reasons == {"it is overdue, and overdue messages were not selected": 1}
+
+    def test_all_unpublished_messages_are_cancelled(self):
+        for state in (OutboxState.READY, OutboxState.RETRYING, OutboxState.DEAD, OutboxState.PUBLISHED):
+            a_message(state)
+        operation = self.executed(staff_client("view_outboxmessage", "cancel_outboxmessage"), "cancel", "")
+        assert (operation.total, operation.done, operation.sources) == (3, 3, ["dead", "ready", "retrying"])
+        assert sorted(OutboxMessage.objects.values_list("state", flat=True)) == ["cancelled"] * 3 + ["published"]
+
+    def test_retrying_messages_are_published_now(self):
+        a_message(OutboxState.RETRYING)
+        operation = self.executed(
+            staff_client("view_outboxmessage", "reschedule_outboxmessage"), "publish_now", "?state=retrying"
+        )
+        assert (operation.state, operation.done) == ("finished", 1)
+        assert OutboxMessage.objects.get().state == OutboxState.READY
+
+
+class TestProcesses:
+    @pytest.fixture
+    def process(self, process_environment, tmp_path):
+        environment = {
+            **process_environment,
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            **as_environment(OUTBOX={"BROKER_URL": "local://"}, INBOX={"BROKER_URL": "local://"}),
+        }
+        return lambda name, command: Process(environment, tmp_path / f"{name}.log", command)
+
+    @pytest.mark.parametrize("command", ["inbox_consume", "outbox_relay"])
+    def test_running_process_executes_a_planned_operation(self, process, command):
+        dead_rows(5)
+        operation = planned(staff_client(VIEW, SKIP), "skip")
+        with process("one", command):
+            wait_until(lambda: Operation.objects.get().state == "finished")
+        operation.refresh_from_db()
+        assert operation.done == 5
+        assert states() == ["skipped"] * 5
+
+    def test_operation_of_a_killed_process_is_continued_by_another_and_no_message_is_counted_twice(self, process):
+        dead_rows(60)
+        operation = planned(staff_client(VIEW, SKIP), "skip", rate="4")
+
+        def processed(count):
+            operation.refresh_from_db()
+            return operation.processed >= count
+
+        with process("first", "inbox_consume") as first:
+            wait_until(partial(processed, 8))
+            first.kill()
+            first.ends()
+        holder = Operation.objects.get().holder
+        Operation.objects.update(rate=None)
+        with process("second", "inbox_consume"):
+            wait_until(lambda: Operation.objects.get().state == "finished")
+        operation.refresh_from_db()
+        assert (operation.done, operation.refused, operation.failed) == (60, 0, 0)
+        assert operation.holder != holder
+        assert states() == ["skipped"] * 60
+        assert InboxTrail.objects.filter(became="skipped").count() == 60
