@@ -62,7 +62,7 @@ class OperationAdmin(ReadOnlyAdmin):
     actions = None
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
-    list_display = ("state_badge", "what", "progress", "requested", "planned")
+    list_display = ("state_badge", "what", "progress", "planned_by")
     list_display_links = ("what",)
     list_filter = (StateFilter,)
     readonly_fields: ClassVar[Any] = (
@@ -261,8 +261,10 @@ class OperationAdmin(ReadOnlyAdmin):
         return identifier(row.holder)
 
     @admin.display(description=_("planned"))
-    def planned(self, row: Any) -> SafeString:
-        return age(row.planned_at, row.database_now)
+    def planned_by(self, row: Any) -> SafeString:
+        """In the list: when and by whom."""
+        by_whom = format_html("{} {}", _("by"), identifier(row.requested_by))
+        return stacked(age(row.planned_at, row.database_now, str(_("planned "))), by_whom)
 
     @admin.display(description=_("planned"))
     def planned_exactly(self, row: Any) -> SafeString:
