@@ -82,7 +82,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AlterModelOptions(
             name='inboxmessage',
-            options={'default_permissions': ('view',), 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('edit_inboxmessage', 'Can correct the payload of a dead message and run it'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back'), ('dry_run_inboxmessage', 'Can run a handler without its effect, in the web process')), 'verbose_name': 'inbox message'},
+            options={'default_permissions': ('view',), 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('edit_inboxmessage', 'Can correct the payload of a dead message and run it'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back'), ('dry_run_inboxmessage', 'Can run a handler without its effect, in the web process')), 'verbose_name': 'inbox message', 'verbose_name_plural': 'inbox messages'},
         ),
         migrations.AddField(
             model_name='inboxmessage',
