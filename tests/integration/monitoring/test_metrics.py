@@ -224,7 +224,7 @@ def test_relay_and_consumer_serve_what_they_have_counted(scraping, rabbitmq_url)
     relay, scrape_relay = scraping("outbox_relay", rabbitmq_url)
     consumer, scrape_consumer = scraping("inbox_consume", rabbitmq_url)
     with relay, consumer:
-        consumer.until(lambda: ("inbox_table_readable", "default") in scrape_consumer() and "Consuming" in consumer.said())
+        consumer.until(lambda: ("inbox_table_readable", "default") in scrape_consumer() and "receiving from" in consumer.said())
         for _ in range(3):
             published(topic="worker.job", payload={})
         relay.until(lambda: scrape_relay().get(("outbox_published_total", "worker.job")) == 3)
