@@ -113,6 +113,13 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
         return TemplateResponse(request, _GROUPS, context)
 
+    def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
+        """A note is shown on the page of its group."""
+        note: Any = self.get_object(request, object_id)
+        if note is None or not self.has_view_permission(request):
+            raise PermissionDenied
+        return HttpResponseRedirect(self._group_url(note.error_class, note.place))
+
     def group_view(self, request: HttpRequest) -> HttpResponse:
         """One group: its figures, its note, its latest messages, and what can be done with all of them."""
         if not self.has_view_permission(request):

@@ -41,6 +41,8 @@ PERMISSION = {
 """Actions whose permission has another name."""
 ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 """Further permissions that a page needs, because it shows rows of another model."""
+VIEWED_WITH = {f"{app}.{model}": f"view_{app}message" for app in ("outbox", "inbox") for model in ("Operation", "FailureNote")}
+"""Pages about messages, which are viewed with the permission to view these."""
 CONFIRMED = {"confirmed": "yes", "reason": "x"}
 
 
@@ -51,6 +53,8 @@ def url_of(label, page="changelist", *args):
 
 def view_permission(label):
     """Proxies are viewed with the permission of their model."""
+    if label in VIEWED_WITH:
+        return VIEWED_WITH[label]
     model = OURS[label].model
     return f"view_{model._meta.concrete_model._meta.model_name}"
 
@@ -94,6 +98,10 @@ def a_row(handles):
     for label, model_admin in OURS.items():
         if label.endswith(".Alert"):
             makers[label] = partial(an_alert, model_admin.model)
+        if label.endswith(".Operation"):
+            makers[label] = partial(model_admin.model.objects.create, action="x", planned_at=DatabaseTime())
+        if label.endswith(".FailureNote"):
+            makers[label] = partial(model_admin.model.objects.create, error_class="x", written_at=DatabaseTime())
         if label.endswith(".AuditEntry"):
             makers[label] = partial(model_admin.model.objects.create, at=DatabaseTime())
     return lambda label: makers[label]()

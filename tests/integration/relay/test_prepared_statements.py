@@ -149,6 +149,8 @@ def test_load_is_stored_alike_with_and_without_prepared_statements(handles):
         assert {column for column in columns if one[column] != other[column]} <= {
             "received_at",
             "settled_at",
+            "failing_since",
+            "failed_at",
             "next_attempt_at",
             "created_at",
         }
