@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection
 
 from inbox.models import State
 from inbox.receiving.outcomes import Received
@@ -23,7 +22,7 @@ def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second")),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
-        after=(sentinel, "finish"),
+        after=(sentinel, "can_commit"),
     )
 
     assert answer is Received.DUPLICATE
@@ -32,13 +31,16 @@ def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process
 
 def test_batch_whose_commit_was_not_confirmed_is_done(handles, process_environment):
     handler = handles(lambda messages: [the_effect(message) for message in messages] and None, size=10)
-    load = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in "abc"]
+
+    def receive(names):
+        return receive_together(handler, [read(handler, an_envelope(biz_id=name), OPTIONS) for name in names], OPTIONS)
+
     losing_the_answer(
         process_environment,
-        before=connection.ensure_connection,
-        call=lambda: receive_together(handler, load, OPTIONS),
+        before=lambda: receive("xyz"),
+        call=lambda: receive("abc"),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'a'",
-        after=(sentinel, "finish"),
+        after=(sentinel, "can_commit"),
     )
 
     assert {the_row(biz_id=name).state for name in "abc"} == {State.DONE}

@@ -196,7 +196,7 @@ class TestOverride:
     def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
         retry(quarantined_copy.id, override_maximum_age=True)
 
-        assert f"overridden for message {quarantined_copy.id} of handler tests.handler0" in caplog.text
+        assert f"overridden for message {quarantined_copy.id} (tests.handler0)" in caplog.text
 
     def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
         assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")

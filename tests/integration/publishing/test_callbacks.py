@@ -274,7 +274,7 @@ def one_pending():
     """One callback that has not been called yet."""
     published()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outbox.relay.service.callers", lambda *ignored: ())
+        patch.setattr("outbox.relay.service.callers", lambda *args, **kwargs: ())
         relay()
     return pending()
 

@@ -384,7 +384,7 @@ class TestFailures:
     def test_failed_commit_is_retried_by_autoretry(self, a_task, sent, monkeypatch):
         """As with a deferred constraint: the function has returned by then."""
 
-        def refuse(*args):
+        def refuse(*args, **kwargs):
             raise ConnectionResetError("at the commit")
 
         monkeypatch.setattr(sentinel, "finish", refuse)
