@@ -223,6 +223,8 @@ class _Crash:
         self._kill_at(_Step.SENTINEL)
         if self.step is _Step.COMMIT:
             connection: Any = connections[handler.using]
+            # A COMMIT that is sent with the sentinel leaves no moment in between. A wrapper of statements has it sent alone.
+            connection.execute_wrappers.append(lambda execute, *given: execute(*given))
             connection.commit = _kill
         return returned
 
