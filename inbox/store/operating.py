@@ -23,6 +23,7 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 OPERATORS_WAIT = timedelta(seconds=10)
+ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
@@ -101,9 +102,7 @@ def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | N
         ) from error
     except OperationalError as error:
         if is_collision(error):
-            raise NotEditable(
-                f"Row {row} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
-            ) from error
+            raise NotEditable(ROW_LOCKED.format(row)) from error
         raise
 
 

@@ -1,15 +1,19 @@
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import DEFAULT_DB_ALIAS, OperationalError, transaction
 
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
+from inbox.store.operating import ROW_LOCKED
 from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.terminal import refuse_unknown
+from outbox.database.faults import is_collision
 from outbox.database.schema import require_schema
 
 
@@ -40,7 +44,7 @@ class Command(BaseCommand):
             self.stdout.write(f"Row {stored.pk} would be replaced.")
             return
         alias, actor = options["database"], actor_of_command(__name__)
-        with transaction.atomic(using=alias):
+        with _locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
             row = replace_message(alias, stored.pk, text, by=f"by {actor.name} with {actor.place}")
             if row is not None:
                 subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
@@ -48,6 +52,17 @@ class Command(BaseCommand):
         if row is None:
             raise CommandError(f"Nothing was changed: the message in row {stored.pk} is no longer dead.")
         self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
+
+
+@contextmanager
+def _locked_is_not_editable(row: int) -> Iterator[None]:
+    """On SQLite the transaction itself waits for the lock, and not the statement in it."""
+    try:
+        yield
+    except OperationalError as error:
+        if is_collision(error):
+            raise NotEditable(ROW_LOCKED.format(row)) from error
+        raise
 
 
 def _the_message(options: dict[str, Any]) -> InboxMessage:
