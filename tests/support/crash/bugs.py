@@ -65,7 +65,11 @@ def runs_duplicates() -> None:
     def finish(original: Any) -> Any:
         return lambda guard, *args, **kwargs: None if guard is there_already else original(guard, *args, **kwargs)
 
+    def can_commit(original: Any) -> Any:
+        return lambda guard, *args: guard is not there_already and original(guard, *args)
+
     patch("inbox.store.arrivals.begin_fresh", begin)
+    patch("inbox.store.sentinel.can_commit", can_commit)
     patch("inbox.store.sentinel.finish", finish)
 
 
