@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 BATCH = 200
 _LARGEST_WAVE = 1_000
-_POLL_SECONDS = 2.0
+_POLL_SECONDS, _POLL_FOR_A_WAVE_SECONDS = 10.0, 2.0
 _JUDGED_AFTER = timedelta(seconds=1)
 _UNKNOWN_AFTER = timedelta(seconds=60)
 _MOST_ERRORS = 5
@@ -121,13 +121,14 @@ class Operations:
         self._token = uuid.uuid4()
         self._errors = Reminder()
         self._failures_in_a_row = 0
+        self._is_open = False
 
     def run(self, stop: StopRequest) -> None:
         """Execute operations until asked to stop."""
         try:
             while not stop:
                 if not self._round(stop):
-                    stop.wait(_POLL_SECONDS)
+                    stop.wait(_POLL_FOR_A_WAVE_SECONDS if self._is_open else _POLL_SECONDS)
         finally:
             connections.close_all()
 
@@ -141,11 +142,13 @@ class Operations:
     def _round(self, stop: StopRequest) -> int:
         """Execute one operation of each database as far as it goes; the number of batches."""
         batches = 0
+        self._is_open = False
         for alias in self._aliases():
             try:
                 drop_unusable_connections()
                 operation = self._table.take(alias, self._token)
                 if operation is not None:
+                    self._is_open = True
                     batches += self._execute(alias, operation, stop)
             except Exception as error:
                 connections[alias].close()
