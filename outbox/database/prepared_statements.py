@@ -248,8 +248,8 @@ def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
 
 
 def _may_prepare(connection: BaseDatabaseWrapper, raw: Any) -> bool:
-    # libpq would block all greenlets of a thread; psycopg 2 does not expose it.
-    if detect_environment() != "default" or not hasattr(raw, "pgconn"):
+    # libpq would block all greenlets of a thread; psycopg 2 does not expose it, and Windows cannot wait for it with poll().
+    if detect_environment() != "default" or not (hasattr(raw, "pgconn") and hasattr(select, "poll")):
         return False
     with connection.wrap_database_errors:
         (answering,) = raw.execute("SELECT pg_backend_pid()").fetchone()
