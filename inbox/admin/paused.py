@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
@@ -18,8 +17,9 @@ from django.utils.translation import gettext_lazy as _
 from inbox.errors import UnknownHandler
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.pausing import alias_of, pause_handler, resume_handler
-from outbox.console.acting_admin import ActingAdmin, by, counted
-from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+from outbox.console.acting_admin import by, counted
+from outbox.console.display import Tone, badge, identifier, stacked
+from outbox.console.paused_admin import PausedAdmin
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -47,7 +47,7 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
 
 
 @admin.register(PausedHandler)
-class PausedHandlerAdmin(ActingAdmin):
+class PausedHandlerAdmin(PausedAdmin):
     """By handler. To add one is to pause it."""
 
     noun = "handler"
@@ -56,21 +56,12 @@ class PausedHandlerAdmin(ActingAdmin):
         "No process runs messages of these handlers. New messages stay in the broker's queue; stored ones stay due. Nothing is "
         "lost, and messages keep their order. Only an operator resumes a handler."
     )
-    add_form_template = "admin/change_form.html"
+    named_by = "handler"
     form = PauseForm
 
     ordering = ("handler",)
-    sortable_by = ()
     list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
-    list_filter = ()
-    actions = ("resume",)
     shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return ("handler", "reason") if obj is None else self.shown
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return () if obj is None else self.shown
 
     def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
         form: Any = super().get_form(request, obj, change=change, **kwargs)
@@ -83,18 +74,8 @@ class PausedHandlerAdmin(ActingAdmin):
     def has_resume_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.resume_pausedhandler")
 
-    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
-        """Pause the handler; what is logged and shown next is its row."""
-        with transaction.atomic(using=self.using):
-            pause_handler(obj.handler, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
-            obj.pk = PausedHandler.objects.using(self.using).get(handler=obj.handler).pk
-            self.audit(request, self.using, "pause", obj)
-
-    def subject(self, row: Any) -> str:
-        return visible(row.handler)
-
-    def audited_id(self, row: Any) -> str:
-        return str(row.handler)
+    def pause(self, row: Any, by: str) -> None:
+        pause_handler(row.handler, reason=row.reason, by=by, using=self.using)
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(gettext("Paused"), Tone.STOPPED)
@@ -117,10 +98,6 @@ class PausedHandlerAdmin(ActingAdmin):
     def handler_name(self, row: Any) -> SafeString:
         return identifier(row.handler)
 
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
     @admin.display(description=_("stored messages"))
     def stored(self, row: Any) -> str:
         return counted(InboxMessage.objects.using(self.using).filter(handler=row.handler, state__in=DUE))
@@ -130,25 +107,9 @@ class PausedHandlerAdmin(ActingAdmin):
         """In the list: the badge, and how many stored messages wait."""
         return stacked(self.badge_of(row), format_html(gettext("{} stored messages"), self.stored(row)))
 
-    @admin.display(description=_("since"))
-    def since(self, row: Any) -> SafeString:
-        return age(row.paused_at, row.database_now)
-
-    @admin.display(description=_("since"))
-    def since_exactly(self, row: Any) -> SafeString:
-        return moment(row.paused_at, row.database_now)
-
     @admin.display(description=_("by"))
     def by_whom(self, row: Any) -> SafeString:
         return identifier(row.paused_by)
-
-    @admin.display(description=_("why"))
-    def why(self, row: Any) -> SafeString:
-        return headline(row.reason)
-
-    @admin.display(description=_("why"))
-    def reason_text(self, row: Any) -> SafeString:
-        return as_text(row.reason).as_html()
 
 
 def _resume(alias: str, pk: Any, *, by: str) -> bool:

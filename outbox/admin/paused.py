@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
@@ -16,8 +15,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.forms import ReasonForm
-from outbox.console.acting_admin import ActingAdmin, by, counted
-from outbox.console.display import NOTHING, Tone, age, as_text, badge, headline, identifier, moment, visible
+from outbox.console.acting_admin import by, counted
+from outbox.console.display import NOTHING, Tone, age, badge, identifier
+from outbox.console.paused_admin import PausedAdmin
 from outbox.kernel.text import why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
@@ -45,7 +45,7 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
 
 
 @admin.register(PausedTopic)
-class PausedTopicAdmin(ActingAdmin):
+class PausedTopicAdmin(PausedAdmin):
     """By topic. To add one is to pause it."""
 
     noun = _("topic")
@@ -55,21 +55,12 @@ class PausedTopicAdmin(ActingAdmin):
         "Relays send no messages of these topics. If the broker refuses a topic, a relay tries a few of its messages at least "
         "every half minute, and resumes the topic when the broker takes one. Only an operator resumes what an operator paused."
     )
-    add_form_template = "admin/change_form.html"
+    named_by = "topic"
     form = PauseForm
 
     ordering = ("topic",)
-    sortable_by = ()
     list_display = ("topic_name", "state_badge", "messages", "since", "by_whom", "why")
-    list_filter = ()
-    actions = ("resume",)
     shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return ("topic", "reason") if obj is None else self.shown
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return () if obj is None else self.shown
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.pause_pausedtopic")
@@ -77,18 +68,8 @@ class PausedTopicAdmin(ActingAdmin):
     def has_resume_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.resume_pausedtopic")
 
-    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
-        """Pause the topic; what is logged and shown next is its row."""
-        with transaction.atomic(using=self.using):
-            pause(obj.topic, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
-            obj.pk = PausedTopic.objects.using(self.using).get(topic=obj.topic).pk
-            self.audit(request, self.using, "pause", obj)
-
-    def subject(self, row: Any) -> str:
-        return visible(row.topic)
-
-    def audited_id(self, row: Any) -> str:
-        return str(row.topic)
+    def pause(self, row: Any, by: str) -> None:
+        pause(row.topic, reason=row.reason, by=by, using=self.using)
 
     def badge_of(self, row: Any) -> SafeString:
         if row.is_resuming:
@@ -125,33 +106,13 @@ class PausedTopicAdmin(ActingAdmin):
     def topic_name(self, row: Any) -> SafeString:
         return identifier(row.topic)
 
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
     @admin.display(description=_("messages"))
     def messages(self, row: Any) -> str:
         return counted(OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED))
 
-    @admin.display(description=_("since"))
-    def since(self, row: Any) -> SafeString:
-        return age(row.paused_at, row.database_now)
-
-    @admin.display(description=_("since"))
-    def since_exactly(self, row: Any) -> SafeString:
-        return moment(row.paused_at, row.database_now)
-
     @admin.display(description=_("by"))
     def by_whom(self, row: Any) -> SafeString | str:
         return identifier(row.paused_by) if row.paused_by else "the circuit breaker"
-
-    @admin.display(description=_("why"))
-    def why(self, row: Any) -> SafeString:
-        return headline(row.reason)
-
-    @admin.display(description=_("why"))
-    def reason_text(self, row: Any) -> SafeString:
-        return as_text(row.reason).as_html()
 
     @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:
