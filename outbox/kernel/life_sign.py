@@ -74,13 +74,9 @@ def giving_life_signs(kind: str, limit_seconds: float) -> Iterator[LifeSignWrite
     descriptor: int | None = None
     try:
         _make_directory()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = _create_locked(path)
     except OSError as error:
         logger.warning("This process gives no life sign, and --live fails for it: %s cannot be used: %s", path, describe(error))
-        if descriptor is not None:
-            os.close(descriptor)
-            descriptor = None
     writer = LifeSignWriter(descriptor, limit_seconds)
     writer.moved(0.0)
     try:
@@ -90,6 +86,19 @@ def giving_life_signs(kind: str, limit_seconds: float) -> Iterator[LifeSignWrite
             with suppress(OSError):
                 path.unlink()
             os.close(descriptor)
+
+
+def _create_locked(path: Path) -> int:
+    """Create this file and lock it, then give it its name: a probe takes an unlocked file for that of a killed process."""
+    unnamed = path.with_name(f".{path.name}")
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def life_signs(kind: str) -> list[LifeSign]:

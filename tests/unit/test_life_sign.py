@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -58,6 +59,19 @@ def test_running_process_is_found_by_its_kind_and_its_file_is_deleted_at_its_end
     assert sign.is_alive
     assert life_signs("relay") == []
     assert list(temporary_directory.rglob("relay-*")) == []
+
+
+def test_probe_that_reads_before_the_file_is_locked_does_not_delete_it(monkeypatch):
+    lock = fcntl.flock
+
+    def lock_after_a_probe(descriptor, operation):
+        if operation & fcntl.LOCK_EX:
+            assert life_signs("relay") == []
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_a_probe)
+    with giving_life_signs("relay", 60.0):
+        assert [sign.pid for sign in life_signs("relay")] == [os.getpid()]
 
 
 def test_process_whose_loop_was_silent_for_longer_than_its_limit_is_not_alive():
