@@ -246,9 +246,9 @@ class OutboxMessageAdmin(DecidingAdmin):
         if form is None:
             return format_html("{}", NOTHING)
         if isinstance(form, str):
-            return (
-                note(gettext("It is not JSON, and so it cannot be redacted.")) if self.redaction() else as_text(form).as_html()
-            )
+            if self.redaction():
+                return note(gettext("It is not JSON, so it cannot be redacted. It is not shown."))
+            return as_text(form).as_html()
         return as_json(self.redaction().headers(form)).as_html()
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:

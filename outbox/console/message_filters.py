@@ -155,8 +155,8 @@ class AgeFilter(UnindexedFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
         return [
-            ("hour", gettext("Of the last hour")),
-            ("day", gettext("Of the last day")),
+            ("hour", gettext("Last hour")),
+            ("day", gettext("Last 24 hours")),
             ("open-hour", gettext("Not settled for an hour")),
             ("open-day", gettext("Not settled for a day")),
             ("open-week", gettext("Not settled for a week")),

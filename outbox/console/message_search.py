@@ -68,7 +68,7 @@ def read(text: str) -> Search:
     if not beginning:
         raise BadSearch(gettext("Write the beginning of a topic or biz-id before the *."))
     if why_unfit(beginning):
-        raise BadSearch(gettext("No topic or biz-id begins so: it is too long, or has control characters."))
+        raise BadSearch(gettext("A topic or biz-id cannot begin with this text: it is too long, or has control characters."))
     return Search(beginning=beginning)
 
 

@@ -99,7 +99,7 @@ class Redaction:
         try:
             payload = decode_payload(body, content_type, compression=compression)
         except Undecodable:
-            return Shown(text="", note=gettext("The body cannot be decoded, and so it cannot be redacted. It is not shown."))
+            return Shown(text="", note=gettext("The body cannot be decoded, so it cannot be redacted. It is not shown."))
         try:
             return as_json(self.payload(topic, payload, headers))
         except RedactionFailed as failed:
