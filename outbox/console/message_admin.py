@@ -159,13 +159,14 @@ class MessageAdmin(ActingAdmin):
         if search.name:
             return rows.filter(self.called(search.name))
         if search.beginning:
-            return rows.filter(Q(topic__startswith=search.beginning) | Q(biz_id__startswith=search.beginning))
-        if search.key:
-            return searching.newest(request, rows, self.age_column).filter(key=search.key)
-        if search.path:
-            found = searching.headers_have(search.path, search.value)
-            return searching.newest(request, rows, self.age_column).filter(found)
-        return rows
+            condition = Q(topic__startswith=search.beginning) | Q(biz_id__startswith=search.beginning)
+        elif search.key:
+            condition = Q(key=search.key)
+        elif search.path:
+            condition = searching.headers_have(search.path, search.value)
+        else:
+            return rows
+        return searching.newest(request, rows, self.age_column).filter(condition)
 
     def called(self, term: str) -> Q:
         """The messages that `term` names, by columns with an index."""

@@ -5,8 +5,8 @@
     key:customer-4           an ordering key
     headers.tenant:acme      a value in the headers; a dot leads into a nested object. "header tenant=acme" is the same
 
-Names have an index. A key or a header has none, and is searched among the newest messages only: see `newest`. A path and its
-value are parameters of the statement.
+An exact name has an index. For the others there is none, and they are searched among the newest messages only: see `newest`. A
+path and its value are parameters of the statement.
 """
 
 from __future__ import annotations

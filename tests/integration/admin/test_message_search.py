@@ -259,11 +259,12 @@ class TestLimit:
     def limit(self, monkeypatch):
         monkeypatch.setattr(message_search, "MOST_SEARCHED", 2)
 
-    def test_search_in_headers_reads_the_newest_messages_and_says_so(self, app):
-        old, *new = (app.message(headers={"tenant": "acme"}) for _ in range(3))
+    @pytest.mark.parametrize("term", ["headers.tenant:acme", "key:customer-4", "shop.*"])
+    def test_search_without_an_index_reads_the_newest_messages_and_says_so(self, app, term):
+        old, *new = (app.message(headers={"tenant": "acme"}, key="customer-4", topic="shop.one") for _ in range(3))
 
-        assert found(app, q="headers.tenant:acme") == {row.pk for row in new}
-        assert "Only 2 messages were searched" in page(app, q="headers.tenant:acme").text
+        assert found(app, q=term) == {row.pk for row in new}
+        assert "Only 2 messages were searched" in page(app, q=term).text
         assert old.pk in found(app)
         assert "messages were searched" not in page(app).text
 
