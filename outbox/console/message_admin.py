@@ -72,7 +72,9 @@ class MessageChangeList(LeanChangeList):
 
     def _unknown_value(self) -> str:
         for spec in self.filter_specs:
-            value = spec.value() if isinstance(spec, admin.SimpleListFilter) else None
+            if not isinstance(spec, admin.SimpleListFilter):
+                continue
+            value = spec.value()
             if value and value not in {str(known) for known, _label in spec.lookup_choices}:
                 words = gettext("The filter “%(filter)s” has no value “%(value)s”. Nothing is selected.")
                 return visible(words % {"filter": spec.title, "value": value})
