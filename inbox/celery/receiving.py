@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601
-from django.db import transaction
+from django.db import connections, transaction
 
 from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
 from inbox.celery.sending import send
@@ -127,9 +127,15 @@ class TaskPolicy(Policy):
 
     def settle_success(self, message: Message) -> Received:
         # An eager task may be part of its caller's transaction; otherwise this is called at once.
-        transaction.on_commit(partial(super().settle_success, message), using=self.handler.using)
-        transaction.on_commit(self._time, using=self.handler.using)
+        if connections[self.handler.using].in_atomic_block:
+            transaction.on_commit(partial(self._announce_success, message), using=self.handler.using)
+        else:
+            self._announce_success(message)
         return Received.HANDLED
+
+    def _announce_success(self, message: Message) -> None:
+        super().settle_success(message)
+        self._time()
 
     def settle_fresh_failure(self, row: NewRow, error: BaseException) -> NoReturn:
         if isinstance(error, TransactionEnded):

@@ -149,6 +149,11 @@ class Lane:
         return self._shedder is not None and self._shedder.is_shedding
 
     @property
+    def is_filling(self) -> bool:
+        """Does a batch wait for further deliveries? A worker knows since the first one until when, and need not be woken."""
+        return self._wait > 0 and not self._is_shedding and 1 < len(self) < self._most
+
+    @property
     def _ready(self) -> int:
         """How many may be taken now; during load shedding, only checked ones."""
         return len(self._checked) if self._is_shedding else len(self)

@@ -86,7 +86,8 @@ class Pool:
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
             lane.put(delivery)
-            self._changed.notify()
+            if self._hurry or not lane.is_filling:
+                self._changed.notify()
 
     def hurry(self) -> None:
         """Do not wait for batches to fill."""

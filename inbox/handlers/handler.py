@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
@@ -81,16 +80,27 @@ class Handler:
             NotCallable: it returned an awaitable or an iterator, which the inbox does not run.
             HandlerTimeout: it took longer than `timeout`.
         """
-        with _exit_if_forked(), bounded(self.name, self.timeout, cancels_itself=isinstance(self.function, AsyncToSync)):
-            result = self.function(list(messages) if self.batch else messages[0])
-            if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
-                if inspect.iscoroutine(result):
-                    result.close()
-                raise NotCallable(
-                    f"The handler {self.name} returned {type(result).__name__}, which the inbox does not run, so its effect is "
-                    "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
-                )
-            return result
+        process = os.getpid()
+        try:
+            if self.timeout is None:
+                return self._call(messages)
+            with bounded(self.name, self.timeout, cancels_itself=isinstance(self.function, AsyncToSync)):
+                return self._call(messages)
+        finally:
+            if os.getpid() != process:
+                # A forked child process must not continue as a worker on the parent's connections.
+                os._exit(_EXIT_FORKED)
+
+    def _call(self, messages: tuple[Message, ...]) -> object:
+        result = self.function(list(messages) if self.batch else messages[0])
+        if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise NotCallable(
+                f"The handler {self.name} returned {type(result).__name__}, which the inbox does not run, so its effect is "
+                "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
+            )
+        return result
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, fit to be stored.
@@ -135,17 +145,6 @@ def why_contradictory(handler: Handler) -> str | None:
             "outcome is stored; shorten the timeout, or extend the limit with Lease(limit=...)"
         )
     return None
-
-
-@contextmanager
-def _exit_if_forked() -> Iterator[None]:
-    """End a forked child process at the end of the block: it must not continue as a worker on the parent's connections."""
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            os._exit(_EXIT_FORKED)
 
 
 def origin(function: Callable[..., Any]) -> str:

@@ -113,8 +113,8 @@ _monitor = _Monitor()
 
 
 @contextmanager
-def bounded(what: str, limit: timedelta | None, *, cancels_itself: bool = False) -> Iterator[None]:
-    """Raise HandlerTimeout in this thread if the block takes longer than `limit`; None: unbounded.
+def bounded(what: str, limit: timedelta, *, cancels_itself: bool = False) -> Iterator[None]:
+    """Raise HandlerTimeout in this thread if the block takes longer than `limit`.
 
     Args:
         cancels_itself: the block raises TimeoutError at its limit. It is interrupted only if it has not ended a second later.
@@ -122,9 +122,6 @@ def bounded(what: str, limit: timedelta | None, *, cancels_itself: bool = False)
     Raises:
         HandlerTimeout: the block took longer than `limit`.
     """
-    if limit is None:
-        yield
-        return
     began_at, seconds = monotonic(), limit.total_seconds()
     interrupts_at = began_at + seconds + (_CANCEL_GRACE_SECONDS if cancels_itself else 0)
     run = _Run(what=what, thread=threading.get_ident(), seconds=seconds, ends_at=interrupts_at)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from django.db import connections
 
 from inbox.errors import TransactionBroken
-from inbox.transactions.atomic_guard import abandon, none_left_open
+from inbox.transactions.atomic_guard import NoneLeftOpen, abandon
 from outbox.database.connections import has_begun
 
 
@@ -26,7 +26,7 @@ def autocommit(alias: str) -> Iterator[None]:
         TransactionBroken: a transaction was open. It is rolled back, and the connection is closed.
     """
     try:
-        with none_left_open():
+        with NoneLeftOpen():
             yield
     except BaseException:
         with suppress(TransactionBroken):

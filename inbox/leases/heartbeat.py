@@ -50,7 +50,8 @@ class Heartbeat:
         """Extend `lease` as long as the block runs."""
         # A store outside the handler's database also queries that database.
         alias = lease.request.handler.using
-        return self._threads.setdefault((store, alias), _ExtendingThread(alias)).extending(store, lease)
+        thread = self._threads.get((store, alias)) or self._threads.setdefault((store, alias), _ExtendingThread(alias))
+        return thread.extending(store, lease)
 
 
 class _ExtendingThread:

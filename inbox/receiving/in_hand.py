@@ -42,7 +42,8 @@ class InHand:
         with self._lock:
             free = self._holders.keys().isdisjoint(names)
             if free:
-                self._holders.update(names)
+                for name in names:
+                    self._holders[name] = 1
         try:
             yield free
         finally:
@@ -84,8 +85,8 @@ class InHand:
     def _end(self, names: Iterable[_Name]) -> None:
         callbacks: list[Callable[[], object]] = []
         with self._lock:
-            self._holders.subtract(names)
             for name in names:
+                self._holders[name] -= 1
                 if not self._holders[name]:
                     del self._holders[name]
                     callbacks += self._after.pop(name, [])

@@ -167,7 +167,7 @@ def _begin(
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
         given: list[Any] = [as_bound(longest_wait), row, attempts, None if exclusive_key is None else run_lock(exclusive_key)]
-        with locked_means_busy():
+        with locked_means_busy:
             if is_usable(connection):
                 connection.validate_no_broken_transaction()
                 ((proof, *found, _),) = _BEGIN.fetch(connection, given)
@@ -222,9 +222,9 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         return bool(recorded) or not is_recorded(matters=matters)
 
     if not dead or leaves is None:
-        with transaction.atomic(using=alias), locked_means_busy(), lock_timeout(alias, LONGEST_LOCK_WAIT):
+        with transaction.atomic(using=alias), locked_means_busy, lock_timeout(alias, LONGEST_LOCK_WAIT):
             return record_ours() and bool(ours.update(**written))
-    with locked_means_busy(), deciding(alias):
+    with locked_means_busy, deciding(alias):
         if not record_ours() or not ours.update(**written, ordered=False):
             return False
         hold_gates(alias, leaves.handler, [leaves.key])

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
@@ -104,6 +105,7 @@ _OPTIONAL = {
     "result": ("text", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
+_columns_of, _optional_of = attrgetter(*COLUMNS), attrgetter(*_OPTIONAL)
 _DEFAULTS = {field.name: field.default for field in fields(Insertion)}
 _NOT_STORED = {"leads", "due_after", "attempt"}
 _GIVEN = [*COLUMNS, "state", *_OPTIONAL]
@@ -195,16 +197,23 @@ _MANY = {
     )
     for skip_existing in (True, False)
 }
-_PLACES = {column: f"${number}" for number, column in enumerate([*COLUMNS, "attempts", "result"], 1)}
-_LONGEST_WAIT = f"${len(_PLACES) + 1}"
-_ROW_OF_PLACES = _values_of_one({**_PLACES, "state": "'done'::varchar"})
+_PLACES = {column: f"${number}" for number, column in enumerate(COLUMNS, 1)}
+_OTHERS = [f"${len(_PLACES) + number}" for number in (1, 2, 3)]
+"""The parameters after those of the columns."""
+_RESTORED = "set_config('lock_timeout', (SELECT before FROM bound), true)"
 # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
+_DONE_ROW = _values_of_one({**_PLACES, "attempts": _OTHERS[0], "result": _OTHERS[1], "state": "'done'::varchar"})
 _DONE = PreparedStatement(
     "inbox_begin",
     [*COLUMNS.values(), "int", "text", "text"],
-    f"{BOUND.replace('%s', _LONGEST_WAIT)} "
-    f"{_insert('postgresql', _ROW_OF_PLACES, bound='bound')} "
-    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+    f"{BOUND.replace('%s', _OTHERS[2])} {_insert('postgresql', _DONE_ROW, bound='bound')} "
+    f"RETURNING id, pg_current_xact_id()::text, {_RESTORED}",
+)
+_LEASED_ROW = _values_of_one({**_PLACES, "attempts": "1", "fence": "1", "due_after": _OTHERS[0], "state": "'running'::varchar"})
+_LEASED = PreparedStatement(
+    "inbox_lease",
+    [*COLUMNS.values(), "float8", "text"],
+    f"{BOUND.replace('%s', _OTHERS[1])} {_insert('postgresql', _LEASED_ROW, bound='bound')} RETURNING id, {_RESTORED}",
 )
 
 
@@ -216,10 +225,21 @@ def insert_done(
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row, or runs it, and did not end within `longest_wait`.
     """
-    given = [*(getattr(row, column) for column in COLUMNS), attempts, result, as_bound(longest_wait)]
-    with locked_means_busy():
-        rows = _DONE.execute(connection, given).rows
+    with locked_means_busy:
+        rows = _DONE.execute(connection, [*_columns_of(row), attempts, result, as_bound(longest_wait)]).rows
     return (int(rows[0][0]), rows[0][1]) if rows else None
+
+
+def insert_leased(connection: BaseDatabaseWrapper, row: NewRow, lease: timedelta, longest_wait: timedelta) -> int | None:
+    """Insert one row as `running` under its first lease: its id. None: the row exists. Call it only if `is_usable`.
+
+    Raises:
+        ConcurrentDuplicate: as `insert_done`.
+    """
+    connection.validate_no_broken_transaction()
+    with locked_means_busy:
+        rows = _LEASED.execute(connection, [*_columns_of(row), lease.total_seconds(), as_bound(longest_wait)]).rows
+    return int(rows[0][0]) if rows else None
 
 
 def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta) -> Guard | None:
@@ -250,7 +270,7 @@ def insert_many(
     bound = None if longest_wait is None else as_bound(longest_wait)
     document = json.dumps([_document(insertion) for insertion in insertions])
     given = [bound, document, [insertion.row.body for insertion in insertions]]
-    with locked_means_busy():
+    with locked_means_busy:
         if is_usable(connection):
             connection.validate_no_broken_transaction()
             found = _MANY[skip_existing].fetch(connection, given)
@@ -275,12 +295,11 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
 
 def _document(insertion: Insertion) -> dict[str, Any]:
     """The row in the JSON document, without its body and without defaults."""
-    row = insertion.row
-    values: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS if column != "body"}
-    values["created_at"] = row.created_at.isoformat() if row.created_at else None
+    values: dict[str, Any] = dict(zip(COLUMNS, _columns_of(insertion.row), strict=True))
+    del values["body"]
+    if values["created_at"] is not None:
+        values["created_at"] = values["created_at"].isoformat()
     values["state"] = insertion.state
-    for column in _OPTIONAL:
-        value = getattr(insertion, column)
-        if value != _DEFAULTS[column]:
-            values[column] = value
+    optional = zip(_OPTIONAL, _optional_of(insertion), strict=True)
+    values.update((column, value) for column, value in optional if value != _DEFAULTS[column])
     return values

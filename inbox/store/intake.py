@@ -61,7 +61,7 @@ def store_incoming(alias: str, incoming: Sequence[Incoming], *, dead_blocks: boo
         return []
     handler = incoming[0].row.handler
     insertions = _insertions(incoming, dead_blocks=dead_blocks)
-    with locked_means_busy():
+    with locked_means_busy:
         hold_gates(alias, handler, [given.row.key for given in incoming if given.in_order])
     stored = dict(insert_many(alias, insertions).rows)
     _record(alias, incoming, stored)

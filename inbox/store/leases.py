@@ -24,6 +24,7 @@ from inbox.store.arrivals import store_running
 from inbox.store.claims import under_claim
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.failures import NO_FAILURE, as_written
+from inbox.store.inserting import insert_leased
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.sentinel import EMPTIED
@@ -72,7 +73,11 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    pk = store_running(alias, row, duplicate_timeout, ends_after=lease, attempts=1, fence=1)
+    connection = connections[alias]
+    if not is_recorded(matters=False) and is_usable(connection):
+        pk = insert_leased(connection, row, lease, duplicate_timeout)
+    else:
+        pk = store_running(alias, row, duplicate_timeout, ends_after=lease, attempts=1, fence=1)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -132,7 +137,7 @@ def lease_stored(
     bound, among, wait = "", "", []
     if is_postgresql(connection):
         bound, among, wait = BOUND, "FROM bound", [as_bound(LONGEST_LOCK_WAIT)]
-    with locked_means_busy(), _in_order(alias, exclusive_key, matters=was == State.RUNNING), connection.cursor() as cursor:
+    with locked_means_busy, _in_order(alias, exclusive_key, matters=was == State.RUNNING), connection.cursor() as cursor:
         cursor.execute(
             f"{bound} UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
             f"{among} WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') "
@@ -240,7 +245,7 @@ def mark_running(
     Raises:
         KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
-    with locked_means_busy(), deciding(alias, LONGEST_LOCK_WAIT):
+    with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
         ours = under_claim(alias, pk, attempts)
         marked = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
         if marked:

@@ -92,12 +92,18 @@ def promote_next(alias: str, handler: str, key: str) -> int | None:
     return _recorded(alias, promoted[0]) if promoted else None
 
 
-def claim_next(alias: str, handler: str, key: str, claimed_for: timedelta) -> InboxMessage | None:
-    """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time."""
+def claim_next(
+    alias: str, handler: str, key: str, claimed_for: timedelta, found: list[tuple[Any, ...]] | None = None
+) -> InboxMessage | None:
+    """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time.
+
+    Args:
+        found: what `settle_and_claim` found.
+    """
     connection = connections[alias]
     claim = [1, claimed_for.total_seconds()]
     if is_postgresql(connection):
-        promoted = _promote(connection, _CLAIM_HEAD, [handler, key, *claim])
+        promoted = _promote(connection, _CLAIM_HEAD, [handler, key, *claim], found)
         claimed = message_of(alias, promoted) if promoted else None
     else:
         sql = f"{_PROMOTE_ON_SQLITE} RETURNING *"
@@ -107,15 +113,32 @@ def claim_next(alias: str, handler: str, key: str, claimed_for: timedelta) -> In
     return claimed
 
 
+def settle_and_claim(
+    connection: BaseDatabaseWrapper, settle: PreparedStatement, given: Sequence[Any], order: OrderedKey, claimed_for: timedelta
+) -> tuple[int, list[tuple[Any, ...]]]:
+    """Settle a row, which acquires its gate, and claim the next, in one round trip: rows settled, and `found` for `claim_next`.
+
+    PostgreSQL runs the claim after it has settled the row, and with a new snapshot. Call it only if statements are prepared.
+    """
+    return settle.execute_and_fetch(
+        connection, given, _CLAIM_HEAD.prepared, [order.handler, order.key, 1, claimed_for.total_seconds()]
+    )
+
+
 def _recorded(alias: str, promoted: int) -> int:
     record(alias, [promoted], was=State.WAITING, matters=False)
     return promoted
 
 
-def _promote(connection: BaseDatabaseWrapper, statement: _HeadStatement, given: list[Any]) -> Sequence[Any] | None:
-    """What the statement returns of the promoted row."""
+def _promote(
+    connection: BaseDatabaseWrapper, statement: _HeadStatement, given: list[Any], found: list[tuple[Any, ...]] | None = None
+) -> Sequence[Any] | None:
+    """What the statement returns of the promoted row; it may have `found` it already."""
     while True:
-        ((state, *promoted),) = statement.fetch(connection, given) or [("", None)]
+        if found is None:
+            found = statement.fetch(connection, given)
+        ((state, *promoted),) = found or [("", None)]
+        found = None
         if promoted[0] is not None:
             return promoted
         if state != State.WAITING:
@@ -128,11 +151,11 @@ class _HeadStatement:
 
     def __init__(self, name: str, returned: str) -> None:
         self._returned = returned
-        self._prepared = PreparedStatement(name, ["text", "text", "int", "float8"], self._text("$1", "$2", "$3", "$4"))
+        self.prepared = PreparedStatement(name, ["text", "text", "int", "float8"], self._text("$1", "$2", "$3", "$4"))
 
     def fetch(self, connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[Any, ...]]:
         if is_usable(connection):
-            return self._prepared.fetch(connection, given)
+            return self.prepared.fetch(connection, given)
         with connection.cursor() as cursor:
             cursor.execute(self._text(*["%s"] * 4), given)
             return list(cursor.fetchall())

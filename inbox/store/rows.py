@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -42,15 +40,18 @@ class KeyBusy(Exception):
     """Another message of the same ordering key is being run."""
 
 
-@contextmanager
-def locked_means_busy() -> Iterator[None]:
-    """A statement of the block that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
-    try:
-        yield
-    except OperationalError as error:
-        if sqlstate_of(error) == LOCK_TIMEOUT:
+class _LockedMeansBusy:
+    """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:
             raise ConcurrentDuplicate from error
-        raise
+
+
+locked_means_busy = _LockedMeansBusy()
 
 
 class OrderedKey(NamedTuple):

@@ -16,7 +16,7 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
-from inbox.store.ordering import GATE, claim_next, for_gate, promote_next
+from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
 from outbox.database.connections import is_outermost, is_postgresql
@@ -44,9 +44,12 @@ EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'',
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
-# It divides by zero if a row is missing, so that a COMMIT may be sent with it.
-_PROVE = PreparedStatement(
-    "inbox_prove",
+# They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
+_PROVE_ONE = PreparedStatement(
+    "inbox_prove", ["bigint"], f"SELECT 1 / count(*) FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}"
+)
+_PROVE_MANY = PreparedStatement(
+    "inbox_prove_many",
     ["bigint[]"],
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
@@ -97,7 +100,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         django.db.Error: the commit failed, or the database is unavailable. If the session was lost, the commit may have
             succeeded.
     """
-    connection = connections[guard.alias]
+    connection, following = connections[guard.alias], None
     if connection.closed_in_transaction:
         raise TransactionBroken(
             "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
@@ -105,7 +108,12 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         )
     refuse_if_ended(guard)
     try:
-        hit = _prove_and_commit(connection, guard) if commit else _finish(connection, guard, attempts, result)
+        if commit:
+            hit = _prove_and_commit(connection, guard)
+        elif _is_followed(connection, guard, result):
+            hit, following = _finish_and_claim(connection, guard, attempts)
+        else:
+            hit = _finish(connection, guard, attempts, result)
     except (DatabaseError, InterfaceError) as error:
         if is_outage(error) or is_collision(error) or (commit and not is_in_transaction(connection)):
             raise
@@ -126,7 +134,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         if guard.follower is None:
             promote_next(guard.alias, *guard.order)
         else:
-            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for)
+            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for, following)
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
@@ -175,10 +183,29 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return int(cursor.rowcount)
 
 
+def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
+    """May the next row of the order be claimed in the same round trip? Not if the trail has an entry in between."""
+    is_claimed = guard.order is not None and guard.follower is not None
+    return is_claimed and result == guard.result and not is_recorded(matters=False) and is_usable(connection)
+
+
+def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:
+    """How many rows were hit, and what was claimed, which the caller rolls back if that is not this row."""
+    assert guard.order is not None  # noqa: S101 - see _is_followed
+    assert guard.follower is not None  # noqa: S101
+    connection.validate_no_broken_transaction()
+    given = [guard.rows[0], attempts, guard.transaction, *for_gate(connection, guard.order)]
+    settle = _FINISH_IN_ORDER[inbox_options().keeps_all_bodies]
+    return settle_and_claim(connection, settle, given, guard.order, guard.follower.claimed_for)
+
+
 def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     connection.validate_no_broken_transaction()
     try:
-        _PROVE.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+        if len(guard.rows) == 1:
+            _PROVE_ONE.execute_and_commit(connection, guard.rows)
+        else:
+            _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
     except DataError as error:
         if sqlstate_of(error) == _DIVISION_BY_ZERO and is_in_transaction(connection):
             return 0

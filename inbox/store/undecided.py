@@ -61,7 +61,7 @@ def assign_biz_id(alias: str, stored: InboxMessage, row: NewRow, longest_wait: t
     named = ", ".join(f"{name} = {placeholders.get(name, '%s')}" for name in changed) or "id = id"
     sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND attempts = %s RETURNING id"
     try:
-        with locked_means_busy(), transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
+        with locked_means_busy, transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
             ours = fetch_all(connection, sql, [*values, stored.pk, stored.attempts])
     except IntegrityError:
         return False
@@ -107,7 +107,7 @@ def merge_undecided(
 
 def _lock_row(alias: str, row: NewRow, longest_wait: timedelta) -> None:
     named = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-    with locked_means_busy(), lock_timeout(alias, longest_wait):
+    with locked_means_busy, lock_timeout(alias, longest_wait):
         list(named.select_for_update().values_list("pk"))
 
 

@@ -7,8 +7,7 @@ part of a transaction that never ends. So the guard removes such blocks, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from django.db import connections
@@ -16,24 +15,23 @@ from django.db import connections
 from inbox.errors import TransactionBroken
 
 
-@contextmanager
-def none_left_open() -> Iterator[None]:
-    """At exit, close the blocks that were opened on the connections of this thread.
+class NoneLeftOpen:
+    """A context: at its exit, close the blocks that were opened on the connections of this thread.
 
     Raises:
         TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
     """
-    before = {connection.alias: _depth(connection) for connection in connections.all(initialized_only=True)}
-    try:
-        yield
-    except BaseException:
-        _close(before)
-        raise
-    if left_open := _close(before):
-        raise TransactionBroken(
-            f"The handler returned with an open transaction on {', '.join(map(repr, left_open))}, so its writes in it were "
-            "rolled back. Use `with transaction.atomic():`."
-        )
+
+    def __enter__(self) -> None:
+        self._before = {connection.alias: _depth(connection) for connection in connections.all(initialized_only=True)}
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        left_open = _close(self._before)
+        if left_open and error is None:
+            raise TransactionBroken(
+                f"The handler returned with an open transaction on {', '.join(map(repr, left_open))}, so its writes in it were "
+                "rolled back. Use `with transaction.atomic():`."
+            )
 
 
 def abandon(connection: Any) -> None:

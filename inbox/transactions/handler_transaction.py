@@ -17,11 +17,11 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.store import sentinel
 from inbox.store.rows import ABANDONED, Guard
-from inbox.transactions.atomic_guard import none_left_open
+from inbox.transactions.atomic_guard import NoneLeftOpen
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
-from inbox.transactions.statements import controls_transaction
+from inbox.transactions.statements import controls_transaction, text_of
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
@@ -57,18 +57,19 @@ def in_transaction(
         nonlocal committed
         committed = True
 
-    with statements_of_ours():
-        connections[handler.using].ensure_connection()
+    connection = connections[handler.using]
+    with statements_of_ours:
+        connection.ensure_connection()
     try:
         with transaction.atomic(using=handler.using, durable=durable):
             # The first hook of this transaction: it runs even if a later hook raises.
-            transaction.on_commit(mark, using=handler.using)
-            with statements_of_ours():
+            connection.on_commit(mark)
+            with statements_of_ours:
                 guard = begin()
             if guard is None:
                 return False
             try:
-                with _Supervision(handler), changes, none_left_open():
+                with _Supervision(handler, changes), NoneLeftOpen():
                     returned = run()
                 result = encode_result(returned) if encode_result else None
             except BaseException:
@@ -136,10 +137,10 @@ def refuse_if_uncommitted(alias: str, committed: bool) -> None:
 
 
 class _Supervision:
-    """Refuse SQL of the handler that begins or ends a transaction, and warn about writes to other databases."""
+    """Refuse SQL of the handler that begins or ends a transaction, warn about writes to other databases, record changes."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, changes: SessionChanges) -> None:
+        self._handler, self._changes = handler, changes
         self._watched: list[tuple[list[Any], Any]] = []
 
     def __enter__(self) -> None:
@@ -159,20 +160,25 @@ class _Supervision:
             wrappers.remove(watch)
 
     def _refuse_transaction_control(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if statement := controls_transaction(sql, context["connection"]):
+        connection = context["connection"]
+        text = text_of(sql, connection)
+        if statement := controls_transaction(text, connection):
             raise TransactionControl(
                 f"The handler {self._handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
+        self._changes.record(text, connection.alias)
         return execute(sql, params, many, context)
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        connection = context["connection"]
         if isinstance(sql, str) and _WRITES.match(sql):
             logger.warning(
                 "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice; make "
                 "it idempotent, or configure the handler for that database.",
                 self._handler.name,
-                context["connection"].alias,
+                connection.alias,
                 self._handler.using,
             )
+        self._changes.record(text_of(sql, connection), connection.alias)
         return execute(sql, params, many, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from inbox import metrics
 from inbox.conf import inbox_options
@@ -19,7 +19,7 @@ def observed(handler: Handler, *envelopes: Envelope) -> Iterator[None]:
     """Observe one call of the handler for these messages."""
     began_at = monotonic()
     try:
-        with _span(handler, envelopes):
+        with _span(handler, envelopes) if tracing.is_recording() else nullcontext():
             yield
         if metrics.LAG.is_attached:
             _count_lag(handler, envelopes)
@@ -29,20 +29,15 @@ def observed(handler: Handler, *envelopes: Envelope) -> Iterator[None]:
             metrics.BATCH_MESSAGES.observe(len(envelopes), handler.name)
 
 
-@contextmanager
-def _span(handler: Handler, envelopes: tuple[Envelope, ...]) -> Iterator[None]:
-    if tracing.otel is None:
-        yield
-        return
+def _span(handler: Handler, envelopes: tuple[Envelope, ...]) -> AbstractContextManager[None]:
     options = inbox_options()
-    with tracing.processing(
+    return tracing.processing(
         tracing.system_of(options.broker_url),
         envelopes,
         expected=(RetryLater,),
         messaging__consumer__group__name=options.GROUP,
         exactly_once__handler=handler.name,
-    ):
-        yield
+    )
 
 
 def _count_lag(handler: Handler, envelopes: tuple[Envelope, ...]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -50,14 +50,18 @@ class _Unstored(Exception):
     """A statement of the inbox failed for a reason other than its row. `__cause__` is the database's error."""
 
 
-@contextmanager
-def statements_of_ours() -> Iterator[None]:
-    try:
-        yield
-    except (DatabaseError, InterfaceError) as error:
-        if is_collision(error) or is_about_values(error):
-            raise
-        raise _Unstored from error
+class _StatementsOfOurs:
+    """A context of statements of the inbox, not of a handler."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, DatabaseError | InterfaceError) and not (is_collision(error) or is_about_values(error)):
+            raise _Unstored from error
+
+
+statements_of_ours = _StatementsOfOurs()
 
 
 def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) -> _T:
@@ -166,7 +170,7 @@ def committed(write: Callable[[], _T], alias: str) -> _T:
     """
 
     def attempt() -> _T:
-        with statements_of_ours():
+        with statements_of_ours:
             return write()
 
     try:

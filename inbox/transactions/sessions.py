@@ -34,7 +34,7 @@ _RIGHTS = ("session_authorization", "role")
 
 
 class SessionChanges:
-    """A context for one run of a handler, which records the settings that it changes on any database."""
+    """The settings that one run of a handler changes on any database. As a context, it watches the statements itself."""
 
     def __init__(self) -> None:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -49,10 +49,19 @@ class SessionChanges:
         for alias in connections:
             connections[alias].execute_wrappers.remove(self._watch)
 
+    def record(self, text: str, alias: str) -> None:
+        """Record the settings that a statement changes."""
+        calls = len(_CALL.findall(text)) if "set_config" in text.lower() else 0
+        if changes := calls + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
+            named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
+            self._names[alias].update(named)
+            # For example SESSION CHARACTERISTICS, or a name in a parameter.
+            if len(named) < changes:
+                self._unnamed.add(alias)
+
     def undo(self, alias: str) -> None:
         """Inside the handler's transaction, as its next statement: reset the settings to the session's first values."""
-        connection = connections[alias]
-        if alias not in self._names or connection.vendor != "postgresql":
+        if alias not in self._names or (connection := connections[alias]).vendor != "postgresql":
             return
         self._undone.add(alias)
         names = {name.lower() for name in self._names[alias]}
@@ -75,15 +84,8 @@ class SessionChanges:
             end_session(alias)
 
     def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        text = text_of(sql, context["connection"])
-        calls = len(_CALL.findall(text)) if "set_config" in text.lower() else 0
-        if changes := calls + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
-            alias = context["connection"].alias
-            named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
-            self._names[alias].update(named)
-            # For example SESSION CHARACTERISTICS, or a name in a parameter.
-            if len(named) < changes:
-                self._unnamed.add(alias)
+        connection = context["connection"]
+        self.record(text_of(sql, connection), connection.alias)
         return execute(sql, params, many, context)
 
 

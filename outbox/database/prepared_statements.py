@@ -10,6 +10,7 @@ and the adaptation of parameters with known types take longer than PostgreSQL ta
 
 from __future__ import annotations
 
+import re
 import select
 import struct
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ _TEXT, _BINARY = 0, 1
 _BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
 _BINARY_TYPES = {"bytea", "bytea[]"}
 _OID_OF_BYTEA = 17
+_PIPELINE_SYNC = 10
+"""libpq's PGRES_PIPELINE_SYNC, the answer to a pipeline's end."""
 _MOST_RUNS = 1000
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
@@ -85,7 +88,7 @@ class PreparedStatement:
             StatementLost: see there.
             django.db.Error: PostgreSQL refused the statement, or the connection was lost.
         """
-        result = self._run(connection, parameters)
+        (result,) = _run(connection, [(self, parameters)])
         columns = range(result.nfields)
         rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
         return StatementResult(rows, result.command_tuples or 0)
@@ -99,57 +102,85 @@ class PreparedStatement:
             StatementLost: see there.
             django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
         """
-        self._run(connection, parameters, commit=True)
+        _run(connection, [(self, parameters)], commit=True)
 
     def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
-        from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
+        (result,) = _run(connection, [(self, parameters)])
+        return _rows_of(connection, result)
 
-        result = self._run(connection, parameters)
-        loaders = Transformer(connection.connection)
-        loaders.set_pgresult(result)
-        return loaders.load_rows(0, result.ntuples, tuple)
+    def execute_and_fetch(
+        self,
+        connection: BaseDatabaseWrapper,
+        parameters: Sequence[Any],
+        following: PreparedStatement,
+        its_parameters: Sequence[Any],
+    ) -> tuple[int, list[tuple[Any, ...]]]:
+        """Run it, then `following`, in one round trip: the number of rows that it wrote, and what `following` returns."""
+        written, found = _run(connection, [(self, parameters), (following, its_parameters)])
+        return written.command_tuples or 0, _rows_of(connection, found)
 
-    def _run(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, commit: bool = False) -> Any:
-        at_hand = _at_hand(connection)
-        raw: Any = connection.connection
-        given = self._name, [*map(_given, parameters)], self._formats
-        with connection.wrap_database_errors:
-            try:
-                self._prepare_on(raw, at_hand)
-                at_hand.runs[self._name] += 1
-                begin = _is_to_begin(raw)
-                if begin or commit:
-                    return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
-                return _checked(raw, raw.pgconn.exec_prepared(*given))
-            except Exception as error:
-                sqlstate = getattr(error, "sqlstate", None)
-                if sqlstate not in {_MISSING, _EXISTS}:
-                    raise
-                at_hand.runs.pop(self._name, None)
-                if sqlstate == _EXISTS:
-                    # Another client prepared it: there is a proxy, and it shares its server processes.
-                    at_hand.may_prepare = False
-                raise StatementLost(str(error)) from None
+    def _given(self, parameters: Sequence[Any]) -> tuple[Any, ...]:
+        return self._name, [*map(_given, parameters)], self._formats
 
     def _prepare_on(self, raw: Any, at_hand: _AtHand) -> None:
+        """Prepare it if necessary, for one more run."""
         if at_hand.runs.get(self._name, 0) >= self._most_runs:
             _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
             del at_hand.runs[self._name]
         if self._name not in at_hand.runs:
             _checked(raw, raw.pgconn.exec_(self._prepare))
             at_hand.runs[self._name] = 0
+        at_hand.runs[self._name] += 1
+
+    def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
+        if re.search(rf"\b{self._name.decode()}\b", error):
+            at_hand.runs.pop(self._name, None)
+
+
+def _run(
+    connection: BaseDatabaseWrapper, runs: Sequence[tuple[PreparedStatement, Sequence[Any]]], *, commit: bool = False
+) -> list[Any]:
+    """PostgreSQL's result of each statement."""
+    at_hand = _at_hand(connection)
+    raw: Any = connection.connection
+    given = [statement._given(parameters) for statement, parameters in runs]  # noqa: SLF001 - of this module
+    with connection.wrap_database_errors:
+        try:
+            for statement, _ in runs:
+                statement._prepare_on(raw, at_hand)  # noqa: SLF001
+            begin = _is_to_begin(raw)
+            if begin or commit or len(given) > 1:
+                return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
+            return [_checked(raw, raw.pgconn.exec_prepared(*given[0]))]
+        except Exception as error:
+            sqlstate = getattr(error, "sqlstate", None)
+            if sqlstate not in {_MISSING, _EXISTS}:
+                raise
+            for statement, _ in runs:
+                statement._forget_if_named(str(error), at_hand)  # noqa: SLF001
+            if sqlstate == _EXISTS:
+                # Another client prepared it: there is a proxy, and it shares its server processes.
+                at_hand.may_prepare = False
+            raise StatementLost(str(error)) from None
+
+
+def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
+    from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
+
+    loaders = Transformer(connection.connection)
+    loaders.set_pgresult(result)
+    return loaders.load_rows(0, result.ntuples, tuple)
 
 
 def _given(value: Any) -> bytes | None:
-    match value:
-        case None | bytes():
+    if type(value) is not str:  # most are
+        if value is None or isinstance(value, bytes):
             return value
-        case datetime():
-            return value.isoformat().encode()
-        case list():
+        if isinstance(value, list):
             return _array(value)
-    text = str(value).encode()
+        value = value.isoformat() if isinstance(value, datetime) else str(value)
+    text: bytes = value.encode()
     if b"\0" in text:
         # libpq would end the text there.
         raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
@@ -176,21 +207,20 @@ def _is_to_begin(raw: Any) -> bool:
     return False
 
 
-def _pipelined(raw: Any, before: Sequence[bytes], prepared: tuple[Any, ...], after: Sequence[bytes]) -> Any:
-    """The result of a prepared statement that is sent together with others; none runs after one that fails."""
-    from psycopg.pq import ExecStatus  # noqa: PLC0415 - an extra
-
+def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, ...]], after: Sequence[bytes]) -> list[Any]:
+    """The results of prepared statements that are sent together with others; none runs after one that fails."""
     pgconn = raw.pgconn
     try:
         pgconn.enter_pipeline_mode()
         for statement in before:
             pgconn.send_query_params(statement, None)
-        pgconn.send_query_prepared(*prepared)
+        for one in prepared:
+            pgconn.send_query_prepared(*one)
         for statement in after:
             pgconn.send_query_params(statement, None)
         pgconn.pipeline_sync()
         results = []
-        while (result := _next_result(pgconn)) is None or result.status != ExecStatus.PIPELINE_SYNC:
+        while (result := _next_result(pgconn)) is None or result.status != _PIPELINE_SYNC:
             if result is not None:
                 results.append(result)
         pgconn.exit_pipeline_mode()
@@ -200,7 +230,7 @@ def _pipelined(raw: Any, before: Sequence[bytes], prepared: tuple[Any, ...], aft
         raise
     for result in results:
         _checked(raw, result)
-    return results[len(before)]
+    return results[len(before) : len(before) + len(prepared)]
 
 
 def _next_result(pgconn: Any) -> Any:

@@ -89,9 +89,12 @@ class Tally:
 
     def time(self, subject: str, name: str, seconds: Iterable[float]) -> None:
         """Count durations. A negative one, by clocks that differ, counts as zero."""
-        found = Counter(map(bucket_of, seconds))
         with self._lock:
-            self._of(subject).times.setdefault(name, Counter()).update(found)
+            times = self._of(subject).times
+            if name not in times:
+                times[name] = Counter()
+            for each in seconds:
+                times[name][bucket_of(each)] += 1
 
     def take(self) -> dict[str, Counted]:
         """What was counted, by subject, and count from zero again."""
@@ -106,9 +109,11 @@ class Tally:
                 self._of(subject).add(counted)
 
     def _of(self, subject: str) -> Counted:
-        if subject not in self._subjects and len(self._subjects) >= MOST_SUBJECTS:
-            subject = OTHER
-        return self._subjects.setdefault(subject, Counted())
+        if subject not in self._subjects:
+            if len(self._subjects) >= MOST_SUBJECTS:
+                subject = OTHER
+            self._subjects.setdefault(subject, Counted())
+        return self._subjects[subject]
 
 
 def total(counted: Iterable[Counted]) -> Counted:

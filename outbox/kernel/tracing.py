@@ -46,6 +46,11 @@ class Traced(Protocol):
     def traceparent(self) -> str: ...
 
 
+def is_recording() -> bool:
+    """Is OpenTelemetry installed and configured? Else no span is recorded."""
+    return otel is not None and not _has_no_sdk()
+
+
 def system_of(url: str) -> str:
     """`messaging.system` of a broker: "rabbitmq", "redis", or the scheme of another one."""
     scheme = scheme_of(url)
@@ -81,7 +86,7 @@ def created(topic: str, message_id: str, correlation_id: str) -> str:
 @contextmanager
 def sending(system: str, messages: Sequence[Traced]) -> Iterator[Any]:
     """The span of sending these messages; yields it, or None."""
-    if otel is None or _has_no_sdk():
+    if not is_recording():
         yield None
         return
     topics = {message.topic for message in messages}
@@ -112,13 +117,12 @@ def processing(
 ) -> Iterator[None]:
     """The span of one call of a handler, the current span during the block.
 
+    Call it only if `is_recording`.
+
     Args:
         expected: exceptions that are no error.
         particular: further attributes; `__` stands for the dot in a name.
     """
-    if otel is None or _has_no_sdk():
-        yield
-        return
     first = messages[0]
     attributes: dict[str, Any] = {
         "messaging.system": system,

@@ -67,6 +67,7 @@ class TestGroupCommit:
     def test_group_commit_takes_what_is_available_without_waiting(self):
         lane = a_lane(7, group_commit=5)
 
+        assert not lane.is_filling
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6], []]
 
 
@@ -88,6 +89,14 @@ class TestBatch:
         put(lane, 1, at=109.0)
 
         assert numbers(lane.take(110.0)) == [0, 1]
+
+    def test_only_a_delivery_between_the_first_and_the_last_of_a_batch_needs_no_worker(self):
+        lane, filling = a_lane(batch=Batch(size=4)), []
+        for number in range(5):
+            put(lane, number)
+            filling.append(lane.is_filling)
+
+        assert filling == [False, True, True, False, False]
 
     def test_incomplete_batch_is_taken_at_once_while_draining(self):
         lane = a_lane(2, batch=Batch(size=3, wait=timedelta(seconds=10)))

@@ -212,6 +212,17 @@ def test_a_batch_is_run_when_its_wait_is_over():
     assert work.done == [("tests.pool", [1, 2])]
 
 
+def test_idle_worker_takes_a_batch_that_becomes_full():
+    lane, work, idle = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work(), []
+    with running([lane], receive=work, on_idle=lambda: idle.append(len(lane))) as pool:
+        wait_until(lambda: idle)
+        for number in range(10):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.done)
+
+    assert work.done == [("tests.pool", list(range(10)))]
+
+
 def test_incomplete_batch_is_run_at_once_while_draining():
     lane, work = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work()
     with running([lane], receive=work) as pool:

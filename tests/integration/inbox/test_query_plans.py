@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from inbox.receiving.reading import read
-from inbox.store import arrivals, claims, ordering, sentinel
+from inbox.store import arrivals, claims, ordering, sentinel, together
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -46,8 +47,14 @@ def explained(sql, parameters=()):
 
 def finish_of_a_fresh_row(row):
     guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
-    sentinel._PROVE.execute(connection, [f"{{{guard.rows[0]}}}"])
-    return explained("EXECUTE inbox_prove ('{1}')")
+    sentinel._PROVE_ONE.execute(connection, guard.rows)
+    return explained("EXECUTE inbox_prove (1)")
+
+
+def finish_of_several_fresh_rows(row):
+    guard, _ = together.begin_together("default", [row, replace(row, biz_id="another")], OPTIONS.DUPLICATE_TIMEOUT)
+    sentinel._PROVE_MANY.execute(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+    return explained("EXECUTE inbox_prove_many ('{1, 2}')")
 
 
 def finish_of_a_stored_row(row):
@@ -57,7 +64,7 @@ def finish_of_a_stored_row(row):
     return explained("EXECUTE inbox_finish (1, 1, '1')")
 
 
-@pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_a_stored_row])
+@pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_several_fresh_rows, finish_of_a_stored_row])
 def test_commit_sentinel_uses_the_primary_key(handler, finish):
     row = read(handler, an_envelope(), OPTIONS).row
     for _ in range(7):  # after five executions PostgreSQL may use a generic plan

@@ -11,11 +11,12 @@ from django.db import DataError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
 
+from inbox import Lease
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
-from inbox.store import inserting, sentinel
+from inbox.store import inserting, leases, sentinel
 from outbox.database import prepared_statements
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
@@ -73,7 +74,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (inserting._DONE, sentinel._PROVE):
+    for statement in (inserting._DONE, sentinel._PROVE_ONE):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
@@ -82,6 +83,17 @@ def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypat
     assert prepared() == OURS
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [2, 2]
     assert effects() == 16
+
+
+def test_messages_are_handled_with_plans_that_postgresql_keeps(handles):
+    """From the sixth run on. Planning a statement for each run takes longer than running it."""
+    handler, leased = handles(the_effect), handles(the_effect, name="tests.leased", lease=Lease())
+    for _ in range(8):
+        assert deliver(handler) is Received.HANDLED
+        assert deliver(leased) is Received.HANDLED
+
+    kept = "SELECT name FROM pg_prepared_statements WHERE custom_plans = 5 AND generic_plans = 3"
+    assert set(execute(kept)) == prepared() == OURS | {"inbox_lease", "inbox_consume"}
 
 
 def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
@@ -112,6 +124,23 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
     assert len(rows[0]) == 3
     for one, other in zip(*rows, strict=True):
         assert {name for name in columns if one[name] != other[name]} == {"received_at", "settled_at"}
+
+
+def test_lease_is_granted_alike_with_and_without_prepared_statements(handles):
+    columns = [field.name for field in InboxMessage._meta.fields if field.name != "id"]
+    granted = []
+    for name, writing in {"prepared": nullcontext, "plain": plain_cursors}.items():
+        row = read(handles(the_effect, name="tests.leased"), an_envelope(biz_id="one", id="i", key="k"), OPTIONS).row
+        with writing():
+            assert leases.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)).fence == 1, name
+            assert leases.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)) is None, name
+        stored = InboxMessage.objects.values(*columns).get()
+        assert stored.pop("next_attempt_at") - stored.pop("received_at") == timedelta(minutes=1)
+        granted.append({**stored, "created_at": None})
+        InboxMessage.objects.all().delete()
+
+    assert granted[0] == granted[1]
+    assert "inbox_lease" in prepared()
 
 
 def test_loads_of_any_size_are_stored_by_one_prepared_statement(handles):
@@ -353,20 +382,57 @@ def test_connection_interrupted_while_a_pipeline_is_in_flight_is_closed(handles,
     assert effects() == 2
 
 
-def test_transaction_takes_three_round_trips(handles, monkeypatch):
-    handler = handles(the_effect)
-    deliver(handler)
-    pipelines = []
+@pytest.fixture
+def pipelines(monkeypatch):
+    """The statements of each pipeline that is sent."""
+    sent = []
     original = prepared_statements._pipelined
 
-    def counted(raw, before, prepared, after):
-        pipelines.append((*before, prepared[0], *after))
+    def recorded(raw, before, prepared, after):
+        sent.append((*before, *(name for name, *_ in prepared), *after))
         return original(raw, before, prepared, after)
 
-    monkeypatch.setattr(prepared_statements, "_pipelined", counted)
+    monkeypatch.setattr(prepared_statements, "_pipelined", recorded)
+    return sent
+
+
+def store_three(handler):
+    load = [(read(handler, an_envelope(biz_id=str(n), key="k"), OPTIONS), False) for n in range(3)]
+    assert admit(handler, load, OPTIONS) == [Received.STORED] * 3
+
+
+def test_transaction_takes_three_round_trips(handles, pipelines):
+    handler = handles(the_effect)
+    deliver(handler)
+    pipelines.clear()
     deliver(handler, an_envelope(biz_id="another"))
 
     assert pipelines == [(b"BEGIN", b"inbox_begin"), (b"inbox_prove", b"COMMIT")]
+
+
+def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(handles, pipelines):
+    store_three(handles(the_effect, ordered=True))
+    run_to_the_end()
+
+    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish_in_order", b"inbox_promote_claimed")]
+    assert effects() == 3
+
+
+@pytest.mark.parametrize("missing", ["inbox_finish_in_order", "inbox_promote_claimed"])
+def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing):
+    calls = []
+
+    def impolite(message):
+        calls.append(message.biz_id)
+        the_effect(message)
+        if len(calls) == 2:
+            execute(f"DEALLOCATE {missing}")
+
+    store_three(handles(impolite, ordered=True))
+    run_to_the_end()
+
+    assert (calls, effects()) == (["0", "1", "1", "2"], 3)
+    assert missing in prepared()
 
 
 def test_constraint_that_fails_at_the_commit_is_a_failed_attempt_with_its_own_error(handles):
