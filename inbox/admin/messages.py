@@ -23,6 +23,7 @@ from inbox.admin.dry_run import DRY_RUN, shown_dry_run
 from inbox.admin.failures import InboxFailureFilter, planner
 from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
+from inbox.dead_letters import letters
 from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
 from inbox.dry_run import why_not as why_not_dry
 from inbox.editing import replace_message
@@ -157,6 +158,7 @@ class InboxMessageAdmin(MessageAdmin):
         changelist="outbox_outboxmessage_changelist", title=_("outbox messages"), permission="outbox.view_outboxmessage"
     )
     planner = planner
+    letters = letters
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
@@ -164,6 +166,7 @@ class InboxMessageAdmin(MessageAdmin):
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
         "dry_run": RUNNABLE,
+        "export": (State.DEAD,),
     }
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
@@ -172,7 +175,7 @@ class InboxMessageAdmin(MessageAdmin):
     search_help_text = _(
         "A message id, biz-id, topic or handler, exact; a trailing * matches every text with that prefix (slower)."
     )
-    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
+    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "export")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",

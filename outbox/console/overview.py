@@ -16,12 +16,15 @@ from django.contrib.admin import AdminSite
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import Promise
+from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.display import Tone, badge, identifier
+from outbox.console.alerts import alert_table
+from outbox.console.display import Tone, age, badge, headline, identifier
+from outbox.console.plurals import ngettext
 from outbox.database.counts import Count
 from outbox.database.minutes import MINUTE, OTHER, Minutes, Step
 from outbox.kernel.statistics import Counted, percentile
@@ -30,6 +33,7 @@ HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 _DAY_STEP = timedelta(minutes=10)
 _SHARES = (0.5, 0.95, 0.99)
 _MOST_FAILING = 5
+_MOST_ALERTS = 5
 _ONE_DIGIT = 10
 
 Text = str | SafeString | Promise
@@ -42,11 +46,13 @@ class Link:
     Attributes:
         page: the name of its URL, without the site's namespace.
         permission: what the user needs for it.
+        arguments: of its URL.
         query: its query string.
     """
 
     page: str
     permission: str
+    arguments: Sequence[Any] = ()
     query: Mapping[str, str] = field(default_factory=dict)
 
     def url(self, site: AdminSite, request: HttpRequest) -> str:
@@ -54,7 +60,7 @@ class Link:
         if not request.user.has_perm(self.permission):
             return ""
         try:
-            address = reverse(f"{site.name}:{self.page}")
+            address = reverse(f"{site.name}:{self.page}", args=self.arguments)
         except NoReverseMatch:
             return ""
         return f"{address}?{urlencode(self.query)}" if self.query else address
@@ -201,6 +207,7 @@ def _rounded(number: float) -> str:
 def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict[str, Any]:
     """The figures of a half for the template, with links that the user may follow."""
     reading, measured = half.read(alias), half.measured
+    alerts = _alerts(half.app, alias) if request.user.has_perm(f"{half.app}.view_alert") else _NO_ALERTS
     is_kept = measured.minutes.is_kept(alias)
     hour = measured.minutes.sum(alias, HOUR) if is_kept else None
     day = measured.minutes.counts(alias, DAY) if is_kept else None
@@ -212,9 +219,9 @@ def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict
         "app": half.app,
         "title": half.title,
         "is_kept": is_kept,
-        "attention": [(each.text, address(each.link)) for each in reading.attention],
+        "attention": [(each.text, address(each.link)) for each in (*alerts.attention, *reading.attention)],
         "states": [(each.badge, count_text(each.count), address(each.link)) for each in reading.states],
-        "facts": [(each.name, each.value, address(each.link)) for each in reading.facts],
+        "facts": [(each.name, each.value, address(each.link)) for each in (*reading.facts, *alerts.facts)],
         "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in measured.numbers],
         "latencies": [
             (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES])
@@ -230,6 +237,34 @@ def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict
             for each in measured.minutes.failing(alias, HOUR, measured.failures, _MOST_FAILING)
         ],
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Alerts:
+    attention: Sequence[Attention] = ()
+    facts: Sequence[Fact] = ()
+
+
+_NO_ALERTS = _Alerts()
+
+
+def _alerts(app: str, alias: str) -> _Alerts:
+    """The raised alerts of an app: the latest by name, and their number."""
+    raised, permission = alert_table(app).raised(alias), f"{app}.view_alert"
+    number = raised.count()
+    words = gettext("Alert {} was raised {}: {}")
+    attention = [
+        Attention(
+            text=format_html(words, identifier(str(alert)), age(alert.raised_at, alert.database_now), headline(alert.summary)),
+            link=Link(page=f"{app}_alert_change", permission=permission, arguments=[alert.pk]),
+        )
+        for alert in raised[:_MOST_ALERTS]
+    ]
+    listed = Link(page=f"{app}_alert_changelist", permission=permission)
+    if number > _MOST_ALERTS:
+        more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", number - _MOST_ALERTS)
+        attention.append(Attention(text=more, link=listed))
+    return _Alerts(attention=attention, facts=[Fact(name=_("Raised alerts"), value=f"{number:,}", link=listed)])
 
 
 def _number(counted: Counted | None, names: Sequence[str]) -> str:

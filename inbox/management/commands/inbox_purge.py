@@ -4,6 +4,7 @@ from django.core.management.base import CommandError
 
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
+from inbox.operations import operations
 from inbox.store import operating
 from outbox.console.purge_command import PurgeCommand
 
@@ -11,9 +12,10 @@ from outbox.console.purge_command import PurgeCommand
 class Command(PurgeCommand):
     help = (
         "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], the trail older than "
-        "INBOX['TRAIL_RETENTION'], and the audit log older than INBOX['AUDIT_RETENTION']. Open and dead messages stay."
+        "INBOX['TRAIL_RETENTION'], the audit log older than INBOX['AUDIT_RETENTION'], and bulk operations that ended before "
+        "INBOX['OPERATION_RETENTION']. Open and dead messages stay."
     )
-    app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
+    app, store, trail, operations, configured = "inbox", operating, TrailEntry, operations, staticmethod(inbox_options)
     older_than_help = "delete only messages older than this; not shorter than INBOX['RETENTION']"
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:

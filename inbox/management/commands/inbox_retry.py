@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from inbox.errors import TaskNotSent
-from inbox.handlers.registry import registry
+from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
 from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
@@ -17,7 +17,6 @@ from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.operations import BATCH
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
-from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Command(BaseCommand):
             "handler": options["handler"],
             "topic": options["topic"],
         }
-        if options["handler"] and not _is_known(options["handler"]):
+        if options["handler"] and not may_exist(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
             raise CommandError(f"No handler has the name {options['handler']!r}. Known handlers: {known}.")
         given = {field: value for field, value in wanted.items() if value}
@@ -127,11 +126,6 @@ def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], u
         # To explain later why an effect happened twice.
         logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subject.name)
     return int(done)
-
-
-def _is_known(handler: str) -> bool:
-    # Celery tasks are registered with Celery, and need not be in this process.
-    return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
 
 
 def _about(held_back: Collection[int]) -> str:
