@@ -7,12 +7,14 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from inbox.models import Alert as InboxAlert
 from inbox.models import MinuteStatistics as InboxStatistics
 from inbox.models import PausedHandler
 from outbox.database.counts import LIMIT
+from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
+from outbox.models import Alert, OutboxMessage, PausedTopic
 from outbox.models import MinuteStatistics as OutboxStatistics
-from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from tests.support import ROOT
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
@@ -83,6 +85,35 @@ def test_counts_of_each_state_link_to_the_list_of_that_state():
 
     assert f"{reverse('admin:outbox_outboxmessage_changelist')}?state=dead" in links(page)
     assert "2 messages are dead." in page.text
+
+
+def raised(number, model=Alert, **columns):
+    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime(-timedelta(minutes=number))}
+    given = {"condition": "lag", "object": f"topic-{number}", "summary": f"late by {number} min", "state": "raised"}
+    return model.objects.create(**{**given, **times, **columns})
+
+
+def test_raised_alerts_are_named_with_a_link_to_each_and_counted():
+    alerts = [raised(number) for number in range(1, 8)]
+    raised(9, state="cleared", cleared_at=DatabaseTime())
+    raised(8, InboxAlert, summary=NASTY)
+
+    page = the_page()
+
+    assert [f"topic-{number}" in page.text for number in range(1, 10)] == [True] * 5 + [False] * 2 + [True, False]
+    assert reverse("admin:outbox_alert_change", args=[alerts[0].pk]) in links(page)
+    assert "late by 1 min" in page.text
+    assert "2 more alerts are raised." in page.text
+    assert ["Raised alerts", "7"] in page.rows
+    assert reverse("admin:outbox_alert_changelist") in links(page)
+    assert not page.all("script", src=None)
+
+
+def test_alerts_are_not_shown_to_users_who_may_not_view_them():
+    raised(1)
+    page = Page(staff_client(VIEW).get(reverse(OUTBOX)))
+    assert "topic-1" not in page.text
+    assert "Raised alerts" not in page.text
 
 
 def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
