@@ -240,7 +240,7 @@ class MessageAdmin(ActingAdmin):
         if request.POST.get("select_across") == "1":
             subjects = [Subject(kind="messages", name=self.selection_text(request))]
         else:
-            subjects = [Subject(kind=str(self.noun), id=self.audited_id(row), name=self.subject(row)) for row in rows]
+            subjects = [Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row)) for row in rows]
         record(self.opts.app_label, queryset.db, actor_of(request), "export", subjects, {"messages": total})
         response = StreamingHttpResponse(self.letters.lines(rows), content_type="application/jsonl; charset=utf-8")
         response["Content-Disposition"] = f'attachment; filename="{self.opts.app_label}-dead-letters.jsonl"'

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 from django.contrib.admin import AdminSite
@@ -109,6 +110,7 @@ class Measured:
         lag: the name of the histogram whose 95th percentile is drawn, and the title of that chart.
         failures: the counts that are failures.
         failing: the heading of the subjects with the most failures, and the link of one of them.
+        topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
     """
 
     minutes: Minutes
@@ -119,6 +121,7 @@ class Measured:
     failures: Sequence[str]
     failing: Text
     link_of: Callable[[str], Link]
+    topic_of: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +299,43 @@ def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
             "series": [{"label": "p95", "values": [_percentile(each.counted, lag, 0.95) for each in steps]}],
         },
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of the messages of one topic, as it is shown; in the inbox by handler."""
+
+    topic: Text
+    label: Text
+    handler: Text
+    messages: str
+    p50: str
+    p95: str
+    p99: str
+
+
+def stages(of: Sequence[Half], alias: str) -> list[Stage]:
+    """The stages of the messages of each topic in the last hour: those of the outbox, then those of its handlers."""
+    found = []
+    for position, half in enumerate(of):
+        measured = half.measured
+        for subject, counted in measured.minutes.by_subject(alias, HOUR).items():
+            topic = subject if measured.topic_of is None else measured.topic_of(subject)
+            is_last = subject == OTHER or not topic
+            for name, label in measured.latencies.items():
+                if histogram := counted.times.get(name):
+                    p50, p95, p99 = (seconds_text(percentile(histogram, share)) for share in _SHARES)
+                    stage = Stage(
+                        topic=gettext("others") if subject == OTHER else identifier(topic) if topic else gettext("unknown"),
+                        label=label,
+                        handler="" if measured.topic_of is None or subject == OTHER else identifier(subject),
+                        messages=f"{sum(histogram.values()):,}",
+                        p50=p50,
+                        p95=p95,
+                        p99=p99,
+                    )
+                    found.append(((is_last, topic, position, subject), stage))
+    return [stage for _place, stage in sorted(found, key=itemgetter(0))]
 
 
 def _times(steps: Sequence[Step]) -> list[int]:

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 from django.apps import apps
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model, QuerySet
 from django.utils.translation import gettext as _
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, days
 from outbox.database.operations import OperationTable
@@ -22,7 +23,7 @@ from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.database.schema import require_schema
 
 
-class PurgeCommand(BaseCommand):
+class PurgeCommand(TranslatedCommand):
     """Deletes settled messages first, then the trail, the audit log and bulk operations that have ended.
 
     Attributes:
@@ -46,8 +47,8 @@ class PurgeCommand(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--older-than-days", type=float, help=self.older_than_help)
-        parser.add_argument("--dry-run", action="store_true", help="only count")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("--dry-run", action="store_true", help=_("only count"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, given = options["database"], options["older_than_days"]

@@ -41,6 +41,7 @@ _AFTER_FAILURE_SECONDS = 30.0
 _EMPTY_SECONDS = 1800.0
 _PURGE_SECONDS = 3600.0
 _MOST_CHUNKS = 20
+_READ_AT_ONCE = 2_000
 
 
 class MinuteRow(models.Model):
@@ -216,6 +217,15 @@ class Minutes:
         failed = sum((F(name) for name in names[1:]), start=F(names[0]))
         summed = rows.values_list("subject").annotate(failed=Sum(failed)).filter(failed__gt=0)
         return [Failing(subject, count) for subject, count in summed.order_by("-failed", "subject")[:most]]
+
+    def by_subject(self, alias: str, duration: timedelta) -> dict[str, Counted]:
+        """The durations that were counted of each subject in this time until now."""
+        rows = _rows(self._model, alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
+        found: defaultdict[str, Counted] = defaultdict(Counted)
+        no_counts = [0] * len(self._model.counted)
+        for subject, *histograms in rows.values_list("subject", *self._model.timed).iterator(chunk_size=_READ_AT_ONCE):
+            self._add(found[subject], [*no_counts, *histograms])
+        return found
 
     def _of_all(self, alias: str, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
         rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)

@@ -1,3 +1,5 @@
+from django.utils.translation import gettext_lazy
+
 from outbox.conf import outbox_options
 from outbox.console.purge_command import PurgeCommand
 from outbox.models import TrailEntry
@@ -6,7 +8,7 @@ from outbox.store import history
 
 
 class Command(PurgeCommand):
-    help = (
+    help = gettext_lazy(
         "Delete published, cancelled, expired and rolled back messages that are older than OUTBOX['KEEP_HISTORY'], then trail "
         "entries older than OUTBOX['TRAIL_RETENTION'], audit log entries older than OUTBOX['AUDIT_RETENTION'], and bulk "
         "operations that ended before OUTBOX['OPERATION_RETENTION']. Dead messages are not deleted. A relay does the same by "
@@ -14,4 +16,4 @@ class Command(PurgeCommand):
     )
     app, store, trail, operations, configured = "outbox", history, TrailEntry, operations, staticmethod(outbox_options)
     retention = "keeps"
-    older_than_help = "instead of OUTBOX['KEEP_HISTORY']"
+    older_than_help = gettext_lazy("instead of OUTBOX['KEEP_HISTORY']")

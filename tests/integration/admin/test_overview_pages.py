@@ -182,6 +182,41 @@ def test_counts_and_latencies_are_those_of_the_last_hour_and_day():
     assert ["Due → confirmed by the broker", "27 ms", "27 ms", "27 ms"] in rows
 
 
+def test_stages_of_each_topic_are_shown_with_their_percentiles(handles):
+    handles(the_effect, name="shop.reserve", topic="shop.placed")
+    for ago in (timedelta(), timedelta(minutes=30)):
+        statistics(OutboxStatistics, "shop.placed", ago=ago, to_broker={"10": 9})
+    statistics(OutboxStatistics, "shop.placed", ago=timedelta(hours=2), to_broker={"30": 1000})
+    statistics(OutboxStatistics, "", to_broker={"30": 1000})
+    statistics(OutboxStatistics, "shop.cancelled", to_broker={"0": 1})
+    statistics(OutboxStatistics, "*", to_broker={"0": 3})
+    statistics(InboxStatistics, "shop.reserve", to_inbox={"12": 5}, to_effect={"10": 4, "14": 1})
+    statistics(InboxStatistics, "removed.handler", to_effect={"0": 2})
+    statistics(InboxStatistics, "celery.shop.charge", to_effect={"0": 1})
+
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    page = OverviewPage(client.get(reverse("admin:outbox_overview_latency")))
+
+    received, committed = "Due → received", "Received → effect committed"
+    assert [row for row in page.rows if row][1:] == [
+        ["celery.shop.charge", committed, "celery.shop.charge", "1", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["shop.cancelled", "Due → confirmed by the broker", "", "1", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["shop.placed", "Due → confirmed by the broker", "", "18", "27 ms", "27 ms", "27 ms"],
+        ["shop.placed", received, "shop.reserve", "5", "54 ms", "54 ms", "54 ms"],
+        ["shop.placed", committed, "shop.reserve", "5", "27 ms", "108 ms", "108 ms"],
+        ["unknown", committed, "removed.handler", "2", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["others", "Due → confirmed by the broker", "", "3", "0.5 ms", "0.5 ms", "0.5 ms"],
+    ]
+    assert reverse("admin:outbox_overview_latency") in links(the_page())
+
+
+def test_latency_by_topic_needs_the_permission_of_the_overview():
+    assert staff_client("view_outboxmessage").get(reverse("admin:outbox_overview_latency")).status_code == 403
+    page = Page(staff_client(VIEW).get(reverse("admin:inbox_overview_latency")))
+    assert "No process has written statistics of a topic in the last hour." in page.text
+
+
 def test_failing_topics_and_handlers_are_listed_with_the_worst_first():
     statistics(OutboxStatistics, "shop.a", retried=1)
     statistics(OutboxStatistics, "shop.b", retried=2, dead=1)
