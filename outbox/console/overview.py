@@ -282,8 +282,8 @@ def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
     """The charts of a half for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
     measured = half.measured
     step = MINUTE if duration <= HOUR else _DAY_STEP
-    steps = measured.minutes.steps(alias, duration, step) if measured.minutes.is_kept(alias) else []
     lag, lag_title = measured.lag
+    steps = measured.minutes.steps(alias, duration, step, timed=[lag]) if measured.minutes.is_kept(alias) else []
     return [
         {
             "title": str(_("Messages per minute")),
