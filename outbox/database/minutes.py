@@ -177,7 +177,7 @@ class Minutes:
     def __init__(self, model: type[MinuteRow]) -> None:
         self._model = model
 
-    def steps(self, alias: str, duration: timedelta, step: timedelta = MINUTE, *, timed: Sequence[str]) -> list[Step]:
+    def steps(self, alias: str, duration: timedelta, step: timedelta = MINUTE, *, timed: Sequence[str] = ()) -> list[Step]:
         """What was counted in each step of the time until now, the oldest first, with the durations of the names in `timed`.
 
         The present step, which is not over, is left out. A step in which nothing was counted has no counts.
