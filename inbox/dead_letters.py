@@ -32,15 +32,14 @@ class InboxLetters(Letters):
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
         steps = given.pop(_STEPS, [])
-        if not isinstance(steps, list) or not all(
-            isinstance(step, dict) and step.keys() == _STEP_FIELDS.keys() for step in steps
-        ):
+        if not (isinstance(steps, list) and all(map(_is_step, steps))):
             raise Refused(_("its steps are not a list of objects with %(names)s") % {"names": ", ".join(_STEP_FIELDS)})
-        values = super().taken(given)
-        return {
-            **values,
-            _STEPS: [{name: value_of(field, step[name]) for name, field in _STEP_FIELDS.items()} for step in steps],
-        }
+        taken = [{name: value_of(field, step[name]) for name, field in _STEP_FIELDS.items()} for step in steps]
+        return {**super().taken(given), _STEPS: taken}
+
+
+def _is_step(given: Any) -> bool:
+    return isinstance(given, dict) and given.keys() == _STEP_FIELDS.keys()
 
 
 letters = InboxLetters("inbox", InboxMessage, dead_letters.COLUMNS)

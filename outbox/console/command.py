@@ -10,6 +10,8 @@ from django.core.management.base import BaseCommand, CommandParser
 class TranslatedCommand(BaseCommand):
     """`help` may be a lazy translation."""
 
+    help: Any = ""
+
     def create_parser(self, *args: Any, **options: Any) -> CommandParser:
         self.help = str(self.help)
         return super().create_parser(*args, **options)

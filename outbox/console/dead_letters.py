@@ -58,9 +58,8 @@ class Letters:
 
     def values(self, row: Any) -> dict[str, Any]:
         """The content of the line of a row."""
-        body = (
-            row.body.encode() if isinstance(row.body, str) else bytes(row.body)
-        )  # SQLite stores text that was written by hand
+        # SQLite stores a body that was written by hand as text.
+        body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
         given = {name: plain(getattr(row, name)) for name in self._fields}
         try:
             return {_KIND: self.app, **given, _BODY: body.decode()}
@@ -112,6 +111,7 @@ def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
 
 
 def plain(value: Any) -> Any:
+    """The value of a column as JSON can hold it."""
     if isinstance(value, datetime):
         return value.isoformat()
     return str(value) if isinstance(value, uuid.UUID) else value

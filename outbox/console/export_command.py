@@ -30,9 +30,7 @@ class ExportCommand(TranslatedCommand):
         filters: options that select some messages, each named as its column, with their help texts.
     """
 
-    help = gettext_lazy(  # type: ignore[assignment]
-        "Write dead letters as JSON lines, with their content as it is. The audit log records the export."
-    )
+    help = gettext_lazy("Write dead letters as JSON lines, with their content as it is. The audit log records the export.")
     letters: Letters
     filters: ClassVar[Mapping[str, Any]]
 

@@ -33,7 +33,7 @@ _IMPORTED, _KNOWN, _REFUSED = "imported", "known", "refused"
 class ImportCommand(TranslatedCommand):
     """See the module's docstring."""
 
-    help = gettext_lazy(  # type: ignore[assignment]
+    help = gettext_lazy(
         "Store dead letters from JSON lines, as dead letters: nothing is sent or run before an operator decides. A message "
         "that is here already is not changed. The exit status is 1 if a line was refused."
     )
