@@ -40,7 +40,7 @@ class PurgeCommand(TranslatedCommand):
     operations: OperationTable
     configured: Callable[[], Any]
     retention: str = "RETENTION"
-    older_than_help: str
+    older_than_help: Any
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:
         """Raise a CommandError if deleting rows of this age would break a guarantee."""

@@ -143,7 +143,8 @@ def _moments(life: Life, width: int) -> Iterator[str]:
     indent = widths[0] + len(_GAP)
     in_a_row = sum(widths) + 3 * len(_GAP) <= width
     time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
-    yield f"{time:{widths[0]}}{_GAP}{_('Transition'):{widths[1]}}{_GAP}{_('Where')}"
+    transition, where = _("Transition"), _("Where")
+    yield f"{time:{widths[0]}}{_GAP}{transition:{widths[1]}}{_GAP}{where}"
     for moment, (at, transition, where, process) in zip(life.moments, rows, strict=True):
         begun = f"{at}{_GAP}{transition:{widths[1]}}{_GAP}"
         if in_a_row:

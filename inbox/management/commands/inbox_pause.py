@@ -32,5 +32,7 @@ class Command(TranslatedCommand):
                 record("inbox", alias, actor, "pause", [Subject(kind="handler", id=name, name=name)], {"reason": reason})
         except UnknownHandler as error:
             raise CommandError(str(error)) from error
-        words = _("Handler %(handler)s is paused.") % {"handler": name}
-        self.stdout.write(words if was_running else f"{words} {_('It was paused already; the reason is the new one.')}")
+        words = _("Handler %(handler)s is paused.")
+        if not was_running:
+            words = _("Handler %(handler)s is paused. It was paused already; the reason is the new one.")
+        self.stdout.write(words % {"handler": name})

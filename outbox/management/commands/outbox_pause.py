@@ -40,4 +40,5 @@ class Command(TranslatedCommand):
                 record("outbox", alias, actor_of_command(__name__), "pause", [subject], {"reason": reason})
         except InvalidMessage as error:
             raise CommandError(str(error)) from error
-        self.stdout.write(f"{_('Topic %(topic)s is paused.') % {'topic': repr(topic)}} {_FOUND.get(found, '')}".rstrip())
+        words = _("Topic %(topic)s is paused.") % {"topic": repr(topic)}
+        self.stdout.write(f"{words} {_FOUND.get(found, '')}".rstrip())

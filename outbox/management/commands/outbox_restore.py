@@ -114,7 +114,8 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _about(left: Counter[str]) -> str:
-    return f" {_('%(count)s left') % {'count': f'{left.total():,}'}}{_counts(left)}." if left else ""
+    words = _("%(count)s left") % {"count": f"{left.total():,}"}
+    return f" {words}{_counts(left)}." if left else ""
 
 
 def _instant(option: str, given: str | None) -> datetime | None:

@@ -157,7 +157,7 @@ def test_command_in_german_has_no_english_text(command, handles, german, leftove
     call_command(*command, stdout=out)
 
     assert leftovers(out.getvalue()) == []
-    assert re.search("wartend|Nachricht|Alarm|Prozess|Heartbeat|angehalten", out.getvalue())
+    assert re.search("wartend|Nachricht|Alarm|Prozess|Lebenszeichen|angehalten", out.getvalue())
 
 
 @pytest.mark.parametrize("command", sorted(name for name, app in get_commands().items() if app in SOURCES))

@@ -118,7 +118,7 @@ def test_inbox_retry_sends_the_task_again(dead_letter, sent, capsys):
 
     call_command("inbox_retry", "--handler", HANDLER, verbosity=0)
 
-    assert "1 messages are due now." in capsys.readouterr().out
+    assert "1 message is due now." in capsys.readouterr().out
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
 
 
