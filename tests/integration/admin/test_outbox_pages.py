@@ -72,8 +72,8 @@ class TestMessageList:
         client = staff_client(VIEW, RESTORE, CANCEL)
         client.get(reverse(LIST))
 
-        # Session, user, permissions (2), what is stuck, count, rows; and the counts by state, on PostgreSQL under settings of their
-        # own in a savepoint.
+        # Session, user, permissions (2), what is stuck, count, rows; and the counts by state, on PostgreSQL in a savepoint with
+        # settings of its own.
         looks = 6 if connection.vendor == "postgresql" else 1
         with django_assert_num_queries(7 + looks) as queries:
             client.get(reverse(LIST))
