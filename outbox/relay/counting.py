@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 
 from outbox import metrics
 from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import Envelope
 from outbox.kernel.statistics import Tally
 from outbox.kernel.transport import OutgoingMessage
 from outbox.store.claiming import DamagedRow, RelayedMessage
@@ -49,8 +47,9 @@ def _by_topic(rows: Sequence[RelayedMessage], settlement: Settlement) -> _Outcom
     topics = {row.position: row.topic for row in rows}
     found: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for outcome, positions in _outcomes(settlement):
+        by_topic = found[outcome]
         for position in positions:
-            found[outcome][topics[position]].append(position)
+            by_topic[topics[position]].append(position)
     return found
 
 
@@ -67,12 +66,9 @@ def _count_for_statistics(tally: Tally, outcomes: _Outcomes, sent: Mapping[int, 
         for topic, positions in by_topic.items():
             tally.count(topic, outcome, len(positions))
             if outcome == "published" and now:
-                tally.time(topic, "to_broker", [_seconds_late(sent[position].envelope, now) for position in positions])
-
-
-def _seconds_late(envelope: Envelope, now: datetime) -> float:
-    due = envelope.deliver_at or envelope.created_at
-    return (now - due).total_seconds() if due else 0.0
+                envelopes = [sent[position].envelope for position in positions]
+                due = [envelope.deliver_at or envelope.created_at or now for envelope in envelopes]
+                tally.time(topic, "to_broker", [(now - at).total_seconds() for at in due])
 
 
 def _count_for_metrics(outcomes: _Outcomes, rows: Sequence[RelayedMessage], seconds: float) -> None:
