@@ -11,7 +11,7 @@ from outbox.console.purge_command import PurgeCommand
 
 
 class Command(PurgeCommand):
-    help = gettext_lazy(
+    help = gettext_lazy(  # type: ignore[assignment] # see TranslatedCommand
         "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], the trail older than "
         "INBOX['TRAIL_RETENTION'], the audit log older than INBOX['AUDIT_RETENTION'], and bulk operations that ended before "
         "INBOX['OPERATION_RETENTION']. Open and dead messages stay."

@@ -23,7 +23,7 @@ _COLUMNS = (
 
 
 class Command(StatusCommand):
-    help = _(
+    help = _(  # type: ignore[assignment] # see TranslatedCommand
         "Show the number of deliveries by state and by cause, the age of the oldest waiting message, and the running consumers."
     )
     app = "inbox"

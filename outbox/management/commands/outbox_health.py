@@ -5,7 +5,7 @@ from outbox.health.checks import KIND, process_checks
 
 
 class Command(HealthCommand):
-    help = gettext_lazy(
+    help = gettext_lazy(  # type: ignore[assignment] # see TranslatedCommand
         "For probes: exit with 0 if the relays of this host are alive and can do their work, and with 1 if not."
     )
     kind = KIND

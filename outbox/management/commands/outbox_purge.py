@@ -8,7 +8,7 @@ from outbox.store import history
 
 
 class Command(PurgeCommand):
-    help = gettext_lazy(
+    help = gettext_lazy(  # type: ignore[assignment] # see TranslatedCommand
         "Delete published, cancelled, expired and rolled back messages that are older than OUTBOX['KEEP_HISTORY'], then trail "
         "entries older than OUTBOX['TRAIL_RETENTION'], audit log entries older than OUTBOX['AUDIT_RETENTION'], and bulk "
         "operations that ended before OUTBOX['OPERATION_RETENTION']. Dead messages are not deleted. A relay does the same by "
