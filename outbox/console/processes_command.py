@@ -92,7 +92,9 @@ def _named(name: str, processes: Sequence[Any]) -> Any:
         if name == str(process) or (len(name) >= _LEAST_OF_AN_ID and str(process.pk).startswith(name.lower()))
     ]
     if len(found) != 1:
-        words = _("Running processes that are called %(name)s: %(count)s. Use the id that the list shows.")
+        words = _("No running processes are called %(name)s. Use the id that the list shows.")
+        if found:
+            words = _("%(count)s running processes are called %(name)s. Use the id that the list shows.")
         raise CommandError(words % {"count": len(found), "name": repr(name)})
     return found[0]
 
