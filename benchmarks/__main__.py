@@ -33,7 +33,8 @@ FULL_RUNS, QUICK_RUNS = 5, 2
 
 def main() -> int:
     options = _options()
-    plan = Plan(runs=options.runs or (QUICK_RUNS if options.quick else FULL_RUNS), quick=options.quick, minutes=options.minutes)
+    runs = options.runs or (QUICK_RUNS if options.quick else FULL_RUNS)
+    plan = Plan(runs=runs, quick=options.quick, minutes=options.minutes, history=options.history, live=options.live)
     results: dict[str, Any] = {"quick": plan.quick, "runs": plan.runs, "benchmarks": []}
     failed = []
     with Lab() as lab:
@@ -92,6 +93,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small counts and two runs: does everything work?")
     parser.add_argument("--runs", type=int, help=f"interleaved runs (default: {FULL_RUNS}, with --quick {QUICK_RUNS})")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long `horizon` goes on (default: %(default)s)")
+    parser.add_argument("--history", type=int, metavar="ROWS", help="published messages for `pages` (default: 10,000,000)")
+    parser.add_argument("--live", type=int, metavar="ROWS", help="live messages for `pages` (default: 1,000,000)")
     parser.add_argument("--json", type=Path, default=RESULTS / f"{stamp}.json", metavar="FILE", help="default: %(default)s")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in NAMES]:

@@ -62,6 +62,7 @@ class InboxOptions:
         TRAIL: which transitions are recorded in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long the trail is stored.
         AUDIT_RETENTION: how long entries of the audit log are kept.
+        OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "" takes
             `OUTBOX["REDACT"]`.
@@ -94,6 +95,7 @@ class InboxOptions:
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
+    OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     REDACT: str = ""
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)

@@ -109,6 +109,7 @@ class InboxMessage(models.Model):
             ("unredacted_inboxmessage", "Can see a payload unredacted to correct it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
             ("dry_run_inboxmessage", "Can run a handler without its effect, in the web process"),
+            ("export_inboxmessage", "Can export dead letters with their content"),
         )
         constraints = (
             models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),

@@ -55,6 +55,7 @@ class OutboxOptions:
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept.
         AUDIT_RETENTION: how long entries of the audit log are kept.
+        OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "": none.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
@@ -90,6 +91,7 @@ class OutboxOptions:
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
+    OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     REDACT: str = ""
     STUCK_AFTER: timedelta = timedelta(minutes=5)

@@ -66,6 +66,7 @@ class OutboxMessage(models.Model):
             ("reschedule_outboxmessage", "Can reschedule a message that is not published, or publish it now"),
             ("restore_outboxmessage", "Can restore a cancelled, expired, dead or retrying message"),
             ("decide_outboxmessage", "Can decide about a prepared message"),
+            ("export_outboxmessage", "Can export dead letters with their content"),
         )
         constraints = (
             # A state that is changed by hand must match the day, which determines the partition of the row.

@@ -1,12 +1,11 @@
-"""How long a page of the admin takes, in milliseconds, when the process is warm; without a page, the plans of the overview.
+"""How long the pages of the admin take, in milliseconds, when the process is warm: one line of JSON for each page.
 
-A process measures one page: the lab ends one that seems to do nothing for half a minute.
+A line also has the plan of each query of the page, with the rows and buffers that it really read.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from statistics import median
 from typing import Any
@@ -30,27 +29,41 @@ TEMPLATES = [
     }
 ]
 OVERVIEW = "/admin/outbox/overview/"
+OUTBOX, INBOX = "/admin/outbox/outboxmessage/", "/admin/inbox/inboxmessage/"
 PAGES = {
     "overview": OVERVIEW,
     "overview: refresh": f"{OVERVIEW}figures/",
     "overview: charts of the hour": f"{OVERVIEW}figures/?charts=hour",
     "overview: charts of the day": f"{OVERVIEW}figures/?charts=day",
-    "outbox: list": "/admin/outbox/outboxmessage/",
-    "outbox: list of published": "/admin/outbox/outboxmessage/?state=published",
-    "outbox: list of dead": "/admin/outbox/outboxmessage/?state=dead",
+    "outbox: list": OUTBOX,
+    "outbox: list of published": f"{OUTBOX}?state=published",
+    "outbox: list of cancelled": f"{OUTBOX}?state=cancelled",
+    "outbox: list of dead": f"{OUTBOX}?state=dead",
+    "outbox: list of ready": f"{OUTBOX}?state=ready",
+    "outbox: list of stuck": f"{OUTBOX}?stuck=any",
+    "outbox: list of overdue": f"{OUTBOX}?stuck=overdue",
+    "outbox: search for a topic": f"{OUTBOX}?q=bench.topic",
+    "outbox: search for a biz-id": f"{OUTBOX}?q=old-1000",
     "outbox: list of scheduled": "/admin/outbox/scheduledmessage/",
-    "inbox: list": "/admin/inbox/inboxmessage/",
-    "inbox: list of done": "/admin/inbox/inboxmessage/?state=done",
-    "inbox: list of dead": "/admin/inbox/inboxmessage/?state=dead",
-    "outbox: list of a topic": "/admin/outbox/outboxmessage/?topic=bench.topic",
-    "outbox: list of the last hour": "/admin/outbox/outboxmessage/?age=hour",
-    "outbox: list of what is not settled for a day": "/admin/outbox/outboxmessage/?age=open-day",
-    "outbox: list of failed attempts": "/admin/outbox/outboxmessage/?attempts=5",
-    "outbox: list of a host": "/admin/outbox/outboxmessage/?host=worker-1",
-    "outbox: search in headers": "/admin/outbox/outboxmessage/?q=headers.tenant:acme",
-    "outbox: search for a key": "/admin/outbox/outboxmessage/?q=key:customer-4",
-    "inbox: list of failed attempts": "/admin/inbox/inboxmessage/?attempts=5",
-    "inbox: search in headers": "/admin/inbox/inboxmessage/?q=headers.tenant:acme",
+    "outbox: list of a topic": f"{OUTBOX}?topic=bench.topic",
+    "outbox: list of the last hour": f"{OUTBOX}?age=hour",
+    "outbox: list of what is not settled for a day": f"{OUTBOX}?age=open-day",
+    "outbox: list of failed attempts": f"{OUTBOX}?attempts=5",
+    "outbox: list of a host": f"{OUTBOX}?host=worker-1",
+    "outbox: search in headers": f"{OUTBOX}?q=headers.tenant:acme",
+    "outbox: search for a key": f"{OUTBOX}?q=key:customer-4",
+    "inbox: list of failed attempts": f"{INBOX}?attempts=5",
+    "inbox: search in headers": f"{INBOX}?q=headers.tenant:acme",
+    "outbox: failure groups": "/admin/outbox/failurenote/",
+    "inbox: list": INBOX,
+    "inbox: list of done": f"{INBOX}?state=done",
+    "inbox: list of skipped": f"{INBOX}?state=skipped",
+    "inbox: list of dead": f"{INBOX}?state=dead",
+    "inbox: list of stuck": f"{INBOX}?stuck=any",
+    "inbox: list of overdue": f"{INBOX}?stuck=overdue",
+    "inbox: list of duplicates": f"{INBOX}?duplicates=any",
+    "inbox: search for a biz-id": f"{INBOX}?q=old-1000",
+    "inbox: failure groups": "/admin/inbox/failurenote/",
     "outbox: database health": "/admin/outbox/databasehealth/",
     "inbox: database health": "/admin/inbox/databasehealth/",
 }
@@ -71,12 +84,11 @@ class _Operator(_Anybody):
 
 
 def main() -> None:
-    if len(sys.argv) == 1:
-        print(json.dumps(_plans(OVERVIEW)))
-        return
-    address = PAGES[sys.argv[1]]
-    _seconds(address)
-    print(json.dumps(1000 * median(_seconds(address) for _ in range(TIMES))))
+    for name, address in PAGES.items():
+        plans = _plans(address)
+        print(
+            json.dumps({"page": name, "milliseconds": 1000 * median(_seconds(address) for _ in range(TIMES)), "plans": plans})
+        )
 
 
 def _seconds(address: str) -> float:
@@ -100,24 +112,20 @@ def _visit(address: str) -> None:
 
 
 def _plans(address: str) -> list[dict[str, Any]]:
-    """Each query of the page, with its plan and the rows and buffers that it really read."""
+    """Visit the page; each of its queries with its plan, explained where it is run, under the settings of its transaction."""
     from django.db import connection  # noqa: PLC0415 - settings first
 
-    asked: list[tuple[str, Any]] = []
+    found: list[dict[str, Any]] = []
 
-    def keep(execute: Any, sql: str, parameters: Any, many: bool, context: Any) -> Any:
-        asked.append((sql, parameters))
+    def explain(execute: Any, sql: str, parameters: Any, many: bool, context: Any) -> Any:
+        if sql.lstrip().startswith(("SELECT", "WITH")) and "set_config" not in sql:
+            with connection.connection.cursor() as cursor:
+                cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS) {sql}", parameters)
+                found.append({"query": sql, "plan": [line for (line,) in cursor.fetchall()]})
         return execute(sql, parameters, many, context)
 
-    with connection.execute_wrapper(keep):
+    with connection.execute_wrapper(explain):
         _visit(address)
-    found = []
-    for sql, parameters in asked:
-        if not sql.lstrip().startswith(("SELECT", "WITH")) or "set_config" in sql:
-            continue
-        with connection.cursor() as cursor:
-            cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS) {sql}", parameters)
-            found.append({"query": sql, "plan": [line for (line,) in cursor.fetchall()]})
     return found
 
 

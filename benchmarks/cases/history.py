@@ -43,7 +43,7 @@ SECONDS_OF_A_DAY = 86_400
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     rows, count, live = plan.choose(full=(10 * MILLION, 40_000, 100_000), quick=(100_000, 3_000, 5_000))
     plain, long = lab.new_project(), lab.new_project()
-    day = _fill(long.database, rows, record)
+    day = fill(long.database, rows, record)
     for run in plan.each_run(record.name):
         for project in (plain, long) if run % 2 else (long, plain):
             record.add(NONE if project is plain else LONG, _drained(project, count), "msg/s")
@@ -59,7 +59,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     record.note("To reach: below 100 ms for status and list, below 1,000 ms for dropping the day, no dead row.")
 
 
-def _fill(database: Database, rows: int, record: Record) -> int:
+def fill(database: Database, rows: int, record: Record) -> int:
     """A day of history, so many days ago that no relay has made it, and not so many that one drops it."""
     day = int(database.now()) // SECONDS_OF_A_DAY - 3
     name = f"outbox_outboxmessage_{time.strftime('%Y_%m_%d', time.gmtime(day * SECONDS_OF_A_DAY))}"

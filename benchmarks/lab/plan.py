@@ -11,11 +11,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """How many interleaved runs, whether they are small ones, and for how many minutes an endurance run goes on."""
+    """How many interleaved runs, whether they are small ones, and for how many minutes an endurance run goes on.
+
+    Attributes:
+        history, live: rows for `pages`, instead of its own choice.
+    """
 
     runs: int
     quick: bool
     minutes: float
+    history: int | None = None
+    live: int | None = None
 
     def choose(self, full: T, quick: T) -> T:
         return quick if self.quick else full

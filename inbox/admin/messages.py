@@ -23,6 +23,7 @@ from inbox.admin.dry_run import DRY_RUN, shown_dry_run
 from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
 from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
+from inbox.dead_letters import letters
 from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
 from inbox.dry_run import why_not as why_not_dry
 from inbox.editing import replace_message
@@ -166,6 +167,7 @@ class InboxMessageAdmin(MessageAdmin):
         changelist="outbox_outboxmessage_changelist", title=_("outbox messages"), permission="outbox.view_outboxmessage"
     )
     planner = planner
+    letters = letters
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
@@ -173,6 +175,7 @@ class InboxMessageAdmin(MessageAdmin):
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
         "dry_run": RUNNABLE,
+        "export": (State.DEAD,),
     }
 
     list_display = ("state_badges", "summary", "age", "error_headline")
@@ -195,7 +198,7 @@ class InboxMessageAdmin(MessageAdmin):
         "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
         "headers.tenant:acme."
     )
-    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
+    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "export")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",

@@ -13,6 +13,7 @@ from inbox.admin.health import health_link, health_warnings, size_of_tables
 from inbox.admin.messages import InboxMessageAdmin
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.handlers.registry import registry
 from inbox.models import Overview, PausedHandler, State
 from inbox.store import figures
 from inbox.store.heartbeats import consumers
@@ -32,6 +33,7 @@ from outbox.console.overview import (
 )
 from outbox.console.overview_admin import OverviewAdmin
 from outbox.database.minutes import database_time
+from outbox.kernel.wire import CELERY_TOPICS
 
 _VIEW = "inbox.view_inboxmessage"
 _MESSAGES = "inbox_inboxmessage_changelist"
@@ -52,6 +54,12 @@ def _of_state(state: State) -> Link:
 
 def _of_handler(handler: str) -> Link:
     return Link(page=_MESSAGES, permission=_VIEW, query={"q": handler, "stuck": "any"})
+
+
+def _topic_of(handler: str) -> str:
+    """The topic of a handler of this process, or of a Celery task; "" if it is neither."""
+    registered = registry.get(handler)
+    return registered.topic if registered else handler if handler.startswith(CELERY_TOPICS) else ""
 
 
 def _read(alias: str) -> Reading:
@@ -121,6 +129,7 @@ register(
             failures=["failed"],
             failing=_("Failing handlers, last hour"),
             link_of=_of_handler,
+            topic_of=_topic_of,
         ),
         read=_read,
     )

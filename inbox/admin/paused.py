@@ -50,7 +50,9 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
 class PausedHandlerAdmin(PausedAdmin):
     """By handler. To add one is to pause it."""
 
-    noun = "handler"
+    kind = "handler"
+    noun = _("handler")
+    nouns = _("handlers")
     nothing = _("No handler is paused.")
     hint = _(
         "No process runs messages of these handlers. New messages stay in the broker's queue; stored ones stay due. Nothing is "
@@ -90,7 +92,7 @@ class PausedHandlerAdmin(PausedAdmin):
     def resume(self, request: HttpRequest, queryset: QuerySet[PausedHandler]) -> HttpResponse | None:
         if self.is_confirmed(request):
             resume = partial(_resume, by=by(request).removeprefix("by "))
-            return self.carry_out(request, queryset, done="resumed", transition=resume)
+            return self.carry_out(request, queryset, done=gettext("resumed"), transition=resume)
         question = gettext("Resume these handlers? Their messages are run, the oldest first.")
         return self.ask(request, queryset, action="resume", question=question, button=gettext("Resume the handlers"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inbox.handlers.handler import Handler
+from outbox.kernel.wire import CELERY_TOPICS
 
 
 class Registry:
@@ -35,3 +36,8 @@ class Registry:
 
 
 registry = Registry()
+
+
+def may_exist(handler: str) -> bool:
+    """Is it a handler of this process, or a Celery task? Those are registered with Celery, and need not be in this process."""
+    return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)

@@ -50,6 +50,7 @@ class TroubleFilter(admin.SimpleListFilter):
 class PendingCallbackAdmin(ActingAdmin):
     """Pending callbacks in the order of their next call."""
 
+    kind = "callback"
     noun = _("callback")
     nouns = _("callbacks")
     nothing = _("No pending callbacks: every callback has returned.")

@@ -20,6 +20,7 @@ from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.console.acting_admin import Transition, by
 from outbox.console.display import Tone, age, exact
 from outbox.console.message_admin import Counterpart, MessageAdmin
+from outbox.dead_letters import letters
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 from outbox.store import operating, preparing, restoring, unique
@@ -45,6 +46,7 @@ class DecidingAdmin(MessageAdmin):
         State.ROLLED_BACK: Tone.OVER,
     }
     planner = planner
+    letters = letters
     counterpart = Counterpart(
         changelist="inbox_inboxmessage_changelist", title=_("inbox messages"), permission="inbox.view_inboxmessage"
     )
@@ -56,6 +58,7 @@ class DecidingAdmin(MessageAdmin):
         "commit": COMMIT.sources,
         "roll_back": ROLL_BACK.sources,
         "ask_again": UNDECIDED,
+        "export": (State.DEAD,),
     }
     actions: Any = tuple(allowed_in)
 

@@ -44,6 +44,7 @@ from outbox.console.message_filters import (
     StuckFilter,
     TopicFilter,
 )
+from outbox.console.overview import count_text
 from outbox.console.plurals import ngettext
 from outbox.console.redaction import Redaction
 from outbox.database.now import DatabaseTime
@@ -51,7 +52,7 @@ from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import heartbeats, history, operating
+from outbox.store import figures, heartbeats, operating
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -70,12 +71,11 @@ class OutboxStuckFilter(StuckFilter):
 
 
 class OutboxStateFilter(StateFilter):
-    """With what `outbox_status` tells: the counts of history are estimates when it is long."""
+    """With the counts of the overview, which have a limit."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        counts = history.count_states(model_admin.using)
-        about = {state: gettext("about ") if state in counts.estimated else "" for state in counts.states}
-        return [(state, f"{label} ({about[state]}{counts.states[state]:,})") for state, label in self.states(model_admin)]
+        counts = figures.counts(model_admin.using)
+        return [(state, f"{label} ({count_text(counts[State(state)])})") for state, label in self.states(model_admin)]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         chosen = super().queryset(request, queryset)

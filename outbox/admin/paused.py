@@ -48,6 +48,7 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
 class PausedTopicAdmin(PausedAdmin):
     """By topic. To add one is to pause it."""
 
+    kind = "topic"
     noun = _("topic")
     nouns = _("topics")
     nothing = _("No topic is paused.")

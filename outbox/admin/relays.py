@@ -20,6 +20,7 @@ from outbox.states import State
 @admin.register(RelayHeartbeat)
 class RelayAdmin(ProcessAdmin):
     title = _("Relays")
+    kind = "relay"
     noun = _("relay")
     list_display = ("process", "state", "times", "messages", "resources")
     fields: ClassVar[Any] = (

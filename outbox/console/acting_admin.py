@@ -139,6 +139,8 @@ class ReadOnlyAdmin(_ModelAdmin):
 class ActingAdmin(ReadOnlyAdmin):
     """Read-only rows with actions."""
 
+    kind: ClassVar[str] = "message"
+    """What the audit log calls a row, in every language."""
     noun: ClassVar[StrOrPromise] = _("message")
     nouns: ClassVar[StrOrPromise] = _("messages")
     large_columns: ClassVar[Sequence[str]] = ()
@@ -360,7 +362,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
-        subject = Subject(kind=str(self.noun), id=self.audited_id(row), name=self.subject(row))
+        subject = Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row))
         record(self.opts.app_label, alias, actor_of(request), action, [subject], posted(request))
 
     def audited_id(self, row: Any) -> str:

@@ -53,7 +53,9 @@ class AlertStateFilter(admin.SimpleListFilter):
 class AlertAdmin(ActingAdmin):
     """The alerts, the latest first."""
 
-    noun = "alert"
+    kind = "alert"
+    noun = _("alert")
+    nouns = _("alerts")
     nothing = _("No alert is raised.")
     hint = _(
         "Running processes evaluate the conditions once a minute. An alert is raised after several evaluations that meet its "
@@ -103,7 +105,7 @@ class AlertAdmin(ActingAdmin):
     @admin.action(permissions=["acknowledge"], description=_("Acknowledge"))
     def acknowledge(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
         acknowledge = partial(_acknowledge, self.opts.app_label, by(request).removeprefix("by "))
-        return self.carry_out(request, queryset, done="acknowledged", transition=acknowledge)
+        return self.carry_out(request, queryset, done=gettext("acknowledged"), transition=acknowledge)
 
     @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:

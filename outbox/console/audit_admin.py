@@ -81,7 +81,7 @@ class TimeFilter(admin.SimpleListFilter):
 class AuditAdmin(ActingAdmin):
     """The entries, latest first. They cannot be changed, and those of a search can be exported."""
 
-    noun = "entry"
+    noun = _("entry")
     nothing = _("No operator has done anything yet.")
     hint = _("What operators have done in the admin and with commands. Entries are deleted only after AUDIT_RETENTION.")
 

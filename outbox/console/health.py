@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections
 from django.db.transaction import non_atomic_requests
 from django.http import HttpRequest, HttpResponse, JsonResponse
@@ -23,6 +23,7 @@ from django.utils.translation import gettext as _
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+from outbox.console.command import TranslatedCommand
 from outbox.database.schema import why_unmigrated
 from outbox.kernel.life_sign import life_signs
 from outbox.kernel.text import describe
@@ -133,7 +134,7 @@ def _as_response(checks: Sequence[Check]) -> HttpResponse:
     return JsonResponse(body, status=200 if healthy else 503)
 
 
-class HealthCommand(BaseCommand):
+class HealthCommand(TranslatedCommand):
     """The command for probes: exits with 0 if every check is ok, and with 1 if not.
 
     Attributes:
@@ -149,10 +150,12 @@ class HealthCommand(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         which = parser.add_mutually_exclusive_group()
-        which.add_argument("--live", action="store_true", help="only whether the loops move; needs no database and no broker")
-        which.add_argument("--ready", action="store_true", help="only whether they can do their work")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        which.add_argument(
+            "--live", action="store_true", help=_("only whether the loops move; needs no database and no broker")
+        )
+        which.add_argument("--ready", action="store_true", help=_("only whether they can do their work"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to look at (default: %(default)s)"))
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
@@ -23,6 +23,8 @@ from django.utils.translation import gettext_lazy as _
 
 from outbox.console import message_search as searching
 from outbox.console.acting_admin import ActingAdmin, LeanChangeList
+from outbox.console.audit import Subject, actor_of, record
+from outbox.console.dead_letters import Letters
 from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, visible
 from outbox.console.plurals import ngettext
 from outbox.console.redaction import Redaction
@@ -104,6 +106,7 @@ class MessageAdmin(ActingAdmin):
     born_column: ClassVar[str]
     """Since when the message is here."""
     unsettled: ClassVar[Q]
+    letters: ClassVar[Letters]
 
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
@@ -268,6 +271,27 @@ class MessageAdmin(ActingAdmin):
 
     def offers(self, action: str, row: Any) -> bool:
         return row.state in self.allowed_in.get(action, ())
+
+    def has_export_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(f"{self.opts.app_label}.export_{self.opts.app_label}message")
+
+    @admin.action(permissions=["export"], description=_("Export dead letters"))
+    def export(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
+        """A file with the dead letters among the selected messages, of any number: see `dead_letters`."""
+        rows = queryset.filter(state__in=self.allowed_in["export"])
+        total = rows.count()
+        if not total:
+            self.message_user(request, gettext("Nothing was exported: none of the messages is a dead letter."), messages.ERROR)
+            return None
+        if request.POST.get("select_across") == "1":
+            subjects = [Subject(kind="messages", name=self.selection_text(request))]
+        else:
+            subjects = [Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row)) for row in rows]
+        record(self.opts.app_label, queryset.db, actor_of(request), "export", subjects, {"messages": total})
+        response = StreamingHttpResponse(self.letters.lines(rows), content_type="application/jsonl; charset=utf-8")
+        response["Content-Disposition"] = f'attachment; filename="{self.opts.app_label}-dead-letters.jsonl"'
+        response["Cache-Control"] = "no-store"
+        return response
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         row = self.everything(request).using(alias).filter(pk=pk).only("state").first()

@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import Promise
+from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.display import Tone, badge, identifier
+from outbox.console.alerts import alert_table
+from outbox.console.display import Tone, age, badge, headline, identifier
+from outbox.console.plurals import ngettext
 from outbox.database.counts import Count
 from outbox.database.minutes import MINUTE, OTHER, Minutes, Step
 from outbox.kernel.statistics import Counted, percentile
@@ -30,6 +34,7 @@ HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 _DAY_STEP = timedelta(minutes=10)
 _SHARES = (0.5, 0.95, 0.99)
 _MOST_FAILING = 5
+_MOST_ALERTS = 5
 _ONE_DIGIT = 10
 
 Text = str | SafeString | Promise
@@ -42,11 +47,13 @@ class Link:
     Attributes:
         page: the name of its URL, without the site's namespace.
         permission: what the user needs for it.
+        arguments: of its URL.
         query: its query string.
     """
 
     page: str
     permission: str
+    arguments: Sequence[Any] = ()
     query: Mapping[str, str] = field(default_factory=dict)
 
     def url(self, site: AdminSite, request: HttpRequest) -> str:
@@ -54,7 +61,7 @@ class Link:
         if not request.user.has_perm(self.permission):
             return ""
         try:
-            address = reverse(f"{site.name}:{self.page}")
+            address = reverse(f"{site.name}:{self.page}", args=self.arguments)
         except NoReverseMatch:
             return ""
         return f"{address}?{urlencode(self.query)}" if self.query else address
@@ -103,6 +110,7 @@ class Measured:
         lag: the name of the histogram whose 95th percentile is drawn, and the title of that chart.
         failures: the counts that are failures.
         failing: the heading of the subjects with the most failures, and the link of one of them.
+        topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
     """
 
     minutes: Minutes
@@ -113,6 +121,7 @@ class Measured:
     failures: Sequence[str]
     failing: Text
     link_of: Callable[[str], Link]
+    topic_of: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +210,7 @@ def _rounded(number: float) -> str:
 def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict[str, Any]:
     """The figures of a half for the template, with links that the user may follow."""
     reading, measured = half.read(alias), half.measured
+    alerts = _alerts(half.app, alias) if request.user.has_perm(f"{half.app}.view_alert") else _NO_ALERTS
     is_kept = measured.minutes.is_kept(alias)
     hour = measured.minutes.sum(alias, HOUR) if is_kept else None
     day = measured.minutes.counts(alias, DAY) if is_kept else None
@@ -212,9 +222,9 @@ def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict
         "app": half.app,
         "title": half.title,
         "is_kept": is_kept,
-        "attention": [(each.text, address(each.link)) for each in reading.attention],
+        "attention": [(each.text, address(each.link)) for each in (*alerts.attention, *reading.attention)],
         "states": [(each.badge, count_text(each.count), address(each.link)) for each in reading.states],
-        "facts": [(each.name, each.value, address(each.link)) for each in reading.facts],
+        "facts": [(each.name, each.value, address(each.link)) for each in (*reading.facts, *alerts.facts)],
         "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in measured.numbers],
         "latencies": [
             (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES])
@@ -232,6 +242,34 @@ def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Alerts:
+    attention: Sequence[Attention] = ()
+    facts: Sequence[Fact] = ()
+
+
+_NO_ALERTS = _Alerts()
+
+
+def _alerts(app: str, alias: str) -> _Alerts:
+    """The raised alerts of an app: the latest by name, and their number."""
+    raised, permission = alert_table(app).raised(alias), f"{app}.view_alert"
+    number = raised.count()
+    words = gettext("Alert {} was raised {}: {}")
+    attention = [
+        Attention(
+            text=format_html(words, identifier(str(alert)), age(alert.raised_at, alert.database_now), headline(alert.summary)),
+            link=Link(page=f"{app}_alert_change", permission=permission, arguments=[alert.pk]),
+        )
+        for alert in raised[:_MOST_ALERTS]
+    ]
+    listed = Link(page=f"{app}_alert_changelist", permission=permission)
+    if number > _MOST_ALERTS:
+        more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", number - _MOST_ALERTS)
+        attention.append(Attention(text=more, link=listed))
+    return _Alerts(attention=attention, facts=[Fact(name=_("Raised alerts"), value=f"{number:,}", link=listed)])
+
+
 def _number(counted: Counted | None, names: Sequence[str]) -> str:
     return gettext("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
 
@@ -244,8 +282,8 @@ def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
     """The charts of a half for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
     measured = half.measured
     step = MINUTE if duration <= HOUR else _DAY_STEP
-    steps = measured.minutes.steps(alias, duration, step) if measured.minutes.is_kept(alias) else []
     lag, lag_title = measured.lag
+    steps = measured.minutes.steps(alias, duration, step, timed=[lag]) if measured.minutes.is_kept(alias) else []
     return [
         {
             "title": str(_("Messages per minute")),
@@ -261,6 +299,43 @@ def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
             "series": [{"label": "p95", "values": [_percentile(each.counted, lag, 0.95) for each in steps]}],
         },
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of the messages of one topic, as it is shown; in the inbox by handler."""
+
+    topic: Text
+    label: Text
+    handler: Text
+    messages: str
+    p50: str
+    p95: str
+    p99: str
+
+
+def stages(of: Sequence[Half], alias: str) -> list[Stage]:
+    """The stages of the messages of each topic in the last hour: those of the outbox, then those of its handlers."""
+    found = []
+    for position, half in enumerate(of):
+        measured = half.measured
+        for subject, counted in measured.minutes.by_subject(alias, HOUR).items():
+            topic = subject if measured.topic_of is None else measured.topic_of(subject)
+            is_last = subject == OTHER or not topic
+            for name, label in measured.latencies.items():
+                if histogram := counted.times.get(name):
+                    p50, p95, p99 = (seconds_text(percentile(histogram, share)) for share in _SHARES)
+                    stage = Stage(
+                        topic=gettext("others") if subject == OTHER else identifier(topic) if topic else gettext("unknown"),
+                        label=label,
+                        handler="" if measured.topic_of is None or subject == OTHER else identifier(subject),
+                        messages=f"{sum(histogram.values()):,}",
+                        p50=p50,
+                        p95=p95,
+                        p99=p99,
+                    )
+                    found.append(((is_last, topic, position, subject), stage))
+    return [stage for _place, stage in sorted(found, key=itemgetter(0))]
 
 
 def _times(steps: Sequence[Step]) -> list[int]:

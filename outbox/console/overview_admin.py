@@ -13,10 +13,11 @@ from django.utils.safestring import mark_safe
 from django.utils.translation import gettext as _
 
 from outbox.console.acting_admin import ReadOnlyAdmin
-from outbox.console.overview import DAY, HOUR, Half, charts, halves, shown
+from outbox.console.overview import DAY, HOUR, Half, charts, halves, shown, stages
 from outbox.console.pages import Page
 
 _PAGE: Any = Page("overview.html")
+_LATENCY: Any = Page("latency.html")
 _FIGURES = Page("overview_figures.html")
 _RANGES = {"hour": HOUR, "day": DAY}
 
@@ -35,8 +36,12 @@ class OverviewAdmin(ReadOnlyAdmin):
         )
 
     def get_urls(self) -> list[URLPattern]:
-        view = self.admin_site.admin_view(self.figures_view)
-        return [path("figures/", view, name=f"{self.opts.app_label}_overview_figures"), *super().get_urls()]
+        name, view = f"{self.opts.app_label}_overview", self.admin_site.admin_view
+        return [
+            path("figures/", view(self.figures_view), name=f"{name}_figures"),
+            path("latency/", view(self.latency_view), name=f"{name}_latency"),
+            *super().get_urls(),
+        ]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         self._require_permission(request)
@@ -47,10 +52,28 @@ class OverviewAdmin(ReadOnlyAdmin):
             "opts": self.opts,
             "media": self.media,
             "halves": [(half, self._figures(half, request)) for half in halves(request)],
-            "figures_url": reverse(f"{self.admin_site.name}:{self.opts.app_label}_overview_figures"),
+            "figures_url": self._url("figures"),
+            "latency_url": self._url("latency"),
             **(extra_context or {}),
         }
         return TemplateResponse(request, _PAGE, context)
+
+    def latency_view(self, request: HttpRequest) -> HttpResponse:
+        """The stages of the messages of each topic."""
+        self._require_permission(request)
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Latency by topic"),
+            "opts": self.opts,
+            "media": self.media,
+            "stages": stages(halves(request), self.using),
+            "overview_url": self._url("changelist"),
+        }
+        return TemplateResponse(request, _LATENCY, context)
+
+    def _url(self, page: str) -> str:
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_overview_{page}")
 
     def figures_view(self, request: HttpRequest) -> HttpResponse:
         """The figures for the script: as HTML, and with `charts` the series of the last hour or day."""

@@ -40,6 +40,7 @@ class ProcessAdmin(ActingAdmin):
     """One row per process, with the content of its last heartbeat. Each request to a process has its own permission."""
 
     title: ClassVar[Any] = ""
+    kind = "process"
     noun = _("process")
     nothing = _("No process is known.")
     hint = format_lazy(

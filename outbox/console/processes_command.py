@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.functional import Promise
+from django.utils.translation import gettext as _
 
 from outbox.console.audit import Actor, Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.console.terminal import age, table
 from outbox.database.heartbeat_table import HeartbeatTable
 from outbox.database.schema import require_schema
@@ -17,7 +20,7 @@ from outbox.kernel.requests import Request
 _LEAST_OF_AN_ID = 4
 
 
-class ProcessesCommand(BaseCommand):
+class ProcessesCommand(TranslatedCommand):
     """See the module's docstring.
 
     Attributes:
@@ -28,7 +31,7 @@ class ProcessesCommand(BaseCommand):
 
     app: str
     heartbeats: HeartbeatTable
-    kind: str
+    kind: str | Promise
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
@@ -37,19 +40,21 @@ class ProcessesCommand(BaseCommand):
             default="list",
             metavar="REQUEST",
             choices=["list", *Request],
-            help="pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
-            "(default: list)",
+            help=_(
+                "pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
+                "(default: list)"
+            ),
         )
-        parser.add_argument("processes", nargs="*", metavar="PROCESS", help="its id or the beginning of it, or host:pid")
-        parser.add_argument("--all", action="store_true", help="every process that has not stopped")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("processes", nargs="*", metavar="PROCESS", help=_("its id or the beginning of it, or host:pid"))
+        parser.add_argument("--all", action="store_true", help=_("every process that has not stopped"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
         require_schema(alias, self.app)
         known = list(self.heartbeats.known(alias))
         if options["request"] == "list":
-            self.stdout.write(_listed(self.kind, known) if known else f"No {self.kind} is known.")
+            self.stdout.write(_listed(str(self.kind), known) if known else _("No process is known."))
             return
         chosen = self._chosen(known, options["processes"], everyone=options["all"])
         request, actor, left = Request(options["request"]), actor_of_command(type(self).__module__), []
@@ -57,9 +62,11 @@ class ProcessesCommand(BaseCommand):
             if not self._request(alias, process, request, actor):
                 left.append(process)
                 continue
-            self.stdout.write(f"{process} is asked to {request}. It reads that with its next heartbeat, within 2 s.")
+            words = _("%(process)s is asked to %(request)s. It reads that with its next heartbeat, within 2 s.")
+            self.stdout.write(words % {"process": process, "request": request})
         if left:
-            raise CommandError(f"The request has no effect in the state of: {', '.join(map(str, left))}.")
+            words = _("The request has no effect in the state of: %(processes)s.")
+            raise CommandError(words % {"processes": ", ".join(map(str, left))})
 
     def _request(self, alias: str, process: Any, request: Request, actor: Actor) -> bool:
         with transaction.atomic(using=alias):
@@ -74,7 +81,7 @@ class ProcessesCommand(BaseCommand):
         if everyone:
             return running
         if not given:
-            raise CommandError("Name the processes, or say --all. Without arguments this command lists them.")
+            raise CommandError(_("Name the processes, or say --all. Without arguments this command lists them."))
         return [_named(name, running) for name in given]
 
 
@@ -85,12 +92,15 @@ def _named(name: str, processes: Sequence[Any]) -> Any:
         if name == str(process) or (len(name) >= _LEAST_OF_AN_ID and str(process.pk).startswith(name.lower()))
     ]
     if len(found) != 1:
-        raise CommandError(f"{len(found) or 'No'} running processes are called {name!r}. Use the id that the list shows.")
+        words = _("No running processes are called %(name)s. Use the id that the list shows.")
+        if found:
+            words = _("%(count)s running processes are called %(name)s. Use the id that the list shows.")
+        raise CommandError(words % {"count": len(found), "name": repr(name)})
     return found[0]
 
 
 def _listed(kind: str, processes: Sequence[Any]) -> str:
-    head = (kind, "id", "version", "started", "heartbeat", "per second", "memory", "database", "broker")
+    head = (kind, "id", _("version"), _("started"), _("heartbeat"), _("per second"), _("memory"), _("database"), _("broker"))
     lines = [
         (
             str(process),
@@ -106,7 +116,7 @@ def _listed(kind: str, processes: Sequence[Any]) -> str:
         for process in processes
     ]
     # The state may contain a sentence, too long for a column.
-    states = ["state", *map(_state, processes)]
+    states = [_("state"), *map(_state, processes)]
     return "\n".join(f"{line}  {state}" for line, state in zip(table([head, *lines]).splitlines(), states, strict=True))
 
 
@@ -116,10 +126,11 @@ def _milliseconds(value: float | None) -> str:
 
 def _state(process: Any) -> str:
     if process.stopped_at:
-        return f"stopped {age(process.stopped_at, process.database_now)} ago"
-    state = "silent" if process.silent else str(process.mode)
+        return _("stopped %(time)s ago") % {"time": age(process.stopped_at, process.database_now)}
+    states = [_("silent") if process.silent else str(process.mode)]
     if process.waits_for:
-        state += f", waits for {process.waits_for}"
+        states.append(_("waits for %(what)s") % {"what": process.waits_for})
     if process.requested and not process.acknowledged_at:
-        state += f", {process.requested} is requested by {process.requested_by}"
-    return state
+        words = _("%(request)s is requested by %(user)s")
+        states.append(words % {"request": process.requested, "user": process.requested_by})
+    return ", ".join(states)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
+from django.utils.translation import gettext as _
 
 from outbox.console.process import is_private
 from outbox.database.connections import drop_unusable_connections
@@ -42,10 +43,13 @@ _attaching = threading.Lock()
 def add_arguments(parser: CommandParser) -> None:
     """The options of a process that can be scraped."""
     parser.add_argument(
-        "--metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics on this port (default: do not)"
+        "--metrics-port", type=int, metavar="PORT", help=_("serve Prometheus metrics on this port (default: do not)")
     )
     parser.add_argument(
-        "--metrics-address", default=_EVERY_ADDRESS, metavar="ADDRESS", help="address to serve them on (default: %(default)s)"
+        "--metrics-address",
+        default=_EVERY_ADDRESS,
+        metavar="ADDRESS",
+        help=_("address to serve them on (default: %(default)s)"),
     )
 
 

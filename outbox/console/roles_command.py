@@ -7,11 +7,14 @@ from typing import Any
 from django.apps import apps
 from django.contrib.auth.management import create_permissions
 from django.contrib.auth.models import Group, Permission
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+
+from outbox.console.command import TranslatedCommand
 
 
-class RolesCommand(BaseCommand):
+class RolesCommand(TranslatedCommand):
     """See the module's docstring. It may be run again, and then sets the permissions that this version has.
 
     The permission to see payloads unredacted is given by hand.
@@ -23,7 +26,7 @@ class RolesCommand(BaseCommand):
     app: str
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias of the users (default: %(default)s)")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias of the users (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
@@ -36,6 +39,7 @@ class RolesCommand(BaseCommand):
             for role, permissions in roles.items():
                 group, created = Group.objects.using(alias).get_or_create(name=f"{config.verbose_name} {role}")
                 group.permissions.set(permissions)
-                self.stdout.write(
-                    f"Group {group.name!r} {'created' if created else 'updated'} with {len(permissions)} permissions."
-                )
+                words = _("Group %(group)s updated with %(count)s permissions.")
+                if created:
+                    words = _("Group %(group)s created with %(count)s permissions.")
+                self.stdout.write(words % {"group": repr(group.name), "count": len(permissions)})

@@ -8,10 +8,11 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 
+from outbox.console.command import TranslatedCommand
 from outbox.console.live_view import LiveView, Rates
 from outbox.console.terminal import age, table
 from outbox.database.schema import require_schema
@@ -20,7 +21,7 @@ from outbox.kernel.loop import StopRequest, running_until_signalled
 _REDRAW_SECONDS = 2.0
 
 
-class StatusCommand(BaseCommand):
+class StatusCommand(TranslatedCommand):
     """See the module's docstring."""
 
     app: str
@@ -47,9 +48,9 @@ class StatusCommand(BaseCommand):
         return [(name, text, self._rates.of(name, counts[name])) for name, text in shown.items()]
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
-        parser.add_argument("--watch", action="store_true", help="redraw every two seconds, with rates, until q or Ctrl-C")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to look at (default: %(default)s)"))
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
+        parser.add_argument("--watch", action="store_true", help=_("redraw every two seconds, with rates, until q or Ctrl-C"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]

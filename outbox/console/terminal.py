@@ -40,7 +40,8 @@ def message_id(given: str) -> uuid.UUID:
     try:
         return uuid.UUID(given)
     except ValueError as error:
-        raise CommandError(f"{given!r} is not a message id: it must be a UUID, as {uuid.UUID(int=0)}.") from error
+        words = _("%(given)s is not a message id: it must be a UUID, as %(example)s.")
+        raise CommandError(words % {"given": repr(given), "example": uuid.UUID(int=0)}) from error
 
 
 def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterable[str]) -> None:
@@ -51,7 +52,8 @@ def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterab
     """
     known = {str(one) for one in found}
     if missing := [one for one in given if one not in known]:
-        raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(missing)}.")
+        words = _("Not here, or not %(states)s: %(messages)s.")
+        raise CommandError(words % {"states": _(" or ").join(states), "messages": ", ".join(missing)})
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
@@ -76,7 +78,8 @@ def days(option: str, given: float) -> timedelta:
         CommandError: it is negative, not a number, or beyond a century.
     """
     if not 0 <= given <= _MOST_DAYS:
-        raise CommandError(f"{option} is {given}: it must be a number of days from 0 to {_MOST_DAYS}.")
+        words = _("%(option)s is %(given)s: it must be a number of days from 0 to %(most)s.")
+        raise CommandError(words % {"option": option, "given": given, "most": _MOST_DAYS})
     return timedelta(days=given)
 
 

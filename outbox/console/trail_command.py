@@ -10,10 +10,14 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 from django.utils import timezone
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
+from outbox.console.command import TranslatedCommand
+from outbox.console.plurals import ngettext
 from outbox.console.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 from outbox.database.schema import why_unmigrated
 from outbox.kernel.clock import utcnow
@@ -24,30 +28,34 @@ _MOST_LINES = 4
 _GAP = "  "
 
 
-class TrailCommand(BaseCommand):
+class TrailCommand(TranslatedCommand):
     """See the module's docstring."""
 
-    help = "Show what happened to one message, from its transaction to its handlers: when, where, in which process and why."
+    help = gettext_lazy(
+        "Show what happened to one message, from its transaction to its handlers: when, where, in which process and why."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="these messages")
-        parser.add_argument("--topic", help="with --biz-id: every message with this topic and biz-id")
-        parser.add_argument("--biz-id", help="see --topic")
-        parser.add_argument("--database", help="search only this alias (default: all that have the tables)")
-        parser.add_argument("--json", action="store_true", help="print one JSON object per message")
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help=_("these messages"))
+        parser.add_argument("--topic", help=_("with --biz-id: every message with this topic and biz-id"))
+        parser.add_argument("--biz-id", help=_("see --topic"))
+        parser.add_argument("--database", help=_("search only this alias (default: all that have the tables)"))
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object per message"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = None if options["database"] is None else [options["database"]]
         for alias in aliases or ():
             if alias not in connections:
-                raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+                words = _("There is no database %(alias)s. DATABASES has: %(known)s.")
+                raise CommandError(words % {"alias": repr(alias), "known": ", ".join(connections)})
         for alias, app in product(connections if aliases is None else aliases, apps_asked()):
             if problem := why_unmigrated(alias, app, begun=aliases is None):
                 raise CommandError(problem)
         lives = [life_of(name, aliases) for name in _named(options, aliases)]
         for life in lives:
             if not life.is_known:
-                raise CommandError(f"Message {life.message_id!r} was not found. {_unknown(life)}")
+                words = _("Message %(message)s was not found. %(searched)s")
+                raise CommandError(words % {"message": repr(life.message_id), "searched": _unknown(life)})
         if options["json"]:
             self.stdout.write("\n".join(json.dumps(_as_json(life)) for life in lives))
         else:
@@ -60,15 +68,16 @@ def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
     if message_ids and topic is None and biz_id is None:
         return list(message_ids)
     if message_ids or topic is None or biz_id is None:
-        raise CommandError("Say which messages: MESSAGE_ID …, or --topic TOPIC and --biz-id BIZ_ID together.")
+        raise CommandError(_("Say which messages: MESSAGE_ID …, or --topic TOPIC and --biz-id BIZ_ID together."))
     found = ids_of(topic, biz_id, aliases)
     if not found:
-        raise CommandError(f"No row has topic {topic!r} and biz-id {biz_id!r}. A purged message can be found by its id only.")
+        words = _("No row has topic %(topic)s and biz-id %(biz_id)s. A purged message can be found by its id only.")
+        raise CommandError(words % {"topic": repr(topic), "biz_id": repr(biz_id)})
     return found
 
 
 def _unknown(life: Life) -> str:
-    return " ".join([f"Searched: {'; '.join(life.searched)}.", *life.unknown])
+    return " ".join([_("Searched: %(places)s.") % {"places": "; ".join(life.searched)}, *life.unknown])
 
 
 def _as_json(life: Life) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def _as_json(life: Life) -> dict[str, Any]:
 
 
 def _drawn(life: Life, width: int) -> Iterator[str]:
-    yield f"message {life.message_id}"
+    yield _("message %(message)s") % {"message": life.message_id}
     for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in life.standings):
         yield _printable(f"topic   {topic}")
         yield _printable(f"biz-id  {biz_id}")
@@ -114,12 +123,13 @@ def _drawn(life: Life, width: int) -> Iterator[str]:
         yield from _moments(life, width)
     if life.standings:
         yield ""
-        yield "Now"
+        yield _("Now")
         for standing in life.standings:
             yield from _wrapped(_standing(standing), width, indent=2)
     notes = list(life.unknown)
     if life.namesakes:
-        notes.append(f"Other messages with this topic and biz-id, of which a handler runs one: {', '.join(life.namesakes)}.")
+        words = _("Other messages with this topic and biz-id, of which a handler runs one: %(messages)s.")
+        notes.append(words % {"messages": ", ".join(life.namesakes)})
     if notes:
         yield ""
         for note in notes:
@@ -132,7 +142,9 @@ def _moments(life: Life, width: int) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = widths[0] + len(_GAP)
     in_a_row = sum(widths) + 3 * len(_GAP) <= width
-    yield f"{'Time (' + timezone.get_current_timezone_name() + ')':{widths[0]}}{_GAP}{'Transition':{widths[1]}}{_GAP}Where"
+    time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
+    transition, where = _("Transition"), _("Where")
+    yield f"{time:{widths[0]}}{_GAP}{transition:{widths[1]}}{_GAP}{where}"
     for moment, (at, transition, where, process) in zip(life.moments, rows, strict=True):
         begun = f"{at}{_GAP}{transition:{widths[1]}}{_GAP}"
         if in_a_row:
@@ -162,13 +174,12 @@ def _where(moment: Moment | Standing) -> str:
 
 def _standing(standing: Standing) -> str:
     count = standing.attempts
-    words = [standing.state, f"{count} attempt{'' if count == 1 else 's'}"]
+    words = [standing.state, ngettext("%(count)s attempt", "%(count)s attempts", count)]
     if standing.due is not None:
         seconds = int((standing.due - utcnow()).total_seconds())
         when = timezone.localtime(standing.due)
-        words.append(
-            f"due since {when:%Y-%m-%d %H:%M:%S}" if seconds < 0 else f"due at {when:%Y-%m-%d %H:%M:%S}, in {seconds} s"
-        )
+        due = _("due since %(time)s") if seconds < 0 else _("due at %(time)s, in %(seconds)s s")
+        words.append(due % {"time": f"{when:%Y-%m-%d %H:%M:%S}", "seconds": seconds})
     if standing.also:
         words.append(standing.also)
     said = f"{_where(standing)}: {', '.join(words)}"

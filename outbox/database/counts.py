@@ -14,7 +14,7 @@ from django.db import connections, transaction
 from outbox.database.connections import is_postgresql
 
 LIMIT = 10_000
-_SETTINGS = ("enable_seqscan", "enable_bitmapscan")
+_SETTINGS = ("enable_seqscan", "enable_bitmapscan", "jit")
 _CURRENT = ", ".join(f"current_setting('{name}')" for name in _SETTINGS)
 _CHANGED = ", ".join(f"set_config('{name}', %s, true)" for name in _SETTINGS)
 
@@ -84,7 +84,10 @@ def instant(value: Any) -> datetime | None:
 
 @contextmanager
 def _preferring_indexes(alias: str) -> Iterator[None]:
-    """Without this, PostgreSQL may read a whole table in search of rows of a state that has few."""
+    """Without this, PostgreSQL may read a whole table in search of rows of a state that has few.
+
+    A plan that uses a disabled scan after all has a cost at which PostgreSQL would compile it, which takes a second.
+    """
     connection = connections[alias]
     if not is_postgresql(connection):
         yield

@@ -41,6 +41,7 @@ _AFTER_FAILURE_SECONDS = 30.0
 _EMPTY_SECONDS = 1800.0
 _PURGE_SECONDS = 3600.0
 _MOST_CHUNKS = 20
+_READ_AT_ONCE = 2_000
 
 
 class MinuteRow(models.Model):
@@ -176,14 +177,16 @@ class Minutes:
     def __init__(self, model: type[MinuteRow]) -> None:
         self._model = model
 
-    def steps(self, alias: str, duration: timedelta, step: timedelta = MINUTE) -> list[Step]:
-        """What was counted in each step of the time until now, the oldest first. The present step, which is not over, is left
-        out, and a step in which nothing was counted has no counts."""
+    def steps(self, alias: str, duration: timedelta, step: timedelta = MINUTE, *, timed: Sequence[str] = ()) -> list[Step]:
+        """What was counted in each step of the time until now, the oldest first, with the durations of the names in `timed`.
+
+        The present step, which is not over, is left out. A step in which nothing was counted has no counts.
+        """
         end = _beginning(database_time(alias), step)
         begin = end - duration
         found: defaultdict[datetime, Counted] = defaultdict(Counted)
-        for at, *values in self._of_all(alias, begin, end):
-            self._add(found[_beginning(at, step)], values)
+        for at, *values in self._of_all(alias, begin, end, timed):
+            self._add(found[_beginning(at, step)], values, timed)
         instants = (begin + number * step for number in range(duration // step))
         return [Step(at, found[at]) for at in instants]
 
@@ -191,8 +194,9 @@ class Minutes:
         """What was counted in this time until now, the present minute included."""
         end = database_time(alias) + MINUTE
         found = Counted()
-        for _, *values in self._of_all(alias, end - MINUTE - duration, end):
-            self._add(found, values)
+        timed = self._model.timed
+        for _, *values in self._of_all(alias, end - MINUTE - duration, end, timed):
+            self._add(found, values, timed)
         return found
 
     def counts(self, alias: str, duration: timedelta) -> Counted:
@@ -217,19 +221,33 @@ class Minutes:
         summed = rows.values_list("subject").annotate(failed=Sum(failed)).filter(failed__gt=0)
         return [Failing(subject, count) for subject, count in summed.order_by("-failed", "subject")[:most]]
 
-    def _of_all(self, alias: str, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
-        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
-        return iter(rows.values_list("minute", *self._model.counted, *self._model.timed))
+    def by_subject(self, alias: str, duration: timedelta) -> dict[str, Counted]:
+        """The durations that were counted of each subject in this time until now."""
+        rows = _rows(self._model, alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
+        found: defaultdict[str, Counted] = defaultdict(Counted)
+        timed = self._model.timed
+        for subject, *histograms in rows.values_list("subject", *timed).iterator(chunk_size=_READ_AT_ONCE):
+            _add_durations(found[subject], histograms, timed)
+        return found
 
-    def _add(self, found: Counted, values: Sequence[Any]) -> None:
-        """Add the values of a row. A key of a JSON object is text."""
+    def _of_all(self, alias: str, begin: datetime, end: datetime, timed: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
+        return iter(rows.values_list("minute", *self._model.counted, *timed))
+
+    def _add(self, found: Counted, values: Sequence[Any], timed: Sequence[str]) -> None:
+        """Add the values of a row."""
         names = self._model.counted
         for name, number in zip(names, values, strict=False):
             found.counts[name] += number
-        for name, histogram in zip(self._model.timed, values[len(names) :], strict=True):
-            added = found.times.setdefault(name, Counter())
-            for bucket, number in histogram.items():
-                added[int(bucket)] += number
+        _add_durations(found, values[len(names) :], timed)
+
+
+def _add_durations(found: Counted, histograms: Sequence[Mapping[str, int]], timed: Sequence[str]) -> None:
+    """Add histograms with these names. A key of a JSON object is text."""
+    for name, histogram in zip(timed, histograms, strict=True):
+        added = found.times.setdefault(name, Counter())
+        for bucket, number in histogram.items():
+            added[int(bucket)] += number
 
 
 __all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "Failing", "MinuteRow", "MinuteWriter", "Minutes", "Step", "database_time"]

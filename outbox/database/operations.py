@@ -100,6 +100,10 @@ class OperationTable:
     def rows(self, alias: str) -> QuerySet[Any]:
         return QuerySet(self._model, using=alias)
 
+    def ended(self, alias: str, older_than: timedelta) -> QuerySet[Any]:
+        """The operations that ended longer ago than `older_than`."""
+        return self.rows(alias).filter(ended_at__lt=DatabaseTime(-older_than))
+
     def take(self, alias: str, token: uuid.UUID) -> Any | None:
         """Take an open operation that no live process executes; None if there is none."""
         ended = Q(leased_until=None) | Q(leased_until__lte=DatabaseTime())

@@ -1,6 +1,6 @@
 """Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, delete old entries.
 
-The entries are those of the trail and of the audit log.
+The entries are those of the trail and of the audit log, and bulk operations that have ended.
 
 One relay process does this, by a lease, once a minute. Each step is a transaction of its own that can be repeated, so a process
 may be killed between two steps, and two processes that do it at once do not disturb each other. No message depends on it: the
@@ -28,6 +28,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 from outbox.models import AuditEntry, TrailEntry
+from outbox.operations import operations
 from outbox.store import claiming, history, lease
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Housekeeper:
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
             audited = older_entries(AuditEntry, self._alias, self._options.AUDIT_RETENTION)
             self._delete(delete_in_chunks(audited, by="at", chunk=_CHUNK), stop)
+            ended = operations.ended(self._alias, self._options.OPERATION_RETENTION)
+            self._delete(delete_in_chunks(ended, by="ended_at", chunk=_CHUNK), stop)
         except Exception as error:
             connections[self._alias].close()
             if is_missing(error):

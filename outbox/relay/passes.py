@@ -28,7 +28,7 @@ from outbox.kernel.statistics import Tally
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
-from outbox.relay.counting import count_pass, count_settled
+from outbox.relay.counting import count_pass
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
@@ -383,8 +383,7 @@ class Pass:
         )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
-        count_pass(batch.rows, settlement, monotonic() - self._begun_at)
-        count_settled(self._tally, batch.rows, settlement, batch.outgoing)
+        count_pass(self._tally, batch.rows, settlement, batch.outgoing, monotonic() - self._begun_at)
         self._announce(batch, settlement)
         return PassReport(
             claimed=len(batch.rows),

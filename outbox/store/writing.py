@@ -36,6 +36,11 @@ _COPIED_FROM = 10
 """From this number of rows on COPY is used: it takes three round trips, but a fraction of the time of an INSERT per row."""
 
 
+def shard_of(key: str, message_id: uuid.UUID) -> int:
+    """A hash of the key or, without one, of the message id. All messages of a key are in one shard."""
+    return zlib.crc32(key.encode() or message_id.bytes) % SHARDS
+
+
 class NewRow(NamedTuple):
     """A validated message to insert. `body` and `headers` are serialised; durations count from the insert."""
 
@@ -56,8 +61,7 @@ class NewRow(NamedTuple):
 
     @property
     def shard(self) -> int:
-        """A hash of its key or, without one, of its message id. All messages of a key are in one shard."""
-        return zlib.crc32(self.key.encode() or self.message_id.bytes) % SHARDS
+        return shard_of(self.key, self.message_id)
 
     @property
     def state(self) -> str:

@@ -1,29 +1,34 @@
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers.registry import registry
 from inbox.monitoring.tables import table_gauges
 from outbox.console import prometheus
+from outbox.console.command import TranslatedCommand
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
 from outbox.database.schema import require_schema
 from outbox.kernel.loop import StopRequest
 
 
-class Command(BaseCommand):
-    help = "Receive messages for this service's handlers and run due retries. On SIGTERM, finish the running messages and stop."
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Receive messages for this service's handlers and run due retries. On SIGTERM, finish the running messages and stop."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--drain", action="store_true", help="stop when no message is waiting or due, instead of waiting for more"
+            "--drain", action="store_true", help=_("stop when no message is waiting or due, instead of waiting for more")
         )
 
         parser.add_argument(
-            "--concurrency", type=int, metavar="N", help="number of worker threads (default: INBOX['CONCURRENCY'])"
+            "--concurrency", type=int, metavar="N", help=_("number of worker threads (default: INBOX['CONCURRENCY'])")
         )
         prometheus.add_arguments(parser)
 

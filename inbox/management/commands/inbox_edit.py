@@ -4,28 +4,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, OperationalError, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
 from inbox.store.operating import ROW_LOCKED
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.console.terminal import refuse_unknown
 from outbox.database.faults import is_collision
 from outbox.database.schema import require_schema
 
 
-class Command(BaseCommand):
-    help = "Print the payload of a dead message. With --payload, replace it by a message with that payload, due at once."
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Print the payload of a dead message. With --payload, replace it by a message with that payload, due at once."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_id", metavar="MESSAGE_ID", help="message id of the dead message")
-        parser.add_argument("--handler", help="the handler, if the message is dead in several")
-        parser.add_argument("--payload", metavar="FILE", help="file with the corrected payload as JSON; - reads standard input")
-        parser.add_argument("--dry-run", action="store_true", help="show the changes without storing them")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
+        parser.add_argument("message_id", metavar="MESSAGE_ID", help=_("message id of the dead message"))
+        parser.add_argument("--handler", help=_("the handler, if the message is dead in several"))
+        parser.add_argument(
+            "--payload", metavar="FILE", help=_("file with the corrected payload as JSON; - reads standard input")
+        )
+        parser.add_argument("--dry-run", action="store_true", help=_("show the changes without storing them"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -36,12 +43,14 @@ class Command(BaseCommand):
             else:
                 self._replace(stored, _text(options["payload"]), options)
         except NotEditable as error:
-            raise CommandError(f"Message {stored.message_id} of {stored.handler} was not edited. {error}") from error
+            words = _("Message %(message)s of %(handler)s was not edited. %(why)s")
+            named = {"message": stored.message_id, "handler": stored.handler}
+            raise CommandError(words % {**named, "why": error}) from error
 
     def _replace(self, stored: InboxMessage, text: str, options: dict[str, Any]) -> None:
         self.stdout.write("\n".join(correct(stored, text).changes))
         if options["dry_run"]:
-            self.stdout.write(f"Row {stored.pk} would be replaced.")
+            self.stdout.write(_("Row %(row)s would be replaced.") % {"row": stored.pk})
             return
         alias, actor = options["database"], actor_of_command(__name__)
         with _locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
@@ -50,8 +59,9 @@ class Command(BaseCommand):
                 subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
                 record("inbox", alias, actor, "edit", [subject], {"payload": f"{len(text):,} characters", "replaced_by": row})
         if row is None:
-            raise CommandError(f"Nothing was changed: the message in row {stored.pk} is no longer dead.")
-        self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
+            raise CommandError(_("Nothing was changed: the message in row %(row)s is no longer dead.") % {"row": stored.pk})
+        words = _("Row %(row)s is replaced by row %(new)s, which is due now.")
+        self.stdout.write(words % {"row": stored.pk, "new": row})
 
 
 @contextmanager
@@ -73,7 +83,8 @@ def _the_message(options: dict[str, Any]) -> InboxMessage:
     refuse_unknown([options["message_id"]], (row.message_id for row in found), [State.DEAD])
     if len(found) > 1:
         handlers = ", ".join(row.handler for row in found)
-        raise CommandError(f"The message is dead in several handlers: choose one of {handlers} with --handler.")
+        words = _("The message is dead in several handlers: choose one of %(handlers)s with --handler.")
+        raise CommandError(words % {"handlers": handlers})
     return found[0]
 
 
@@ -81,4 +92,4 @@ def _text(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--payload {file} cannot be read: {error}") from error
+        raise CommandError(_("--payload %(file)s cannot be read: %(why)s") % {"file": file, "why": error}) from error

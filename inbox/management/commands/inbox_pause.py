@@ -1,21 +1,26 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from inbox.errors import UnknownHandler
 from inbox.pausing import pause_handler
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.database.schema import require_schema
 
 
-class Command(BaseCommand):
-    help = "Pause a handler: no process runs its messages until inbox_resume. They stay in the queue or stored, in order."
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Pause a handler: no process runs its messages until inbox_resume. They stay in the queue or stored, in order."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("handler", metavar="HANDLER", help="its exact name")
-        parser.add_argument("--reason", default="", help="why, for people; inbox_status shows it")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("handler", metavar="HANDLER", help=_("its exact name"))
+        parser.add_argument("--reason", default="", help=_("why, for people; inbox_status shows it"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, name, reason = options["database"], options["handler"], options["reason"]
@@ -27,5 +32,7 @@ class Command(BaseCommand):
                 record("inbox", alias, actor, "pause", [Subject(kind="handler", id=name, name=name)], {"reason": reason})
         except UnknownHandler as error:
             raise CommandError(str(error)) from error
-        already = "" if was_running else " It was paused already; the reason is the new one."
-        self.stdout.write(f"Handler {name} is paused.{already}")
+        words = _("Handler %(handler)s is paused.")
+        if not was_running:
+            words = _("Handler %(handler)s is paused. It was paused already; the reason is the new one.")
+        self.stdout.write(words % {"handler": name})

@@ -1,20 +1,23 @@
 from datetime import timedelta
 
 from django.core.management.base import CommandError
+from django.utils.translation import gettext_lazy
 
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
+from inbox.operations import operations
 from inbox.store import operating
 from outbox.console.purge_command import PurgeCommand
 
 
 class Command(PurgeCommand):
-    help = (
+    help = gettext_lazy(  # type: ignore[assignment] # see TranslatedCommand
         "Delete settled messages (done, skipped, shed) older than INBOX['RETENTION'], the trail older than "
-        "INBOX['TRAIL_RETENTION'], and the audit log older than INBOX['AUDIT_RETENTION']. Open and dead messages stay."
+        "INBOX['TRAIL_RETENTION'], the audit log older than INBOX['AUDIT_RETENTION'], and bulk operations that ended before "
+        "INBOX['OPERATION_RETENTION']. Open and dead messages stay."
     )
-    app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
-    older_than_help = "delete only messages older than this; not shorter than INBOX['RETENTION']"
+    app, store, trail, operations, configured = "inbox", operating, TrailEntry, operations, staticmethod(inbox_options)
+    older_than_help = gettext_lazy("delete only messages older than this; not shorter than INBOX['RETENTION']")
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:
         if older_than < retention:

@@ -1,20 +1,23 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from inbox.errors import UnknownHandler
 from inbox.pausing import resume_handler
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.database.schema import require_schema
 
 
-class Command(BaseCommand):
-    help = "Resume a paused handler: its messages are run again, the oldest first."
+class Command(TranslatedCommand):
+    help = gettext_lazy("Resume a paused handler: its messages are run again, the oldest first.")
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("handler", metavar="HANDLER", help="its exact name")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("handler", metavar="HANDLER", help=_("its exact name"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, name = options["database"], options["handler"]
@@ -28,5 +31,5 @@ class Command(BaseCommand):
         except UnknownHandler as error:
             raise CommandError(str(error)) from error
         if not was_paused:
-            raise CommandError(f"Handler {name} is not paused. inbox_status lists those that are.")
-        self.stdout.write(f"Handler {name} is resumed.")
+            raise CommandError(_("Handler %(handler)s is not paused. inbox_status lists those that are.") % {"handler": name})
+        self.stdout.write(_("Handler %(handler)s is resumed.") % {"handler": name})

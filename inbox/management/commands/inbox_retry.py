@@ -3,21 +3,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from inbox.errors import TaskNotSent
-from inbox.handlers.registry import registry
+from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
 from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
 from inbox.store import operating
 from inbox.store.bulk import LOCKED
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.console.operations import BATCH
+from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
-from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +28,22 @@ _Row = tuple[int, bool, str, str]
 """Primary key, is it in quarantine, message id, handler."""
 
 
-class Command(BaseCommand):
-    help = "Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too."
+class Command(TranslatedCommand):
+    help = gettext_lazy("Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too.")
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages, in every handler")
-        parser.add_argument("--handler", help="all messages of this handler")
-        parser.add_argument("--topic", help="all messages of this topic")
-        parser.add_argument("--all", action="store_true", help="all messages")
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help=_("only these messages, in every handler"))
+        parser.add_argument("--handler", help=_("all messages of this handler"))
+        parser.add_argument("--topic", help=_("all messages of this topic"))
+        parser.add_argument("--all", action="store_true", help=_("all messages"))
         parser.add_argument(
             "--override-maximum-age",
             action="store_true",
-            help="also retry quarantined messages; only if you know that they have not been handled before",
+            help=_("also retry quarantined messages; only if you know that they have not been handled before"),
         )
-        parser.add_argument("--retrying", action="store_true", help="also retry messages that wait for their next attempt")
-        parser.add_argument("--dry-run", action="store_true", help="count the messages without changing them")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="database alias (default: %(default)s)")
+        parser.add_argument("--retrying", action="store_true", help=_("also retry messages that wait for their next attempt"))
+        parser.add_argument("--dry-run", action="store_true", help=_("count the messages without changing them"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "inbox")
@@ -49,22 +52,24 @@ class Command(BaseCommand):
             "handler": options["handler"],
             "topic": options["topic"],
         }
-        if options["handler"] and not _is_known(options["handler"]):
+        if options["handler"] and not may_exist(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
-            raise CommandError(f"No handler has the name {options['handler']!r}. Known handlers: {known}.")
+            words = _("No handler has the name %(handler)s. Known handlers: %(known)s.")
+            raise CommandError(words % {"handler": repr(options["handler"]), "known": known})
         given = {field: value for field, value in wanted.items() if value}
         if not given and not options["all"]:
-            raise CommandError("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
+            raise CommandError(_("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all."))
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
         held_back = set() if options["override_maximum_age"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)
         if options["dry_run"]:
-            self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
+            would = ngettext("%(count)s message would be retried.", "%(count)s messages would be retried.", left)
+            self.stdout.write(would + _about(held_back))
             return
         alias = options["database"]
-        progress = Progress("retried", left)
+        progress = Progress(_("retried"), left)
         unsent: list[str] = []
         for chunk in _chunks([row for row in rows if not row[1]]):
             progress.advance(_retry(alias, chunk, states, given, unsent))
@@ -73,13 +78,20 @@ class Command(BaseCommand):
                 subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
                 progress.advance(_override(alias, pk, subject, given, unsent))
         progress.finish()
-        self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
+        due = ngettext("%(count)s message is due now.", "%(count)s messages are due now.", progress.done)
+        self.stdout.write(due + _about(held_back))
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
         if held_back and options["message_ids"]:
             # A script that names a message must see that it does not run.
-            raise CommandError("Not all of the given messages are due: some are in quarantine.")
+            raise CommandError(_("Not all of the given messages are due: some are in quarantine."))
         if unsent:
-            raise CommandError(f"{len(unsent)} Celery tasks were not retried: {unsent[0]}")
+            words = ngettext(
+                "%(count)s Celery task was not retried: %(why)s",
+                "%(count)s Celery tasks were not retried: %(why)s",
+                len(unsent),
+                why=unsent[0],
+            )
+            raise CommandError(words)
 
 
 def _audited(
@@ -129,15 +141,11 @@ def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], u
     return int(done)
 
 
-def _is_known(handler: str) -> bool:
-    # Celery tasks are registered with Celery, and need not be in this process.
-    return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
-
-
 def _about(held_back: Collection[int]) -> str:
     if not held_back:
         return ""
-    return (
-        f" In quarantine: {len(held_back)}. The inbox no longer knows whether they were handled before. If you know that they "
-        "were not, retry them with --override-maximum-age."
+    words = _(
+        "In quarantine: %(count)s. The inbox no longer knows whether they were handled before. If you know that they were not, "
+        "retry them with --override-maximum-age."
     )
+    return f" {words}" % {"count": f"{len(held_back):,}"}

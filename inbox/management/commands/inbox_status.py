@@ -23,7 +23,7 @@ _COLUMNS = (
 
 
 class Command(StatusCommand):
-    help = (
+    help = _(  # type: ignore[assignment] # see TranslatedCommand
         "Show the number of deliveries by state and by cause, the age of the oldest waiting message, and the running consumers."
     )
     app = "inbox"
@@ -33,7 +33,8 @@ class Command(StatusCommand):
         parser.add_argument(
             "--conflicts",
             action="store_true",
-            help=f"list the {_CONFLICTS} messages with the most recent duplicates of different content",
+            help=gettext("list the %(count)s messages with the most recent duplicates of different content")
+            % {"count": _CONFLICTS},
         )
 
     def alarming(self) -> Sequence[str]:

@@ -1,9 +1,13 @@
+from django.utils.translation import gettext_lazy
+
 from outbox.console.health import Check, HealthCommand
 from outbox.health.checks import KIND, process_checks
 
 
 class Command(HealthCommand):
-    help = "For probes: exit with 0 if the relays of this host are alive and can do their work, and with 1 if not."
+    help = gettext_lazy(  # type: ignore[assignment] # see TranslatedCommand
+        "For probes: exit with 0 if the relays of this host are alive and can do their work, and with 1 if not."
+    )
     kind = KIND
 
     def readiness(self, alias: str) -> list[Check]:

@@ -2,11 +2,14 @@ import gc
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from outbox.conf import LOCAL_BROKER, outbox_options
 from outbox.console import prometheus
+from outbox.console.command import TranslatedCommand
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
 from outbox.database.schema import require_schema
@@ -16,12 +19,16 @@ from outbox.monitoring.tables import table_gauges
 from outbox.relay.service import serve
 
 
-class Command(BaseCommand):
-    help = "Publish committed messages to the broker until SIGTERM. With local:// it also runs this service's handlers."
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Publish committed messages to the broker until SIGTERM. With local:// it also runs this service's handlers."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias whose outbox is relayed (default: %(default)s)")
-        parser.add_argument("--drain", action="store_true", help="exit when nothing is due instead of waiting for more")
+        parser.add_argument(
+            "--database", default=DEFAULT_DB_ALIAS, help=_("alias whose outbox is relayed (default: %(default)s)")
+        )
+        parser.add_argument("--drain", action="store_true", help=_("exit when nothing is due instead of waiting for more"))
         prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

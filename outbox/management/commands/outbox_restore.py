@@ -2,12 +2,16 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_naive, make_aware
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
+from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
 from outbox.database.schema import require_schema
 from outbox.restoring import restoring
@@ -18,32 +22,33 @@ _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all"
 _STATES = [state.value for state in RESTORE.sources]
 
 
-class Command(BaseCommand):
-    help = (
+class Command(TranslatedCommand):
+    help = gettext_lazy(
         "Restore cancelled, expired or dead messages with a full set of attempts: scheduled if their time is in the future, "
         "otherwise ready. Retrying messages named by MESSAGE_ID or --state retrying are tried now."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages")
-        parser.add_argument("--topic", help="messages of this topic")
-        parser.add_argument("--biz-id", help="messages of this biz-id")
-        parser.add_argument("--state", action="append", choices=_STATES, help="messages in this state; may be repeated")
-        parser.add_argument("--since", metavar="INSTANT", help="cancelled, expired or dead since then: 2026-03-01T10:00")
-        parser.add_argument("--until", metavar="INSTANT", help="cancelled, expired or dead before then")
-        parser.add_argument("--all", action="store_true", help="all messages")
-        parser.add_argument("--without-overdue", action="store_true", help="skip messages whose time has passed")
-        parser.add_argument("--dry-run", action="store_true", help="only show what would be restored")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help=_("only these messages"))
+        parser.add_argument("--topic", help=_("messages of this topic"))
+        parser.add_argument("--biz-id", help=_("messages of this biz-id"))
+        parser.add_argument("--state", action="append", choices=_STATES, help=_("messages in this state; may be repeated"))
+        parser.add_argument("--since", metavar="INSTANT", help=_("cancelled, expired or dead since then: 2026-03-01T10:00"))
+        parser.add_argument("--until", metavar="INSTANT", help=_("cancelled, expired or dead before then"))
+        parser.add_argument("--all", action="store_true", help=_("all messages"))
+        parser.add_argument("--without-overdue", action="store_true", help=_("skip messages whose time has passed"))
+        parser.add_argument("--dry-run", action="store_true", help=_("only show what would be restored"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, overdue = options["database"], not options["without_overdue"]
         require_schema(alias, "outbox")
         if not any(options[name] for name in _SELECTING):
-            raise CommandError(
+            words = _(
                 "Select the messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run "
                 "they are only shown."
             )
+            raise CommandError(words)
         selection = _selection(options)
         preview = preview_restoring(alias, selection)
         if options["dry_run"]:
@@ -51,7 +56,7 @@ class Command(BaseCommand):
             return
         found = restorable(alias, selection)
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
-        progress, total, left = Progress("restored", expected), Counter[str](), Counter[str]()
+        progress, total, left = Progress(_("restored"), expected), Counter[str](), Counter[str]()
         actor = actor_of_command(__name__)
 
         def audit(restored: Restored) -> None:
@@ -64,7 +69,8 @@ class Command(BaseCommand):
             left.update(some.left)
             progress.advance(some.ready + some.scheduled)
         progress.finish()
-        self.stdout.write(f"{progress.done} messages restored{_counts(total)}.{_about(left)}")
+        done = ngettext("%(count)s message restored", "%(count)s messages restored", progress.done)
+        self.stdout.write(f"{done}{_counts(total)}.{_about(left)}")
         refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
 
 
@@ -81,14 +87,25 @@ def _selection(options: dict[str, Any]) -> Selection:
 
 def _shown(found: list[Restorable], *, overdue: bool) -> str:
     messages, late = sum(group.messages for group in found), sum(group.overdue for group in found)
-    rows = [("topic", "state", "messages", "overdue", "oldest")]
+    rows = [(_("topic"), _("state"), _("messages"), _("overdue"), _("oldest"))]
     rows += [
-        (group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", f"{age(group.oldest)} ago") for group in found
+        (group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", _("%(time)s ago") % {"time": age(group.oldest)})
+        for group in found
     ]
     if overdue:
-        summary = f"{messages} messages would be restored, {late} of them overdue: these are sent at once."
+        summary = ngettext(
+            "%(count)s message would be restored, %(late)s of them overdue: these are sent at once.",
+            "%(count)s messages would be restored, %(late)s of them overdue: these are sent at once.",
+            messages,
+            late=f"{late:,}",
+        )
     else:
-        summary = f"{messages - late} messages would be restored, and {late} overdue ones skipped."
+        summary = ngettext(
+            "%(count)s message would be restored, and %(late)s overdue ones skipped.",
+            "%(count)s messages would be restored, and %(late)s overdue ones skipped.",
+            messages - late,
+            late=f"{late:,}",
+        )
     return f"{table(rows)}\n\n{summary}" if found else summary
 
 
@@ -97,7 +114,8 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _about(left: Counter[str]) -> str:
-    return f" {left.total()} left{_counts(left)}." if left else ""
+    words = _("%(count)s left") % {"count": f"{left.total():,}"}
+    return f" {words}{_counts(left)}." if left else ""
 
 
 def _instant(option: str, given: str | None) -> datetime | None:
@@ -108,5 +126,10 @@ def _instant(option: str, given: str | None) -> datetime | None:
     except ValueError:
         instant = None
     if instant is None:
-        raise CommandError(f"{option} is {given!r}: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
+        words = _("%(option)s is %(given)s: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
+        raise CommandError(words % {"option": option, "given": repr(given)})
     return make_aware(instant) if is_naive(instant) else instant
+
+
+def _ago(instant: datetime | None) -> str:
+    return _("%(time)s ago") % {"time": age(instant)}

@@ -1,20 +1,25 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.database.schema import require_schema
 from outbox.errors import InvalidMessage
 from outbox.pausing import TopicState, resume
 
 
-class Command(BaseCommand):
-    help = "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first."
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("topic", metavar="TOPIC", help="its exact name")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("topic", metavar="TOPIC", help=_("its exact name"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, topic = options["database"], options["topic"]
@@ -28,6 +33,8 @@ class Command(BaseCommand):
         except InvalidMessage as error:
             raise CommandError(str(error)) from error
         if found is TopicState.ACTIVE:
-            raise CommandError(f"Topic {topic!r} is not paused. outbox_status lists those that are.")
-        already = " already" if found is TopicState.RESUMING else ""
-        self.stdout.write(f"Topic {topic!r} is being resumed{already}. The broker may refuse it again.")
+            raise CommandError(_("Topic %(topic)s is not paused. outbox_status lists those that are.") % {"topic": repr(topic)})
+        words = _("Topic %(topic)s is being resumed. The broker may refuse it again.")
+        if found is TopicState.RESUMING:
+            words = _("Topic %(topic)s is being resumed already. The broker may refuse it again.")
+        self.stdout.write(words % {"topic": repr(topic)})

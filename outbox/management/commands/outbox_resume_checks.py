@@ -1,10 +1,12 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from outbox.console.audit import Subject, actor_of_command, record
+from outbox.console.command import TranslatedCommand
 from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
@@ -13,14 +15,14 @@ from outbox.states import State
 from outbox.store import preparing
 
 
-class Command(BaseCommand):
-    help = "Ask the checkers of stuck messages again, at once and with a new count of answers."
+class Command(TranslatedCommand):
+    help = gettext_lazy("Ask the checkers of stuck messages again, at once and with a new count of answers.")
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages (default: all)")
-        parser.add_argument("--topic", help="only messages of this topic")
-        parser.add_argument("--dry-run", action="store_true", help="only count")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help=_("only these messages (default: all)"))
+        parser.add_argument("--topic", help=_("only messages of this topic"))
+        parser.add_argument("--dry-run", action="store_true", help=_("only count"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "outbox")

@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 class Command(StatusCommand):
-    help = (
+    help = _(  # type: ignore[assignment] # see TranslatedCommand
         "Show the number of messages in each state, the age of the oldest waiting one, the pending callbacks, the paused "
         "topics, and the running relays."
     )

@@ -10,13 +10,14 @@ from datetime import timedelta
 
 import pytest
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.core.management import call_command
+from django.core.management import call_command, get_commands, load_command_class
 from django.urls import reverse
 from django.utils import translation
 
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from outbox.models import OutboxMessage
+from outbox.database.now import DatabaseTime
+from outbox.models import Alert, MinuteStatistics, OutboxMessage
 from outbox.states import State
 from tests.support.deliveries import deliver
 from tests.support.heartbeats import a_relay
@@ -139,12 +140,38 @@ def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, ha
     assert "In Wiederholung" in page
 
 
-@pytest.mark.parametrize("command", [["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]),
+        *(["outbox_alerts"], ["inbox_alerts"], ["outbox_processes"], ["inbox_processes"]),
+        *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"], ["outbox_resume_checks"]),
+    ],
+    ids=" ".join,
+)
 def test_command_in_german_has_no_english_text(command, handles, german, leftovers):
     handles(lambda message: None)
     published("t")
+    a_relay()
     out = io.StringIO()
     call_command(*command, stdout=out)
 
     assert leftovers(out.getvalue()) == []
-    assert re.search("wartend|Nachricht", out.getvalue())
+    assert re.search("wartend|Nachricht|Alarm|Prozess|Lebenszeichen|angehalten", out.getvalue())
+
+
+@pytest.mark.parametrize("command", sorted(name for name, app in get_commands().items() if app in SOURCES))
+def test_help_of_a_command_in_german_has_no_english_text(command, german, leftovers):
+    parser = load_command_class(get_commands()[command], command).create_parser("manage.py", command)
+    said = " ".join(parser.format_help().split())
+
+    assert leftovers(said) == []
+    assert re.search("Nachricht|Alarm|Topic|Handler|Gruppe|Consumer|Relay|Prüfer", said)
+
+
+def test_latency_by_topic_and_raised_alerts_in_german_have_no_english_text(admin_client, german, leftovers):
+    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
+    Alert.objects.create(condition="lag", summary="-", state="raised", **times)
+    MinuteStatistics.objects.create(minute=DatabaseTime(), process="-", subject="t", to_broker={"3": 1})
+    for page in ("changelist", "latency"):
+        assert leftovers(admin_client.get(reverse(f"admin:outbox_overview_{page}")).content.decode()) == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 from datetime import timedelta
 from functools import partial
 
 import pytest
+from django.core.management import call_command
 from django.db import DatabaseError
 from django.urls import reverse
 
@@ -17,11 +19,13 @@ from inbox.models import TrailEntry as InboxTrail
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from outbox import operations as outbox_operations
+from outbox.conf import outbox_options
 from outbox.console import operations as executing
 from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
 from outbox.models import Operation as OutboxOperation
 from outbox.models import OutboxMessage
+from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
@@ -390,3 +394,35 @@ class TestProcesses:
         assert operation.holder != holder
         assert states() == ["skipped"] * 60
         assert InboxTrail.objects.filter(became="skipped").count() == 60
+
+
+class TestRetention:
+    @pytest.fixture(params=["outbox", "inbox"])
+    def kept(self, request):
+        """Operations that must stay, and one that ended before the retention."""
+        model = {"outbox": OutboxOperation, "inbox": Operation}[request.param]
+
+        def ended(ago, state="finished"):
+            at = DatabaseTime(-ago) if ago else None
+            return model.objects.create(action="retry", requested_by="ada", planned_at=DatabaseTime(), ended_at=at, state=state)
+
+        kept = {ended(timedelta(days=89)).pk, ended(None, state="planned").pk}
+        ended(timedelta(days=91))
+        return request.param, model, kept
+
+    def test_purge_deletes_operations_some_time_after_their_end(self, kept):
+        app, model, expected = kept
+        said = io.StringIO()
+        call_command(f"{app}_purge", "--dry-run", stdout=said)
+        assert "1 bulk operation would be deleted." in said.getvalue()
+        assert model.objects.count() == 3
+
+        call_command(f"{app}_purge", stdout=said)
+        assert "1 bulk operation deleted." in said.getvalue()
+        assert set(model.objects.values_list("pk", flat=True)) == expected
+
+    @pytest.mark.parametrize("kept", ["outbox"], indirect=True)
+    def test_relay_deletes_operations_some_time_after_their_end(self, kept):
+        _app, model, expected = kept
+        Housekeeper("default", outbox_options()).drain(StopRequest())
+        assert set(model.objects.values_list("pk", flat=True)) == expected

@@ -7,12 +7,14 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from inbox.models import Alert as InboxAlert
 from inbox.models import MinuteStatistics as InboxStatistics
 from inbox.models import PausedHandler
 from outbox.database.counts import LIMIT
+from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
+from outbox.models import Alert, OutboxMessage, PausedTopic
 from outbox.models import MinuteStatistics as OutboxStatistics
-from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from tests.support import ROOT
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
@@ -85,6 +87,35 @@ def test_counts_of_each_state_link_to_the_list_of_that_state():
     assert "2 messages are dead." in page.text
 
 
+def raised(number, model=Alert, **columns):
+    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime(-timedelta(minutes=number))}
+    given = {"condition": "lag", "object": f"topic-{number}", "summary": f"late by {number} min", "state": "raised"}
+    return model.objects.create(**{**given, **times, **columns})
+
+
+def test_raised_alerts_are_named_with_a_link_to_each_and_counted():
+    alerts = [raised(number) for number in range(1, 8)]
+    raised(9, state="cleared", cleared_at=DatabaseTime())
+    raised(8, InboxAlert, summary=NASTY)
+
+    page = the_page()
+
+    assert [f"topic-{number}" in page.text for number in range(1, 10)] == [True] * 5 + [False] * 2 + [True, False]
+    assert reverse("admin:outbox_alert_change", args=[alerts[0].pk]) in links(page)
+    assert "late by 1 min" in page.text
+    assert "2 more alerts are raised." in page.text
+    assert ["Raised alerts", "7"] in page.rows
+    assert reverse("admin:outbox_alert_changelist") in links(page)
+    assert not page.all("script", src=None)
+
+
+def test_alerts_are_not_shown_to_users_who_may_not_view_them():
+    raised(1)
+    page = Page(staff_client(VIEW).get(reverse(OUTBOX)))
+    assert "topic-1" not in page.text
+    assert "Raised alerts" not in page.text
+
+
 def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
     row = a_message(State.DEAD)
     OutboxMessage.objects.bulk_create(
@@ -149,6 +180,41 @@ def test_counts_and_latencies_are_those_of_the_last_hour_and_day():
     assert ["published", "7", "107"] in rows
     assert ["failed attempts", "2", "2"] in rows
     assert ["Due → confirmed by the broker", "27 ms", "27 ms", "27 ms"] in rows
+
+
+def test_stages_of_each_topic_are_shown_with_their_percentiles(handles):
+    handles(the_effect, name="shop.reserve", topic="shop.placed")
+    for ago in (timedelta(), timedelta(minutes=30)):
+        statistics(OutboxStatistics, "shop.placed", ago=ago, to_broker={"10": 9})
+    statistics(OutboxStatistics, "shop.placed", ago=timedelta(hours=2), to_broker={"30": 1000})
+    statistics(OutboxStatistics, "", to_broker={"30": 1000})
+    statistics(OutboxStatistics, "shop.cancelled", to_broker={"0": 1})
+    statistics(OutboxStatistics, "*", to_broker={"0": 3})
+    statistics(InboxStatistics, "shop.reserve", to_inbox={"12": 5}, to_effect={"10": 4, "14": 1})
+    statistics(InboxStatistics, "removed.handler", to_effect={"0": 2})
+    statistics(InboxStatistics, "celery.shop.charge", to_effect={"0": 1})
+
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    page = OverviewPage(client.get(reverse("admin:outbox_overview_latency")))
+
+    received, committed = "Due → received", "Received → effect committed"
+    assert [row for row in page.rows if len(row) == 7][1:] == [
+        ["celery.shop.charge", committed, "celery.shop.charge", "1", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["shop.cancelled", "Due → confirmed by the broker", "", "1", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["shop.placed", "Due → confirmed by the broker", "", "18", "27 ms", "27 ms", "27 ms"],
+        ["shop.placed", received, "shop.reserve", "5", "54 ms", "54 ms", "54 ms"],
+        ["shop.placed", committed, "shop.reserve", "5", "27 ms", "108 ms", "108 ms"],
+        ["unknown", committed, "removed.handler", "2", "0.5 ms", "0.5 ms", "0.5 ms"],
+        ["others", "Due → confirmed by the broker", "", "3", "0.5 ms", "0.5 ms", "0.5 ms"],
+    ]
+    assert reverse("admin:outbox_overview_latency") in links(the_page())
+
+
+def test_latency_by_topic_needs_the_permission_of_the_overview():
+    assert staff_client("view_outboxmessage").get(reverse("admin:outbox_overview_latency")).status_code == 403
+    page = Page(staff_client(VIEW).get(reverse("admin:inbox_overview_latency")))
+    assert "No process has written statistics of a topic in the last hour." in page.text
 
 
 def test_failing_topics_and_handlers_are_listed_with_the_worst_first():

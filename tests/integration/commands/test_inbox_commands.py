@@ -156,7 +156,7 @@ class TestRetry:
     def test_retry_by_message_id_leaves_other_dead_messages(self, dead):
         first, _second = dead("tests.a"), dead("tests.b")
 
-        assert run("inbox_retry", first) == "1 messages are due now."
+        assert run("inbox_retry", first) == "1 message is due now."
 
         assert the_row(message_id=first).state == State.RETRYING
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 1
@@ -181,7 +181,7 @@ class TestRetry:
     def test_retry_dry_run_only_counts(self, dead):
         dead()
 
-        assert run("inbox_retry", all=True, dry_run=True) == "1 messages would be retried."
+        assert run("inbox_retry", all=True, dry_run=True) == "1 message would be retried."
 
         assert the_row().state == State.DEAD
 
@@ -190,7 +190,7 @@ class TestRetry:
 
         assert run("inbox_retry", all=True) == "0 messages are due now."
         assert drain() == 0
-        assert run("inbox_retry", all=True, retrying=True) == "1 messages are due now."
+        assert run("inbox_retry", all=True, retrying=True) == "1 message is due now."
         assert drain() == 1
 
     def test_retry_after_the_handler_is_fixed_takes_effect_once(self, handles):

@@ -228,7 +228,7 @@ class TestRestore:
     def test_restore_makes_a_dead_message_ready_with_zero_attempts(self):
         dead, other = one_in(State.DEAD, attempts=16), one_in(State.DEAD, attempts=16)
 
-        assert "1 messages restored" in run("outbox_restore", str(dead.id))
+        assert "1 message restored" in run("outbox_restore", str(dead.id))
 
         row = row_of(dead)
         assert (row.state, row.attempts, row.settled_at) == (State.READY, 0, None)

@@ -155,7 +155,7 @@ def test_steps_add_the_rows_of_all_processes_and_leave_the_present_minute_out():
         OutboxStatistics.objects.create(minute=at, process="host:1", subject=ALL, published=5, to_broker={"3": 2})
     OutboxStatistics.objects.create(minute=now, process="host:1", subject=ALL, published=100)
 
-    steps = minutes.steps("default", HOUR)
+    steps = minutes.steps("default", HOUR, timed=["to_broker"])
 
     assert len(steps) == 60
     assert [step.counted.counts["published"] for step in steps[-3:]] == [5, 0, 10]

@@ -141,7 +141,7 @@ class TestPlainRetry:
         deliver(handler)
         run_to_the_end()
 
-        assert retry(all=True).startswith("1 messages are due now. In quarantine: 1.")
+        assert retry(all=True).startswith("1 message is due now. In quarantine: 1.")
 
         assert sorted(InboxMessage.objects.values_list("handler", "state")) == [
             ("tests.fails", State.RETRYING),
@@ -162,7 +162,7 @@ class TestOverride:
         """The message was handled before: the operator is wrong about it, or has reverted the first effect."""
         handler = handles(the_effect, name="tests.handler0")
 
-        assert retry(quarantined_copy.id, override_maximum_age=True) == "1 messages are due now."
+        assert retry(quarantined_copy.id, override_maximum_age=True) == "1 message is due now."
         assert drain() == 1
 
         row = the_row()
@@ -191,7 +191,7 @@ class TestOverride:
         run_to_the_end()
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
-        assert retry(quarantined_copy.id) == "1 messages are due now."
+        assert retry(quarantined_copy.id) == "1 message is due now."
 
     def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
         retry(quarantined_copy.id, override_maximum_age=True)
@@ -200,7 +200,7 @@ class TestOverride:
 
     def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
         assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
-        assert retry(all=True, dry_run=True, override_maximum_age=True) == "1 messages would be retried."
+        assert retry(all=True, dry_run=True, override_maximum_age=True) == "1 message would be retried."
 
         assert the_row().quarantined
 
@@ -233,7 +233,7 @@ class TestDeadLetterOnDay40:
         InboxMessage.objects.update(handler=handler.name)
 
         assert deliver(handler, envelope) is Received.DUPLICATE, "the broker's copy is a duplicate of the row"
-        assert retry(envelope.id) == "1 messages are due now."
+        assert retry(envelope.id) == "1 message is due now."
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)

@@ -296,8 +296,8 @@ class TestUniqueMessages:
         published(topic="a", biz_id="b", unique=True)
         ended(topic="a", biz_id="other", unique=True)
 
-        assert run("--all", "--dry-run").split("\n\n")[1].startswith("1 messages would be restored, 1 of them overdue")
-        assert run("--all") == "1 messages restored: 1 ready. 1 left: 1 replaced.\n"
+        assert run("--all", "--dry-run").split("\n\n")[1].startswith("1 message would be restored, 1 of them overdue")
+        assert run("--all") == "1 message restored: 1 ready. 1 left: 1 replaced.\n"
 
     @pytest.mark.django_db(transaction=True)
     def test_concurrent_publishing_cancelling_and_restoring_leave_one_live_message_of_a_name(self):
@@ -379,7 +379,7 @@ class TestRestoreCommand:
         assert [line[:4] for line in lines[1:3]] == [["a", "cancelled", "2", "1"], ["b", "dead", "1", "1"]]
         assert lines[1][4].startswith("1:0")
         assert lines[-1][:7] == ["3", "messages", "would", "be", "restored,", "2", "of"]
-        assert "1 messages would be restored, and 2 overdue ones skipped" in run("--all", "--dry-run", "--without-overdue")
+        assert "1 message would be restored, and 2 overdue ones skipped" in run("--all", "--dry-run", "--without-overdue")
         assert OutboxMessage.objects.filter(state__in=RESTORABLE).count() == 3
 
     def test_restore_command_reports_what_it_restored_and_left(self):
@@ -387,7 +387,7 @@ class TestRestoreCommand:
 
         assert run("--topic", "a") == "2 messages restored: 1 ready, 1 scheduled.\n"
         assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
-        assert run("--all") == "1 messages restored: 1 ready.\n"
+        assert run("--all") == "1 message restored: 1 ready.\n"
         assert run("--all") == "0 messages restored.\n"
         assert [state_of(message) for message in (late, ahead, other)] == [State.READY, State.SCHEDULED, State.READY]
         assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"

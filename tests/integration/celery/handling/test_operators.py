@@ -118,7 +118,7 @@ def test_inbox_retry_sends_the_task_again(dead_letter, sent, capsys):
 
     call_command("inbox_retry", "--handler", HANDLER, verbosity=0)
 
-    assert "1 messages are due now." in capsys.readouterr().out
+    assert "1 message is due now." in capsys.readouterr().out
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
 
 
@@ -126,7 +126,7 @@ def test_inbox_retry_without_a_celery_app_fails_and_leaves_the_row(dead_letter, 
     dead_letter()
     local_app.conf.broker_url = None
 
-    with pytest.raises(CommandError, match=r"1 Celery tasks were not retried: .* no Celery app with a broker_url"):
+    with pytest.raises(CommandError, match=r"1 Celery task was not retried: .* no Celery app with a broker_url"):
         call_command("inbox_retry", "--all", verbosity=0)
 
     assert the_row().state == State.DEAD

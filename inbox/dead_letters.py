@@ -1,0 +1,72 @@
+"""Export and import of the inbox's dead letters, with the steps that they had completed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from django.db.models import QuerySet
+from django.utils.translation import gettext as _
+
+from inbox.conf import inbox_options
+from inbox.handlers.registry import may_exist, registry
+from inbox.models import InboxMessage, State, Step
+from inbox.receiving.reading import outside_window, stored_envelope
+from inbox.store import dead_letters
+from outbox.console.dead_letters import Letters, Refused, plain, value_of
+from outbox.kernel.text import ERROR_LENGTH, printable
+
+_STEPS = "steps"
+_STEP_FIELDS: Mapping[str, Any] = {name: Step._meta.get_field(name) for name in dead_letters.STEP_COLUMNS}
+
+
+class InboxLetters(Letters):
+    """A line also has the completed steps of its message."""
+
+    def lines(self, rows: QuerySet[Any]) -> Iterator[str]:
+        return super().lines(rows.prefetch_related(_STEPS))
+
+    def values(self, row: Any) -> dict[str, Any]:
+        steps = [{name: plain(getattr(step, name)) for name in _STEP_FIELDS} for step in row.steps.all()]
+        return {**super().values(row), _STEPS: steps}
+
+    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        steps = given.pop(_STEPS, [])
+        if not (isinstance(steps, list) and all(map(_is_step, steps))):
+            raise Refused(_("its steps are not a list of objects with %(names)s") % {"names": ", ".join(_STEP_FIELDS)})
+        taken = [{name: value_of(field, step[name]) for name, field in _STEP_FIELDS.items()} for step in steps]
+        return {**super().taken(given), _STEPS: taken}
+
+
+def _is_step(given: Any) -> bool:
+    return isinstance(given, dict) and given.keys() == _STEP_FIELDS.keys()
+
+
+letters = InboxLetters("inbox", InboxMessage, dead_letters.COLUMNS)
+
+
+def store_dead(alias: str, values: Mapping[str, Any], reason: str) -> State | None:
+    """Store a dead letter; None. Or the state of the message if it is here already.
+
+    One that is older than the maximum message age is quarantined: it may have been handled here, and its row purged since.
+
+    Raises:
+        Refused: this service has no such handler, or not on this database.
+    """
+    row = {name: value for name, value in values.items() if name != _STEPS}
+    if not row.get("quarantined") and (why := _why_quarantined(row)):
+        error = printable(f"{why}\nIts error was: {row.get('last_error', '')}", ERROR_LENGTH)
+        row |= {"quarantined": True, "last_error": error}
+    if (state := dead_letters.state_of(alias, row)) is not None:
+        return state
+    handler = registry.get(row["handler"])
+    if not may_exist(row["handler"]):
+        raise Refused(_("this project has no handler %(handler)s") % {"handler": row["handler"]})
+    if handler is not None and handler.using != alias:
+        raise Refused(_("the database of its handler is %(alias)s; use --database") % {"alias": handler.using})
+    return dead_letters.store_dead(alias, row, values[_STEPS], reason)
+
+
+def _why_quarantined(row: Mapping[str, Any]) -> str:
+    envelope = stored_envelope(InboxMessage(**{**row, "created_at": row.get("created_at") or row["received_at"]}))
+    return outside_window(envelope, inbox_options())

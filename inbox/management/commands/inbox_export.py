@@ -1,0 +1,21 @@
+from typing import Any, ClassVar
+
+from django.db.models import QuerySet
+from django.utils.translation import gettext_lazy as _
+
+from inbox.dead_letters import letters
+from inbox.store.dead_letters import dead
+from outbox.console.export_command import ExportCommand
+
+
+class Command(ExportCommand):
+    """See `ExportCommand`."""
+
+    letters = letters
+    filters: ClassVar = {"handler": _("messages of this handler"), "topic": _("messages of this topic")}
+
+    def rows(self, alias: str) -> QuerySet[Any]:
+        return dead(alias)
+
+    def named(self, message_ids: list[str]) -> list[Any]:
+        return message_ids

@@ -1,0 +1,22 @@
+from typing import Any, ClassVar
+
+from django.db.models import QuerySet
+from django.utils.translation import gettext_lazy as _
+
+from outbox.console.export_command import ExportCommand
+from outbox.console.terminal import message_id
+from outbox.dead_letters import letters
+from outbox.store.dead_letters import dead
+
+
+class Command(ExportCommand):
+    """See `ExportCommand`."""
+
+    letters = letters
+    filters: ClassVar = {"topic": _("messages of this topic")}
+
+    def rows(self, alias: str) -> QuerySet[Any]:
+        return dead(alias)
+
+    def named(self, message_ids: list[str]) -> list[Any]:
+        return [message_id(given) for given in message_ids]
