@@ -1,0 +1,138 @@
+"""Joins while processes are killed: each run has its effect exactly once."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from django.db import transaction
+
+from inbox.joins.models import Part, Run
+from inbox.joins.store import TOPIC
+from inbox.models import InboxMessage
+from outbox import publish
+from tests.crash.test_kill_points import ACK, COMMIT, EFFECT, FINISH
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.joined import TOPICS
+
+COLLECT = "inbox.joins.collecting.collect"
+OPEN = "inbox.joins.store.open_run"
+ADD = "inbox.joins.store.add_part"
+MAKE_DUE = "inbox.joins.store.make_due"
+GATHER = "inbox.joins.collecting.gather"
+CLAIM = "inbox.store.claims.claim_due"
+
+RUNS = 10_000
+COPIES = 0.1
+SECONDS_BETWEEN_KILLS = 0.3
+LONGEST_SECONDS = 240
+
+POINTS = {
+    "before the run is opened": f"before {OPEN}",
+    "after its row is inserted": f"after {OPEN}",
+    "before a part is stored": f"before {ADD} 2",
+    "after a part is stored": f"after {ADD} 2",
+    "before the row of the run is due": f"before {MAKE_DUE}",
+    "after the row of the run is due": f"after {MAKE_DUE}",
+    "before the commit of the last part": f"before {COMMIT} once {MAKE_DUE}",
+    "after the commit of the last part": f"after {COMMIT} once {MAKE_DUE}",
+    "before the last part is acknowledged": f"before {ACK} 3",
+    "before the messages are gathered": f"before {GATHER}",
+    "before the effect": f"before {EFFECT}",
+    "after the effect": f"after {EFFECT}",
+    "before the sentinel of the join": f"before {FINISH} once {GATHER}",
+    "before the commit of the join": f"before {COMMIT} once {GATHER}",
+    "after the commit of the join": f"after {COMMIT} once {GATHER}",
+}
+
+
+@pytest.fixture
+def joined(world):
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.joined.settings"
+    return world
+
+
+def publish_run(run_id, topics=TOPICS):
+    with transaction.atomic():
+        for topic in topics:
+            publish(topic, {"run_id": run_id}, biz_id=f"{topic}-{run_id}")
+
+
+def ended():
+    return set(InboxMessage.objects.filter(topic=TOPIC).values_list("state", flat=True))
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_a_consumer_killed_at_any_step_of_a_join_starts_the_run_once(joined, name):
+    victim = joined.consumer(failpoint=f"kill {POINTS[name]}", inbox={"CONCURRENCY": 1})
+    joined.wait_until(lambda: victim.has_said("consumer: receiving from"), "the consumer is subscribed")
+    joined.relay()
+    publish_run("monday")
+    joined.dead(victim, POINTS[name])
+    joined.consumer()
+    joined.wait_until(lambda: ended() == {"done"} and joined.is_quiet(), "the run is done")
+
+    assert list(Effect.objects.values_list("name", "detail")) == [("monday", ",".join(TOPICS))]
+    assert set(Part.objects.values_list("topic", flat=True)) == {*TOPICS}
+
+
+def test_a_consumer_killed_at_the_deadline_dead_letters_the_run_and_names_the_missing_messages(joined):
+    joined.environment["JOIN_DEADLINE_SECONDS"] = "2"
+    victim = joined.listening(failpoint=f"kill before {GATHER}")
+    joined.relay()
+    publish_run("monday", TOPICS[:1])
+    joined.dead(victim, GATHER)
+    joined.consumer()
+    joined.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
+
+    assert ", ".join(TOPICS[1:]) in InboxMessage.objects.get(topic=TOPIC).last_error
+    assert not Effect.objects.exists()
+
+
+def test_local_runs_start_once_while_the_relay_is_killed(local_world):
+    local_world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.joined.settings"
+    runs = [f"run-{number}" for number in range(20)]
+    for run in runs:
+        publish_run(run)
+    for kills in range(3):
+        victim = local_world.relay()
+        local_world.wait_until(lambda kills=kills: Effect.objects.count() > kills, "a run has started")
+        victim.kill()
+    local_world.relay()
+    local_world.wait_until(lambda: local_world.is_quiet() and ended() == {"done"}, "all runs are done")
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(runs)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(LONGEST_SECONDS + 60)
+def test_ten_thousand_runs_each_start_once_while_processes_are_killed(joined, record_property):
+    """Three topics in random order, with copies; two relays, three consumers, and a kill every 300 ms."""
+    chance = random.Random(joined.seed)
+    runs = [f"run-{number}" for number in range(RUNS)]
+    load = [(topic, run) for topic in TOPICS for run in runs]
+    load += chance.sample(load, int(len(load) * COPIES))
+    chance.shuffle(load)
+    for start in range(0, len(load), 1000):
+        with transaction.atomic():
+            for topic, run in load[start : start + 1000]:
+                publish(topic, {"run_id": run}, biz_id=run)
+    workers = [joined.listening(), *(joined.consumer() for _ in range(2)), *(joined.relay() for _ in range(2))]
+    begun_at, kills = time.monotonic(), 0
+    while Effect.objects.count() < RUNS and time.monotonic() < begun_at + LONGEST_SECONDS:
+        time.sleep(SECONDS_BETWEEN_KILLS)
+        place = chance.randrange(len(workers))
+        if workers[place].is_ready:
+            workers[place].kill()
+            workers[place] = joined.again(workers[place])
+            kills += 1
+    joined.wait_until(joined.is_quiet, "everything was handled")
+    record_property("seconds, kills", (round(time.monotonic() - begun_at), kills))
+
+    assert kills > RUNS / 1000
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(runs)
+    assert set(Effect.objects.values_list("detail", flat=True)) == {",".join(TOPICS)}
+    assert ended() == {"done"}
+    assert Run.objects.count() == RUNS
+    assert Part.objects.count() == RUNS * len(TOPICS)
+    assert set(InboxMessage.objects.values_list("state", flat=True)) == {"done"}
