@@ -19,7 +19,7 @@ def check_cycles(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     """inbox_joins.E001: a join that waits for a message which is published only after it has run."""
     return [
         Error(
-            f"The join {join.name} can never run: it waits for {topic!r}, which is published only by {', '.join(sorted(names))}, "
+            f"The join {join.name} can never run: it waits for {topic!r}, which only {', '.join(sorted(names))} publishes, "
             "and that runs only after it.",
             hint="Remove the topic from all_of=, or correct the publishes= of these handlers.",
             id="inbox_joins.E001",

@@ -1,7 +1,7 @@
 """Collecting the messages of a run, and giving them to the join's function.
 
 `collect` is the function of the handlers of the awaited topics. It runs in the transaction of its message's inbox row, so a
-message is a part of its run if and only if it is handled. Copies are duplicates to the inbox, because the run id is their biz-id.
+message is a part of its run if and only if it is handled. The run id is its biz-id, so the inbox suppresses copies.
 """
 
 from __future__ import annotations

@@ -15,18 +15,17 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections, router
-from django.db.models import BooleanField, Case, Value, When
 
 from inbox.handlers.message import Message
 from inbox.joins.models import Part, Run
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import InboxMessage, State
 from inbox.store import operating
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import NewRow
 from inbox.store.trail import record
-from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.connections import is_postgresql
 from outbox.database.now import DatabaseTime, now
 from outbox.kernel.identity import new_message_id
 

@@ -8,6 +8,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
 
 from inbox.errors import NotCallable
@@ -22,6 +23,7 @@ from inbox.store.operating import purge_settled, retry, skip
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel
+from outbox import publish
 from outbox.testing import run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
@@ -436,8 +438,6 @@ class TestDecisions:
 @pytest.mark.django_db(transaction=True)
 class TestWithTheHelpersForTests:
     def test_published_messages_reach_the_join_through_the_local_transport(self, joins):
-        from outbox import publish
-
         joins(report)
         with transaction.atomic():
             for topic in TOPICS:
@@ -506,8 +506,6 @@ class TestDeclaring:
             idempotent_handler("orders.exported", correlate="run_id")
 
     def test_join_without_the_app_is_refused(self, joins, settings):
-        from django.core.exceptions import ImproperlyConfigured
-
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
         with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
             joins(report)
