@@ -38,6 +38,7 @@ LISTS = [
     "inbox_inboxmessage",
     "inbox_consumerheartbeat",
     "inbox_pausedhandler",
+    "inbox_joins_run",
 ]
 
 
