@@ -16,12 +16,10 @@ from tests.crash.test_kill_points import ACK, COMMIT, EFFECT, FINISH
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import TOPICS
 
-COLLECT = "inbox.joins.collecting.collect"
 OPEN = "inbox.joins.store.open_run"
 ADD = "inbox.joins.store.add_part"
 MAKE_DUE = "inbox.joins.store.make_due"
-GATHER = "inbox.joins.collecting.gather"
-CLAIM = "inbox.store.claims.claim_due"
+GATHER = "inbox.joins.store.collected"
 
 RUNS = 10_000
 COPIES = 0.1
