@@ -12,7 +12,8 @@ from inbox.joins.models import Part, Run
 from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from outbox import publish
-from tests.crash.test_kill_points import ACK, COMMIT, EFFECT, FINISH
+from outbox.models import RelayLease
+from tests.crash.test_kill_points import ACK, COMMIT, EFFECT
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import TOPICS
 
@@ -29,26 +30,33 @@ LONGEST_SECONDS = 240
 POINTS = {
     "before the run is opened": f"before {OPEN}",
     "after its row is inserted": f"after {OPEN}",
-    "before a part is stored": f"before {ADD} 2",
     "after a part is stored": f"after {ADD} 2",
     "before the row of the run is due": f"before {MAKE_DUE}",
     "after the row of the run is due": f"after {MAKE_DUE}",
-    "before the commit of the last part": f"before {COMMIT} once {MAKE_DUE}",
     "after the commit of the last part": f"after {COMMIT} once {MAKE_DUE}",
-    "before the last part is acknowledged": f"before {ACK} 3",
     "before the messages are gathered": f"before {GATHER}",
-    "before the effect": f"before {EFFECT}",
     "after the effect": f"after {EFFECT}",
-    "before the sentinel of the join": f"before {FINISH} once {GATHER}",
     "before the commit of the join": f"before {COMMIT} once {GATHER}",
     "after the commit of the join": f"after {COMMIT} once {GATHER}",
 }
+WITH_A_BROKER = {
+    "before the commit of the last part": f"before {COMMIT} once {MAKE_DUE}",
+    "before the last part is acknowledged": f"before {ACK} 3",
+}
+
+SETTINGS = "tests.support.apps.joined.settings"
 
 
 @pytest.fixture
 def joined(world):
-    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.joined.settings"
+    world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
     return world
+
+
+@pytest.fixture
+def local(local_world):
+    local_world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
+    return local_world
 
 
 def publish_run(run_id, topics=TOPICS):
@@ -61,45 +69,46 @@ def ended():
     return set(InboxMessage.objects.filter(topic=TOPIC).values_list("state", flat=True))
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_a_consumer_killed_at_any_step_of_a_join_starts_the_run_once(joined, name):
-    victim = joined.consumer(failpoint=f"kill {POINTS[name]}", inbox={"CONCURRENCY": 1})
-    joined.wait_until(lambda: victim.has_said("consumer: receiving from"), "the consumer is subscribed")
-    joined.relay()
-    publish_run("monday")
-    joined.dead(victim, POINTS[name])
-    joined.consumer()
-    joined.wait_until(lambda: ended() == {"done"} and joined.is_quiet(), "the run is done")
-
-    assert list(Effect.objects.values_list("name", "detail")) == [("monday", ",".join(TOPICS))]
+def assert_started_once(run_id="monday"):
+    assert list(Effect.objects.values_list("name", "detail")) == [(run_id, ",".join(TOPICS))]
     assert set(Part.objects.values_list("topic", flat=True)) == {*TOPICS}
 
 
-def test_a_consumer_killed_at_the_deadline_dead_letters_the_run_and_names_the_missing_messages(joined):
-    joined.environment["JOIN_DEADLINE_SECONDS"] = "2"
-    victim = joined.listening(failpoint=f"kill before {GATHER}")
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", POINTS)
+def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local, name):
+    publish_run("monday")
+    local.dies_at(POINTS[name], local.relay)
+    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    local.relay()
+    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the run is done")
+
+    assert_started_once()
+
+
+@pytest.mark.parametrize("name", WITH_A_BROKER)
+def test_a_consumer_killed_at_any_step_of_the_last_message_starts_the_run_once(joined, name):
+    victim = joined.listening(failpoint=f"kill {WITH_A_BROKER[name]}", inbox={"CONCURRENCY": 1})
     joined.relay()
-    publish_run("monday", TOPICS[:1])
-    joined.dead(victim, GATHER)
+    publish_run("monday")
+    joined.dead(victim, WITH_A_BROKER[name])
     joined.consumer()
-    joined.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
+    joined.wait_until(lambda: ended() == {"done"} and joined.is_quiet(), "the run is done")
+
+    assert_started_once()
+
+
+@pytest.mark.every_database
+def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local):
+    local.environment["JOIN_DEADLINE_SECONDS"] = "1"
+    publish_run("monday", TOPICS[:1])
+    local.dies_at(f"before {GATHER}", local.relay)
+    RelayLease.objects.all().delete()
+    local.relay()
+    local.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
 
     assert ", ".join(TOPICS[1:]) in InboxMessage.objects.get(topic=TOPIC).last_error
     assert not Effect.objects.exists()
-
-
-def test_local_runs_start_once_while_the_relay_is_killed(local_world):
-    local_world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.joined.settings"
-    runs = [f"run-{number}" for number in range(20)]
-    for run in runs:
-        publish_run(run)
-    for kills in range(3):
-        victim = local_world.relay()
-        local_world.wait_until(lambda kills=kills: Effect.objects.count() > kills, "a run has started")
-        victim.kill()
-    local_world.relay()
-    local_world.wait_until(lambda: local_world.is_quiet() and ended() == {"done"}, "all runs are done")
-    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(runs)
 
 
 @pytest.mark.proof
