@@ -230,7 +230,7 @@ class TestAtTheSameMoment:
         assert sorted(effects()) == sorted((f"run-{number}", ",".join(TOPICS[:2])) for number in range(10))
 
     def test_twenty_threads_with_all_messages_of_one_run_start_it_once(self, joins):
-        topics = [f"part{number}.exported" for number in range(20)]
+        topics = [f"part.{number}" for number in range(20)]
         joins(report, topics=topics)
         at_once([lambda topic=topic: comes(topic) for topic in topics])
         run_to_the_end()
