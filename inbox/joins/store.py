@@ -120,8 +120,8 @@ def _due_at(alias: str, row: int) -> tuple[datetime, Any]:
     return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row)
 
 
-def add_part(alias: str, run: Locked, message: Message, *, entered_by: str = "") -> bool:
-    """Add a message to its run, which is locked. False: a message of this topic has come before."""
+def add_part(alias: str, run: Locked, message: Message, *, entered_by: str = "") -> None:
+    """Add a message to its run, unless a message of this topic has come before."""
     part = Part(
         run_id=run.pk,
         topic=message.topic,
@@ -135,10 +135,7 @@ def add_part(alias: str, run: Locked, message: Message, *, entered_by: str = "")
         stored_at=DatabaseTime(),
         entered_by=entered_by,
     )
-    if Part.objects.using(alias).filter(run_id=run.pk, topic=message.topic).exists():
-        return False
-    part.save(using=alias, force_insert=True)
-    return True
+    Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
 
 
 def topics_of(alias: str, run: Locked) -> set[str]:
