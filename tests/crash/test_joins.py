@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+from datetime import timedelta
 
 import pytest
 from django.db import transaction
@@ -13,6 +14,7 @@ from django.db import transaction
 from inbox.joins.models import Part, Run
 from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
+from inbox.testing import travel
 from outbox import publish
 from outbox.models import RelayLease
 from tests.crash.test_kill_points import ACK, COMMIT, EFFECT
@@ -104,8 +106,11 @@ def test_a_consumer_killed_at_any_step_of_the_last_message_starts_the_run_once(j
 
 @pytest.mark.every_database
 def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local):
-    local.environment["JOIN_DEADLINE_SECONDS"] = "1"
     publish_run("monday", TOPICS[:1])
+    collector = local.relay()
+    local.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the message is collected")
+    local.end(collector)
+    travel(timedelta(hours=2))
     local.dies_at(f"before {GATHER}", local.relay)
     RelayLease.objects.all().delete()
     local.relay()
