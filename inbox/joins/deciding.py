@@ -57,8 +57,8 @@ def start(alias: str, pk: int, *, by: str) -> bool:
     return _decide(alias, pk, lambda run, locked: store.start_without_missing(alias, locked, by=by[:NAME_LENGTH]))
 
 
-def missing(run: Run) -> tuple[str, ...]:
-    """The topics that a run waits for; () also if this process has no such join."""
+def missing(run: Any) -> tuple[str, ...]:
+    """The topics that a `Run` waits for; () also if this process has no such join."""
     join = registry.get(run.handler)
     come = {part.topic for part in run.parts.all()}
     return tuple(topic for topic in join.all_of if topic not in come) if join else ()
