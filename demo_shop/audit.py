@@ -24,6 +24,7 @@ RECEIPT = "receipts mailed"
 REMINDER = "reminders sent or spared"
 RATING = "ratings"
 RATING_CLOSED = "ratings closed"
+REPORTED = "orders reported"
 
 WITHDRAWAL = "withdrawals"
 DEPOSIT = "deposits"
@@ -41,6 +42,7 @@ EFFECTS = (
     REVIEW_REQUEST,
     RATING,
     RATING_CLOSED,
+    REPORTED,
 )
 """What must have happened exactly once for every committed order, and never for any other.
 

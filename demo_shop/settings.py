@@ -29,12 +29,14 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "outbox",
     "inbox",
+    "inbox.joins",
     "demo_shop",
     "demo_shop.orders",
     "demo_shop.payments",
     "demo_shop.stock",
     "demo_shop.shipments",
     "demo_shop.notices",
+    "demo_shop.reports",
     "demo_shop.banks",
 ]
 

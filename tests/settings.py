@@ -56,6 +56,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "outbox",
     "inbox",
+    "inbox.joins",
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [

@@ -65,6 +65,12 @@ def accept(notice: Notice) -> Answer:
         biz_id=f"payment-{payment.order}",
         key=f"order-{payment.order}",
     )
+    publish(
+        "payments.exported",
+        {"order": payment.order, "amount": payment.amount},
+        biz_id=f"payment-export-{payment.order}",
+        key=f"order-{payment.order}",
+    )
     return Answer.ACCEPTED
 
 

@@ -11,4 +11,5 @@ from outbox import publish
 def send_parcel(message: Message) -> None:
     order = message.payload["order"]
     Shipment.objects.create(order=order)
+    publish("shipments.exported", {"order": order}, biz_id=f"shipment-export-{order}", key=f"order-{order}")
     publish("shipment.sent", {"order": order}, biz_id=f"shipment-{order}", key=f"order-{order}")

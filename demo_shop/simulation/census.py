@@ -17,6 +17,7 @@ from demo_shop.banks.models import Deposit, GiroAccount, SavingsAccount, Withdra
 from demo_shop.notices.models import MailAttempt, ReviewRequest, Sms
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
+from demo_shop.reports.models import ReportLine
 from demo_shop.shipments.models import Shipment
 from demo_shop.simulation import transfers
 from demo_shop.simulation.ledger import Deed, Ledger
@@ -130,6 +131,7 @@ def _effects(run: str) -> dict[str, dict[str, int]]:
         audit.RECEIPT: _by_order(MailAttempt.objects.filter(order__startswith=run, accepted=True).values_list("order")),
         audit.SMS: _by_order(Sms.objects.filter(order__startswith=run).values_list("order")),
         audit.REVIEW_REQUEST: _by_order(ReviewRequest.objects.filter(order__startswith=run).values_list("order")),
+        audit.REPORTED: _by_order(ReportLine.objects.filter(order__startswith=run).values_list("order")),
         audit.REMINDER: _by_order(history.filter(what__in=_REMINDER).values_list("order__number")),
         audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
         **{effect: _by_order(history.filter(what=what).values_list("order__number")) for effect, what in _HISTORY.items()},

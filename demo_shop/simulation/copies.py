@@ -24,6 +24,8 @@ HANDLERS = {
     "stock.reserved": 1,
     "payment.received": 3,
     "shipment.sent": 1,
+    "payments.exported": 1,
+    "shipments.exported": 1,
 }
 """Topics that are copied, and how many handlers get each copy."""
 PART_COPIED = 0.1

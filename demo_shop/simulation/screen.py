@@ -42,6 +42,7 @@ _STAGES = (
     (audit.SMS, "SMS"),
     (audit.REVIEW_REQUEST, "reviews"),
     (audit.RATING, "rated"),
+    (audit.REPORTED, "reported"),
 )
 
 

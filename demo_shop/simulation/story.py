@@ -16,7 +16,20 @@ from django.conf import settings
 from django.db import connection, connections
 from rich.console import Console
 
-from demo_shop.audit import MOVEMENT, PAID, PAYMENT, RECEIPT, REVIEW_REQUEST, SHIPMENT, SHIPPED, SMS, Audit, Facts, audit
+from demo_shop.audit import (
+    MOVEMENT,
+    PAID,
+    PAYMENT,
+    RECEIPT,
+    REPORTED,
+    REVIEW_REQUEST,
+    SHIPMENT,
+    SHIPPED,
+    SMS,
+    Audit,
+    Facts,
+    audit,
+)
 from demo_shop.banks.services import open_accounts
 from demo_shop.simulation import census, fleet, shopping, transfers
 from demo_shop.simulation.census import Traffic
@@ -34,7 +47,7 @@ _PART_OF_A_PROCESSOR_FOR_LOOKING = 0.1
 _BAD_ENDS_BORNE = 3
 _OTHER_PEOPLE = 5
 """The supplier, the killer, the provider, the critics and the copier."""
-_CHAIN = (MOVEMENT, PAYMENT, PAID, RECEIPT, SHIPMENT, SHIPPED, SMS, REVIEW_REQUEST)
+_CHAIN = (MOVEMENT, PAYMENT, PAID, RECEIPT, SHIPMENT, SHIPPED, SMS, REVIEW_REQUEST, REPORTED)
 """When all of these have happened to one order, the queues of all copied topics are there."""
 
 

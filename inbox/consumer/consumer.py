@@ -103,14 +103,15 @@ class Consumer:
         concurrency: int | None = None,
         runner: Runner | None = None,
     ) -> None:
-        self._handlers = handlers
+        self._handlers = [handler for handler in handlers if not handler.all_of]
+        self._joins = [handler for handler in handlers if handler.all_of]
         self._options = options
         self._stop = stop
         self._watchdog = watchdog
         self._broker = Outage("the broker")
         self._waits_for = "the broker"
         self._connection: Any = None
-        self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
+        self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
         self._epoch = 0
         self._problems: dict[str | Lane, str] = {}
         self._policies = Policies(options)
@@ -180,7 +181,7 @@ class Consumer:
         """For the heartbeat, from any thread."""
         receiving = {lane.handler.name for lane, _ in self._usable}
         return Activity(
-            handlers=[handler for handler in self._handlers if handler.name in receiving],
+            handlers=[*(handler for handler in self._handlers if handler.name in receiving), *self._joins],
             received=self.received.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,

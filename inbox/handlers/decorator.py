@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from functools import update_wrapper
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any, Literal, TypeVar
 
 from asgiref.sync import async_to_sync
 from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox.errors import NotCallable
@@ -37,10 +39,17 @@ from outbox.kernel.text import why_no_topic, why_unfit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_JOINS = "inbox.joins"
+
 
 def idempotent_handler(
-    topic: str,
+    topic: str = "",
     *,
+    all_of: Sequence[str] = (),
+    correlate: BizId | str | None = None,
+    deadline: timedelta | None = None,
+    on_missing: Literal["dead", "call"] = "dead",
+    publishes: Sequence[str] = (),
     biz_id: BizId | str | None = None,
     name: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
@@ -54,12 +63,21 @@ def idempotent_handler(
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
 
+    With `all_of` instead of `topic` it is a join: the function gets an `inbox.joins.Join` of one message of each of these
+    topics, once per run id. Joins need "inbox.joins" in INSTALLED_APPS.
+
     The function runs in a transaction on `using` that also contains the inbox row. Returning means done. `RetryLater` defers
     the message, `Reject` makes it a dead letter, and any other exception is a failed attempt, which is retried. The decorator
     returns the function unchanged. An `async def` runs to completion on the thread that holds the transaction.
 
     Args:
         topic: the exact name of the topic.
+        all_of: the topics to wait for.
+        correlate: of a join, the run id of a message: a function of the message, or the path of a payload field.
+        deadline: of a join, how long to wait for the other messages, counted from the arrival of the first.
+        on_missing: of a join, what happens at the deadline: "dead" makes the run a dead letter, "call" calls the function with
+            what has come, and with the others in `Join.missing`.
+        publishes: the topics that the function publishes, for the system check that refuses joins that wait for themselves.
         biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
             ("order_id", "order.id"); default: the message's own biz-id, else its id.
         name: stable name of this handler, used for deduplication and for its queue; default: `<app label>.<function name>`.
@@ -74,13 +92,33 @@ def idempotent_handler(
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
+        ImproperlyConfigured: `all_of` is given, but "inbox.joins" is not in INSTALLED_APPS.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
         ValueError: the topic is invalid, another handler has the name, an option is out of range, or two options contradict
             each other. A function that handles two topics needs two names.
     """
     require_count("group_commit", group_commit)
-    return _decorator(
+    if all_of:
+        if topic or biz_id is not None or ordered or group_commit > 1 or shed is not None:
+            raise ValueError("A join (all_of=) takes no topic, biz_id, ordered, group_commit or shed; remove them.")
+        return _joining()(
+            _topics("all_of", all_of),
+            correlate=correlate,
+            deadline=deadline,
+            on_missing=on_missing,
+            publishes=_topics("publishes", publishes),
+            name=name,
+            using=using,
+            timeout=timeout,
+            retry=retry,
+            rate_limit=rate_limit,
+            concurrency=concurrency,
+        )
+    if correlate is not None or deadline is not None or on_missing != "dead":
+        raise ValueError("correlate, deadline and on_missing are options of a join: set all_of= to the topics to wait for.")
+    return registering(
         topic,
+        publishes=_topics("publishes", publishes),
         biz_id=biz_id,
         name=name,
         using=using,
@@ -120,7 +158,7 @@ def batch_handler(
 
     The other arguments and the exceptions are those of `idempotent_handler`.
     """
-    return _decorator(
+    return registering(
         topic,
         biz_id=biz_id,
         name=name,
@@ -160,7 +198,7 @@ def leased_handler(
     """
     lease = Lease() if lease is None else lease
     require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
-    return _decorator(
+    return registering(
         topic,
         biz_id=biz_id,
         name=name,
@@ -175,7 +213,24 @@ def leased_handler(
     )
 
 
-def _decorator(
+def _joining() -> Callable[..., Callable[[Function], Function]]:
+    """The decorator of joins, which are an optional package."""
+    if not apps.is_installed(_JOINS):
+        raise ImproperlyConfigured(f"all_of= makes a handler a join: add {_JOINS!r} to INSTALLED_APPS and run migrate.")
+    joining: Callable[..., Callable[[Function], Function]] = import_module(f"{_JOINS}.registering").joining
+    return joining
+
+
+def _topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(topics, str):
+        raise TypeError(f"{option} is {topics!r}: it must be a list of topics, such as [{topics!r}].")
+    for topic in topics:
+        if reason := why_no_topic(topic):
+            raise ValueError(f"{option} contains {topic!r}, which cannot be a topic: {reason}.")
+    return tuple(topics)
+
+
+def registering(
     topic: str,
     *,
     biz_id: BizId | str | None,
@@ -204,10 +259,7 @@ def _decorator(
     }
 
     def decorate(function: Function) -> Function:
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise NotCallable(
-                f"{origin(function)} is a generator function: a call would not run its body. Use return instead of yield."
-            )
+        refuse_generator(function)
         if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
             raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
         if inspect.iscoroutinefunction(biz_id):
@@ -215,7 +267,7 @@ def _decorator(
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function, timeout))
-        handler_name = name or _default_name(function)
+        handler_name = name or default_name(function)
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
         handler = Handler(
@@ -232,6 +284,14 @@ def _decorator(
         return function
 
     return decorate
+
+
+def refuse_generator(function: Callable[..., Any]) -> None:
+    """Raises NotCallable."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise NotCallable(
+            f"{origin(function)} is a generator function: a call would not run its body. Use return instead of yield."
+        )
 
 
 def _require_valid(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:
@@ -274,7 +334,7 @@ def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Call
     return update_wrapper(run, function)
 
 
-def _default_name(function: Callable[..., Any]) -> str:
+def default_name(function: Callable[..., Any]) -> str:
     if not hasattr(function, "__name__"):
         raise ValueError(f"{function!r} has no __name__, which is the default name of its handler: set name=.")
     config = apps.get_containing_app_config(function.__module__)

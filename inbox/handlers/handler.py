@@ -41,6 +41,8 @@ class Handler:
         rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
         concurrency: the maximum number of threads of one process that run it at a time; None: unlimited.
         shed: which messages may be dropped when too many wait; None: no message.
+        all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
+        publishes: the topics that it is declared to publish.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Handler:
     rate_limit: float | None = None
     concurrency: int | None = None
     shed: Shed | None = None
+    all_of: tuple[str, ...] = ()
+    publishes: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -74,7 +78,7 @@ class Handler:
         return 1 if self.ordered is None else self.ordered.partitions
 
     def call(self, *messages: Message) -> object:
-        """Call the function with one message, or with a list for a batch handler; returns its result.
+        """Call the function with one message, or with a list for a batch handler or a join; returns its result.
 
         Raises:
             NotCallable: it returned an awaitable or an iterator, which the inbox does not run.
@@ -92,7 +96,7 @@ class Handler:
                 os._exit(_EXIT_FORKED)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        result = self.function(list(messages) if self.batch else messages[0])
+        result = self.function(list(messages) if self.batch or self.all_of else messages[0])
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()

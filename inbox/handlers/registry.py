@@ -32,7 +32,8 @@ class Registry:
         return list(self._handlers.values())
 
     def for_topic(self, topic: str) -> list[Handler]:
-        return [handler for handler in self._handlers.values() if handler.topic == topic]
+        """The handlers that a message of this topic is delivered to."""
+        return [handler for handler in self._handlers.values() if handler.topic == topic and not handler.all_of]
 
 
 registry = Registry()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,6 +23,9 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 OPERATORS_WAIT = timedelta(seconds=10)
+deleted_together: list[Callable[[str, Sequence[int]], object]] = []
+"""Called with the alias and the ids of rows that are being purged, in their transaction. An optional package that stores more
+about a row deletes it here."""
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
@@ -36,8 +39,8 @@ TRIED_AGAIN: Mapping[str, Any] = {
 }
 
 
-def retry(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
+def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:
+    """dead | retrying | received → retrying, due `after` a delay, with a full set of attempts. False: in none of these states.
 
     running, past its lease → running, due now; its owner can settle nothing. False also if the maximum message age has
     refused it, see `override_maximum_age`. While a handler is running the message, this waits for up to ten seconds. In an
@@ -46,7 +49,8 @@ def retry(alias: str, row: int, *, reason: str = "") -> bool:
     Args:
         reason: for the trail: the operator.
     """
-    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=TRIED_AGAIN)
+    written = {**TRIED_AGAIN, "next_attempt_at": DatabaseTime(after)} if after else TRIED_AGAIN
+    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=written)
 
 
 def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
@@ -198,6 +202,8 @@ def _delete(alias: str, ids: Sequence[int]) -> int:
     """Delete rows by SQL: Django's delete() would first read every row with its body, because steps refer to it."""
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
         Step.objects.using(alias).filter(message_id__in=ids).delete()
+        for delete in deleted_together:
+            delete(alias, ids)
         places = ", ".join(["%s"] * len(ids))
         cursor.execute(f"DELETE FROM {TABLE} WHERE id IN ({places}) AND state IN ('done', 'skipped', 'shed')", ids)
         return int(cursor.rowcount)

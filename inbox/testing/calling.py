@@ -30,11 +30,12 @@ def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes:
     Its exceptions reach the test, and messages that it publishes are in the outbox. A handler that swallows a database error
     or ends the transaction fails as in production. The inbox stores nothing: no row, no deduplication, no retry. An async
     handler runs to completion. A leased handler gets no transaction, and takes its steps. A handler with `biz_id=` gets the
-    message with that biz-id.
+    message with that biz-id. A join gets a `Join` of the given messages; the other topics are missing.
 
     Args:
         handler: the decorated function, or the name of the handler.
-        messages: one message from `make_message`, or its payload; several for a batch handler.
+        messages: one message from `make_message`, or its payload; several for a batch handler; for a join, messages of
+            `make_message`.
         attributes: for messages that are given as payloads; see `make_message`.
 
     Raises:
@@ -49,8 +50,10 @@ def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes:
         raise ValueError("run_handler() needs at least one message: a payload, or a Message from make_message().")
     first = messages[0]
     known = registered(handler, first.topic if isinstance(first, Message) else None)
-    if len(messages) > 1 and not known.batch:
+    if len(messages) > 1 and not (known.batch or known.all_of):
         raise ValueError(f"The handler {known.name} takes one message at a time, but {len(messages)} were given.")
+    if known.all_of and not isinstance(first, Message):
+        raise ValueError(f"The join {known.name} needs messages from make_message(), because their topics matter.")
     prepared = [_message_for(known, message, attributes) for message in messages]
     if known.lease:
         steps = _Steps()

@@ -42,8 +42,8 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
         LookupError: there is none.
         ValueError: the function handles several topics, and `topic` does not say which.
     """
-    known = [one for one in registry.all() if handler in (one.name, one.function, _coroutine_function(one))]
-    selected = [one for one in known if topic in {None, one.topic}]
+    known = [one for one in registry.all() if handler in (one.name, one.function, _decorated(one))]
+    selected = [one for one in known if topic in {None, one.topic, *one.all_of}]
     if len(selected) == 1:
         return selected[0]
     topics = ", ".join(sorted(repr(one.topic) for one in known))
@@ -60,9 +60,10 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
     )
 
 
-def _coroutine_function(handler: Handler) -> object:
-    """The decorated function, if it was an `async def`."""
-    return getattr(getattr(handler.function, "awaitable", None), "__wrapped__", None)
+def _decorated(handler: Handler) -> object:
+    """The decorated function: that of an `async def` and that of a join are wrapped."""
+    function = getattr(getattr(handler.function, "awaitable", None), "__wrapped__", handler.function)
+    return getattr(function, "__wrapped__", None) if handler.all_of else function
 
 
 class Failures:

@@ -22,7 +22,7 @@ from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, fit, printable
 
 _UNRECORDED = {"csrfmiddlewaretoken", "action", "_selected_action", "confirmed", "own_page", "select_across", "index", "shown"}
 _LONGEST_PARAMETER = 500
-_CONTENT = {"payload"}
+_CONTENT = {"payload", "payloads"}
 """Parameters whose length is recorded, and not their value: it may be confidential, and is in the message."""
 
 

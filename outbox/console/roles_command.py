@@ -31,8 +31,11 @@ class RolesCommand(TranslatedCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
         config = apps.get_app_config(self.app)
-        create_permissions(config, verbosity=0, using=alias)
-        every = Permission.objects.using(alias).filter(content_type__app_label=self.app)
+        # Also those of optional packages of the app.
+        parts = [one for one in apps.get_app_configs() if f"{one.name}.".startswith(f"{config.name}.")]
+        for part in parts:
+            create_permissions(part, verbosity=0, using=alias)
+        every = Permission.objects.using(alias).filter(content_type__app_label__in=[part.label for part in parts])
         operating = every.exclude(codename__startswith="unredacted_")
         roles = {"viewer": every.filter(codename__startswith="view_"), "operator": operating}
         with transaction.atomic(using=alias):

@@ -17,6 +17,7 @@ from django.dispatch import Signal
 
 import inbox
 import inbox.checks
+import inbox.joins
 import inbox.metrics
 import inbox.signals
 import inbox.testing
@@ -97,14 +98,16 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (outbox.checks, inbox.checks)
-        for found in re.findall(r'id="((?:outbox|inbox)\.[EWI]\d{3})"', Path(module.__file__).read_text())
+        for module in (outbox.checks, inbox.checks, inbox.joins.checks)
+        for found in re.findall(r'id="((?:outbox|inbox|inbox_joins)\.[EWI]\d{3})"', Path(module.__file__).read_text())
     }
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-@pytest.mark.parametrize("package", [outbox, inbox, outbox.testing, inbox.testing], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [outbox, inbox, inbox.joins, outbox.testing, inbox.testing], ids=lambda package: package.__name__
+)
 def test_every_public_name_is_documented_and_no_other(package):
     names = headings(section(page("reference/api.md"), package.__name__), 3)
 

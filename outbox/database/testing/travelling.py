@@ -47,7 +47,7 @@ def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
 
 def _models(using: str) -> Iterator[type[Model]]:
     for config in apps.get_app_configs():
-        if config.name in _APPS:
+        if config.name.partition(".")[0] in _APPS:
             for model in config.get_models():
                 if not model._meta.proxy and router.allow_migrate_model(using, model):
                     yield model

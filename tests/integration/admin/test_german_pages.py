@@ -39,6 +39,7 @@ LISTS = [
     "inbox_inboxmessage",
     "inbox_consumerheartbeat",
     "inbox_pausedhandler",
+    "inbox_joins_run",
 ]
 
 

@@ -14,8 +14,10 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
+from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
 from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import utcnow
 from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
 from tests.support.admin_pages import a_message, staff_client
@@ -24,11 +26,8 @@ from tests.support.heartbeats import a_consumer, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-OURS = {
-    model._meta.label: model_admin
-    for model, model_admin in admin.site._registry.items()
-    if model._meta.app_label in {"outbox", "inbox"}
-}
+APPS = {"outbox", "inbox", "inbox_joins"}
+OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
 ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
 PERMISSION = {
     "publish_now": "reschedule",
@@ -71,6 +70,14 @@ def an_alert(model):
     return model.objects.create(state="raised", **times)
 
 
+def a_run():
+    at = utcnow()
+    row = InboxMessage.objects.create(
+        handler="shop.report", topic="inbox.join", biz_id="r", state="dead", body=b"{}", received_at=at
+    )
+    return Run.objects.create(handler="shop.report", run_id="r", row=row, opened_at=at, deadline_at=at)
+
+
 def fails(message):
     raise ValueError("no stock")
 
@@ -95,6 +102,7 @@ def a_row(handles):
         "inbox.ConsumerHeartbeat": lambda: ConsumerHeartbeat.objects.get(pk=a_consumer().id),
         "outbox.PendingCallback": a_pending_callback,
         "inbox.InboxMessage": a_dead_letter,
+        "inbox_joins.Run": a_run,
     }
     for label, model_admin in OURS.items():
         if label.endswith(".Alert"):
@@ -135,7 +143,7 @@ def test_action_is_not_offered_and_does_nothing_without_its_permission(label, ac
     before = values_of(row)
     model = OURS[label].model._meta.concrete_model._meta.model_name
     own = f"{PERMISSION.get(action, action)}_{model}"
-    others = set(Permission.objects.filter(content_type__app_label__in=["outbox", "inbox"]).values_list("codename", flat=True))
+    others = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
     assert own in others, "the permission exists"
     client = staff_client(*(others - {own}))
 
@@ -185,7 +193,7 @@ class TestRoles:
         self.run(f"{app}_roles")
         viewer, operator = (Group.objects.get(name=f"{app.capitalize()} {role}") for role in ("viewer", "operator"))
 
-        every = set(Permission.objects.filter(content_type__app_label=app).values_list("codename", flat=True))
+        every = set(Permission.objects.filter(content_type__app_label__startswith=app).values_list("codename", flat=True))
         by_hand = {"unredacted_inboxmessage"} if app == "inbox" else set()
         assert set(operator.permissions.values_list("codename", flat=True)) == every - by_hand
         assert set(viewer.permissions.values_list("codename", flat=True)) == {
@@ -216,5 +224,5 @@ class TestRoles:
 
 def test_every_permission_is_documented():
     page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
-    every = Permission.objects.filter(content_type__app_label__in=["outbox", "inbox"])
+    every = Permission.objects.filter(content_type__app_label__in=APPS)
     assert [one.codename for one in every if f"`{one.codename}`" not in page] == []

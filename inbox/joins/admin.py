@@ -1,0 +1,277 @@
+"""The runs of joins in the admin: what they wait for, since when and until when, and the operators' decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Prefetch, QuerySet
+from django.forms import Media
+from django.http import HttpRequest, HttpResponse
+from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
+from inbox.joins.models import Part, Run
+from inbox.models import DUE, SETTLED, State
+from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin, by
+from outbox.console.audit import Subject, actor_of, posted, record
+from outbox.console.display import NOTHING, Tone, age, as_payload, badge, headline, identifier, moment, stacked, visible
+
+_TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
+_OPEN = [state for state in State if state not in SETTLED]
+_APP = "inbox"
+"""Its style sheet and its audit log are those of the runs."""
+
+
+class _ReasonForm(forms.Form):
+    reason = forms.CharField(
+        max_length=500,
+        widget=forms.TextInput(attrs={"class": "vTextField"}),
+        help_text=_("The reason is stored in the admin log."),
+    )
+
+
+class CompleteForm(_ReasonForm):
+    payloads = forms.CharField(
+        strip=False,
+        widget=forms.Textarea(attrs={"class": "message-edit", "rows": 12, "spellcheck": "false", "autofocus": True}),
+        help_text=_('A JSON object with the payload of each missing topic: {"stock.exported": {"run_id": "2026-01-31"}}.'),
+    )
+    field_order = ("payloads", "reason")
+
+    def clean_payloads(self) -> dict[str, Any]:
+        try:
+            payloads = json.loads(self.cleaned_data["payloads"])
+        except ValueError as error:
+            raise forms.ValidationError(gettext("It is not JSON: %(error)s") % {"error": error}) from error
+        if not isinstance(payloads, dict) or not payloads:
+            raise forms.ValidationError(gettext("It must be a JSON object with at least one topic."))
+        return payloads
+
+
+class ExtendForm(_ReasonForm):
+    minutes = forms.IntegerField(label=_("Minutes from now"), min_value=1, max_value=365 * 24 * 60, initial=60)
+    field_order = ("minutes", "reason")
+
+
+class OpenFilter(admin.SimpleListFilter):
+    """Open runs, unless others are chosen."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
+        return [("dead", _("Past the deadline, or failed")), ("all", _("All"))]
+
+    def choices(self, changelist: Any) -> Any:
+        first, *others = super().choices(changelist)
+        return [{**first, "display": _("Open")}, *others]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "all":
+                return queryset
+            case "dead":
+                return queryset.filter(row__state=State.DEAD)
+            case _:
+                return queryset.filter(row__state__in=_OPEN)
+
+
+@admin.register(Run)
+class RunAdmin(ActingAdmin):
+    """The open runs first: what each waits for."""
+
+    noun = _("run")
+    nouns = _("runs")
+    nothing = _("No run is open.")
+    hint = _(
+        "A run is open from its first message until its join has handled it. It starts when all messages have come. At the "
+        "deadline it becomes a dead letter, or starts without the missing messages, as its join says."
+    )
+    large_columns = tuple(f"row__{name}" for name in ("body", "headers", "traceback", "failures", "result", "conflicting_body"))
+    refusals = (NotDecidable,)
+    actions = ("complete", "extend", "start")
+    ordering = ("deadline_at",)
+    sortable_by = ()
+    list_filter = (OpenFilter,)
+    search_fields = ("run_id",)
+    search_help_text = _("A run id or a join, exact.")
+    list_display = ("state_badge", "name", "waits_for", "since", "deadline")
+    list_display_links = ("name",)
+    shown = (
+        "state_badge",
+        "join_name",
+        "run_id_name",
+        "waits_for",
+        "error",
+        "message_link",
+        "since",
+        "deadline",
+        "started",
+        "come",
+    )
+
+    @property
+    def media(self) -> Media:
+        """The admin's media and the style sheet of the inbox."""
+        return super(ReadOnlyAdmin, self).media + Media(css={"all": [f"{_APP}/admin.css"]})
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return self.shown
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return self.shown
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        parts = Prefetch("parts", Part.objects.using(self.using).defer("body", "headers").order_by("pk"))
+        return super().get_queryset(request).select_related("row").prefetch_related(parts)
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        term = search_term.strip()
+        return (queryset.filter(run_id=term) | queryset.filter(handler=term) if term else queryset), False
+
+    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
+        subject = Subject(kind=str(self.noun), id=row.row.message_id, name=self.subject(row))
+        record(_APP, alias, actor_of(request), action, [subject], posted(request))
+
+    def subject(self, row: Any) -> str:
+        return visible(f"{row.run_id} ({row.handler})")
+
+    def badge_of(self, row: Any) -> SafeString:
+        if row.row.state in DUE and missing(row) and not row.started_by:
+            return badge(gettext("Waiting"), Tone.LATER)
+        return badge(row.row.get_state_display(), _TONES.get(row.row.state, Tone.OPEN))
+
+    def offers(self, action: str, row: Any) -> bool:
+        return row.row.state in {State.RECEIVED, State.RETRYING, State.DEAD} and (action == "extend" or bool(missing(row)))
+
+    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
+        row = self.everything(request).using(alias).filter(pk=pk).first()
+        if row is None:
+            return gettext("it no longer exists")
+        return gettext("it is %(state)s now") % {"state": row.row.get_state_display().lower()}
+
+    def has_complete_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox_joins.complete_run")
+
+    def has_extend_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox_joins.extend_run")
+
+    def has_start_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox_joins.start_run")
+
+    @admin.action(permissions=["complete"], description=_("Enter the missing messages…"))
+    def complete(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            CompleteForm,
+            action="complete",
+            question=gettext("Enter the missing messages of these runs? A run starts when none is missing."),
+            button=gettext("Enter the messages"),
+            done=gettext("completed"),
+            transition=lambda given: partial(complete, payloads=given["payloads"], by=by(request, given["reason"])),
+        )
+
+    @admin.action(permissions=["extend"], description=_("Wait longer…"))
+    def extend(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            ExtendForm,
+            action="extend",
+            question=gettext("Extend the deadline of these runs?"),
+            button=gettext("Extend the deadline"),
+            done=gettext("waiting until the new deadline"),
+            transition=lambda given: partial(_extend, given=given, by=by(request, given["reason"])),
+        )
+
+    @admin.action(permissions=["start"], description=_("Start without the missing messages…"))
+    def start(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            _ReasonForm,
+            action="start",
+            question=gettext("Start these runs without the missing messages? Messages that come later have no effect."),
+            button=gettext("Start the runs"),
+            done=gettext("started"),
+            transition=lambda given: partial(start, by=by(request, given["reason"])),
+        )
+
+    # display
+
+    @admin.display(description=_("state"))
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description=_("join, run id"))
+    def name(self, row: Any) -> SafeString:
+        return stacked(identifier(row.handler), identifier(row.run_id))
+
+    @admin.display(description=_("join"))
+    def join_name(self, row: Any) -> SafeString:
+        return identifier(row.handler)
+
+    @admin.display(description=_("run id"))
+    def run_id_name(self, row: Any) -> SafeString:
+        return identifier(row.run_id)
+
+    @admin.display(description=_("waits for"))
+    def waits_for(self, row: Any) -> SafeString:
+        topics = missing(row)
+        return stacked(*map(identifier, topics)) if topics else format_html("{}", NOTHING)
+
+    @admin.display(description=_("since"))
+    def since(self, row: Any) -> SafeString:
+        return age(row.opened_at, row.database_now)
+
+    @admin.display(description=_("deadline"))
+    def deadline(self, row: Any) -> SafeString:
+        return moment(row.deadline_at, row.database_now)
+
+    @admin.display(description=_("last error, or reason"))
+    def error(self, row: Any) -> SafeString:
+        return headline(row.row.last_error)
+
+    @admin.display(description=_("started without the missing messages"))
+    def started(self, row: Any) -> SafeString:
+        return identifier(row.started_by) if row.started_by else format_html("{}", NOTHING)
+
+    @admin.display(description=_("its row in the inbox"))
+    def message_link(self, row: Any) -> SafeString:
+        try:
+            url = reverse(f"{self.admin_site.name}:inbox_inboxmessage_change", args=[row.row_id])
+        except NoReverseMatch:
+            return identifier(row.row.message_id)
+        return format_html('<a href="{}">{}</a>', url, identifier(row.row.message_id))
+
+    @admin.display(description=_("messages that have come"))
+    def come(self, row: Any) -> SafeString:
+        lines = (
+            (
+                identifier(part.topic),
+                identifier(part.message_id),
+                age(part.stored_at, row.database_now),
+                visible(part.entered_by),
+                as_payload(bytes(part.body), "application/json").as_html() if part.body else "",
+            )
+            for part in row.parts.all()
+        )
+        return format_html(
+            '<div class="message-block">{}</div>',
+            format_html_join("", '<p class="message-note">{} {} {} {}</p>{}', lines),
+        )
+
+
+def _extend(alias: str, pk: Any, *, given: Mapping[str, Any], by: str) -> bool:
+    return extend(alias, pk, timedelta(minutes=given["minutes"]), by=by)

@@ -1,0 +1,147 @@
+"""Collecting the messages of a run, and giving them to the join's function.
+
+`collect` is the function of the handlers of the awaited topics. It runs in the transaction of its message's inbox row, so a
+message is a part of its run if and only if it is handled. The run id is its biz-id, so the inbox suppresses copies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from inbox.conf import inbox_options
+from inbox.errors import Reject, RetryLater
+from inbox.handlers.message import Message
+from inbox.joins import store
+from inbox.joins.join import Join
+from inbox.joins.models import Part
+from inbox.models import DUE, State
+
+logger = logging.getLogger(__name__)
+
+_RUNNING = timedelta(seconds=1)
+_EARLY = timedelta(minutes=1)
+"""A run that is retried before it is complete is run again after this, in case its last message came in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """What a join waits for.
+
+    Attributes:
+        name: of its handler.
+        using: the database alias of its runs.
+        topics: all of these.
+        deadline: after the arrival of the first message of a run.
+        on_missing: what happens then.
+    """
+
+    name: str
+    using: str
+    topics: tuple[str, ...]
+    deadline: timedelta
+    on_missing: Literal["dead", "call"]
+
+    def missing(self, topics: set[str]) -> tuple[str, ...]:
+        """Those of its topics that are not in `topics`."""
+        return tuple(topic for topic in self.topics if topic not in topics)
+
+
+def collect(join: Definition, message: Message) -> None:
+    """Store a message as a part of its run. The last one makes the run's inbox row due.
+
+    Raises:
+        RetryLater: the run is being changed by another transaction.
+    """
+    alias, run_id = join.using, message.biz_id
+    run = store.lock(alias, join.name, run_id)
+    run = run or store.open_run(alias, join.name, run_id, join.deadline, message)
+    # Another transaction has opened it in between.
+    run = run or store.lock(alias, join.name, run_id)
+    if run is None:
+        _report_late(join, message, "its run is over and was purged")
+        return
+    store.add_part(alias, run, message)
+    state, attempts = store.state_of(alias, run)
+    if state not in DUE:
+        _report_late(join, message, f"its run is {State(state).label.lower()}" if state else "its run was purged")
+    elif attempts == 0 and not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
+        raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
+
+
+def gather(join: Definition, given: Sequence[Message]) -> Join:
+    """The messages of a run.
+
+    Args:
+        given: the message of the run's inbox row; in a test, the messages of the run.
+
+    Raises:
+        Reject: the deadline has passed, and messages are missing.
+        RetryLater: messages are missing, and the deadline has not passed.
+    """
+    if given[0].topic != store.TOPIC:
+        return _joined(join, given[0], {message.topic: message for message in given})
+    (of_the_run,) = given
+    found = store.collected(join.using, join.name, of_the_run.biz_id)
+    if found is None:
+        raise Reject(f"The messages of the run {of_the_run.biz_id} are not stored: its row was not made by this join.")
+    joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in found.parts})
+    if not joined.missing or found.started_by:
+        return joined
+    names = ", ".join(joined.missing)
+    if found.left > timedelta():
+        raise RetryLater(min(found.left, _EARLY), f"waits for {names}")
+    if join.on_missing == "dead":
+        raise Reject(
+            f"The deadline has passed, and these messages have not come: {names}. Complete the run, extend its deadline, or "
+            "start it without them."
+        )
+    logger.warning("%s: run %s starts at its deadline without: %s.", join.name, joined.run_id, names)
+    return joined
+
+
+def finish(join: Definition, given: Sequence[Message]) -> None:
+    """After the function, in its transaction: keep no payloads, if the inbox keeps none of messages that are done."""
+    if given[0].topic == store.TOPIC and not inbox_options().keeps_all_bodies:
+        store.empty_parts(join.using, join.name, given[0].biz_id)
+
+
+def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message]) -> Join:
+    return Join(
+        id=of_the_run.id,
+        run_id=of_the_run.biz_id,
+        messages={topic: by_topic[topic] for topic in join.topics if topic in by_topic},
+        missing=join.missing({*by_topic}),
+        attempt=of_the_run.attempt,
+    )
+
+
+def _message_of(part: Part, of_the_run: Message) -> Message:
+    return Message(
+        id=part.message_id,
+        topic=part.topic,
+        key=part.key,
+        biz_id=of_the_run.biz_id,
+        payload=json.loads(bytes(part.body)),
+        headers=part.headers,
+        created_at=part.created_at,
+        attempt=of_the_run.attempt,
+        redelivered=of_the_run.redelivered,
+        correlation_id=part.correlation_id,
+        causation_id=part.causation_id,
+    )
+
+
+def _report_late(join: Definition, message: Message, why: str) -> None:
+    logger.warning(
+        "%s: message %s of topic %s came too late for the run %s: %s. The run does not start by it.",
+        join.name,
+        message.id,
+        message.topic,
+        message.biz_id,
+        why,
+    )

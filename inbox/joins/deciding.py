@@ -1,0 +1,90 @@
+"""Operators' decisions about a run: enter the missing messages, extend its deadline, start it without them.
+
+Each locks the run, so that no message is added meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from django.db import transaction
+
+from inbox.errors import InboxError
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
+from inbox.joins import store
+from inbox.joins.models import Run
+from inbox.store.operating import RETRYABLE
+from outbox.kernel.identity import new_message_id
+from outbox.kernel.text import NAME_LENGTH
+
+
+class NotDecidable(InboxError):
+    """A decision about a run is refused, for this reason; the run is unchanged."""
+
+
+def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bool:
+    """Add messages with these payloads by topic, and start the run if none is missing then. False: its state does not allow it.
+
+    Raises:
+        NotDecidable: the join does not wait for such a message.
+    """
+
+    def decide(run: Run, locked: store.Locked) -> bool:
+        waits_for = missing(run)
+        if unknown := sorted({*payloads} - {*waits_for}):
+            raise NotDecidable(f"It does not wait for {', '.join(unknown)}. It waits for: {', '.join(waits_for) or 'nothing'}.")
+        for topic, payload in payloads.items():
+            store.add_part(alias, locked, _entered(run, topic, payload), entered_by=by[:NAME_LENGTH])
+        return bool({*waits_for} - {*payloads}) or store.retry(alias, locked, by=by)
+
+    return _decide(alias, pk, decide)
+
+
+def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
+    """Wait for the missing messages until `duration` from now; a dead run is open again. False: its state does not allow it."""
+
+    def decide(run: Run, locked: store.Locked) -> bool:
+        return store.extend(alias, locked, duration, by=by) and (bool(missing(run)) or store.retry(alias, locked, by=by))
+
+    return _decide(alias, pk, decide)
+
+
+def start(alias: str, pk: int, *, by: str) -> bool:
+    """Call the function with what has come, without the missing messages. False: its state does not allow it."""
+    return _decide(alias, pk, lambda run, locked: store.start_without_missing(alias, locked, by=by[:NAME_LENGTH]))
+
+
+def missing(run: Any) -> tuple[str, ...]:
+    """The topics that a `Run` waits for; () also if this process has no such join."""
+    join = registry.get(run.handler)
+    come = {part.topic for part in run.parts.all()}
+    return tuple(topic for topic in join.all_of if topic not in come) if join else ()
+
+
+def _decide(alias: str, pk: int, decide: Callable[[Run, store.Locked], bool]) -> bool:
+    with transaction.atomic(using=alias):
+        run = Run.objects.using(alias).filter(pk=pk).first()
+        locked = run and store.lock(alias, run.handler, run.run_id)
+        decided = bool(run and locked and store.state_of(alias, locked)[0] in RETRYABLE and decide(run, locked))
+        if not decided:
+            transaction.set_rollback(True, using=alias)
+        return decided
+
+
+def _entered(run: Run, topic: str, payload: Any) -> Message:
+    return Message(
+        id=str(new_message_id()),
+        topic=topic,
+        key="",
+        biz_id=run.run_id,
+        payload=payload,
+        headers={},
+        created_at=None,
+        attempt=1,
+        redelivered=False,
+        correlation_id="",
+        causation_id="",
+    )

@@ -1,0 +1,207 @@
+"""All SQL of joins: runs, their parts, and the due time of their inbox rows.
+
+A run is *opened* by its first part, together with its inbox row, which is due at the deadline. A transaction that adds a part
+locks the run first, so that of two last parts, the later one sees the earlier. The lock is held for a few statements, never
+while a user's function runs. The row of a run is locked after the run, or alone, so these locks cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import connections, router
+
+from inbox.handlers.message import Message
+from inbox.joins.models import Part, Run
+from inbox.models import InboxMessage, State
+from inbox.store import operating
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
+from inbox.store.dialect import TABLE as MESSAGES
+from inbox.store.inserting import Insertion, insert_one
+from inbox.store.rows import NewRow
+from inbox.store.trail import record
+from outbox.database.connections import is_postgresql
+from outbox.database.now import DatabaseTime, now
+from outbox.kernel.identity import new_message_id
+
+TOPIC = "inbox.join"
+"""The topic in the inbox rows of runs. No message is delivered for it."""
+_RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
+_WAITING = "attempts = 0 AND state IN ('received', 'retrying')"
+"""The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """A run that this transaction has locked, and its inbox row."""
+
+    pk: int
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """A run and its parts.
+
+    Attributes:
+        left: the time until the deadline; not positive if it has passed.
+        started_by: the operator who started it without the missing messages, or "".
+    """
+
+    left: timedelta
+    started_by: str
+    parts: Sequence[Part]
+
+
+def lock(alias: str, handler: str, run_id: str) -> Locked | None:
+    """Lock a run; None if it does not exist.
+
+    Raises:
+        django.db.OperationalError: another transaction holds the lock for too long. The inbox runs the message again.
+    """
+    connection = connections[alias]
+    found = f"SELECT id, row_id FROM {_RUNS} WHERE handler = %s AND run_id = %s"
+    with connection.cursor() as cursor:
+        if not is_postgresql(connection):
+            cursor.execute(found, [handler, run_id])
+            row = cursor.fetchone()
+            return Locked(*row) if row else None
+        # One round trip: bound the wait, lock, restore the transaction's own lock_timeout.
+        cursor.execute(
+            f"{BOUND}, locked AS (SELECT r.id, r.row_id FROM bound, {_RUNS} r WHERE r.handler = %s AND r.run_id = %s "
+            f"FOR UPDATE OF r) SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
+            [as_bound(LONGEST_LOCK_WAIT), handler, run_id],
+        )
+        ((pk, row_id, _),) = cursor.fetchall()
+    return None if pk is None else Locked(pk, row_id)
+
+
+def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: Message) -> Locked | None:
+    """∅ → received, due at the deadline, for the run's inbox row; and the run. None: the row exists.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is opening it and did not end in time.
+    """
+    body = json.dumps({"run_id": run_id}).encode()
+    row = NewRow(
+        handler=handler,
+        topic=TOPIC,
+        biz_id=run_id,
+        message_id=str(new_message_id()),
+        key="",
+        content_type="application/json",
+        body=body,
+        digest=hashlib.sha256(body).hexdigest(),
+        headers="{}",
+        source="",
+        correlation_id=first.correlation_id or first.id,
+        causation_id=first.id,
+        traceparent="",
+        created_at=None,
+    )
+    insertion = Insertion(row=row, state=State.RECEIVED, due_after=deadline.total_seconds())
+    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    if inserted is None:
+        return None
+    record(alias, inserted.rows, was="", matters=False)
+    # By the same statement, so that the row is not due before the deadline.
+    opened_at, deadline_at = _due_at(alias, inserted.rows[0])
+    run = Run(handler=handler, run_id=run_id, row_id=inserted.rows[0], opened_at=opened_at, deadline_at=deadline_at)
+    run.save(using=alias, force_insert=True)
+    return Locked(run.pk, inserted.rows[0])
+
+
+def _due_at(alias: str, row: int) -> tuple[datetime, Any]:
+    return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row)
+
+
+def add_part(alias: str, run: Locked, message: Message, *, entered_by: str = "") -> None:
+    """Add a message to its run, unless a message of this topic has come before."""
+    part = Part(
+        run_id=run.pk,
+        topic=message.topic,
+        message_id=message.id,
+        key=message.key,
+        body=json.dumps(message.payload).encode(),
+        headers=dict(message.headers),
+        correlation_id=message.correlation_id,
+        causation_id=message.causation_id,
+        created_at=message.created_at,
+        stored_at=DatabaseTime(),
+        entered_by=entered_by,
+    )
+    Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
+
+
+def topics_of(alias: str, run: Locked) -> set[str]:
+    return set(Part.objects.using(alias).filter(run_id=run.pk).values_list("topic", flat=True))
+
+
+def make_due(alias: str, run: Locked) -> bool:
+    """received | retrying → the same, due now, because all messages of the run have come. False: it is not waiting, or locked.
+
+    It does not wait for the row, which a runner has locked while the function of the join runs.
+    """
+    connection = connections[alias]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {MESSAGES} SET next_attempt_at = {now(connection)} "
+            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {_WAITING} {skip_locked})",
+            [run.row],
+        )
+        return bool(cursor.rowcount)
+
+
+def state_of(alias: str, run: Locked) -> tuple[str, int]:
+    """The state and the attempts of the run's inbox row."""
+    found = InboxMessage.objects.using(alias).filter(pk=run.row).values_list("state", "attempts").first()
+    return found or ("", 0)
+
+
+def collected(alias: str, handler: str, run_id: str) -> Collected | None:
+    """A run with its parts, for its function; None if it does not exist."""
+    found = Run.objects.using(alias).filter(handler=handler, run_id=run_id).annotate(database_now=DatabaseTime())
+    run: Any = found.prefetch_related("parts").first()
+    if run is None:
+        return None
+    return Collected(left=run.deadline_at - run.database_now, started_by=run.started_by, parts=list(run.parts.all()))
+
+
+def empty_parts(alias: str, handler: str, run_id: str) -> None:
+    """Remove the payloads of a run that is done."""
+    parts = Part.objects.using(alias).filter(run__handler=handler, run__run_id=run_id)
+    parts.update(body=b"", headers={})
+
+
+def start_without_missing(alias: str, run: Locked, *, by: str) -> bool:
+    """dead | retrying | received → retrying, due now; its function is called without the missing messages."""
+    Run.objects.using(alias).filter(pk=run.pk).update(started_by=by)
+    return operating.retry(alias, run.row, reason=f"started without the missing messages {by}")
+
+
+def extend(alias: str, run: Locked, duration: timedelta, *, by: str) -> bool:
+    """dead | retrying | received → retrying, due at the new deadline, `duration` from now."""
+    if not operating.retry(alias, run.row, reason=f"deadline extended {by}", after=duration):
+        return False
+    Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=_due_at(alias, run.row)[1])
+    return True
+
+
+def retry(alias: str, run: Locked, *, by: str) -> bool:
+    return operating.retry(alias, run.row, reason=f"the missing messages were entered {by}")
+
+
+def delete_runs(alias: str, rows: Sequence[int]) -> None:
+    """Delete the runs of inbox rows that are being purged."""
+    if not rows or not router.allow_migrate_model(alias, Run):
+        return
+    places = ", ".join(["%s"] * len(rows))
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {_PARTS} WHERE run_id IN (SELECT id FROM {_RUNS} WHERE row_id IN ({places}))", list(rows))
+        cursor.execute(f"DELETE FROM {_RUNS} WHERE row_id IN ({places})", list(rows))

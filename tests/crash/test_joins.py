@@ -1,0 +1,161 @@
+"""Joins while processes are killed: each run has its effect exactly once. JOIN_RUNS=10000 makes the long test longer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from inbox.joins.models import Part, Run
+from inbox.joins.store import TOPIC
+from inbox.models import InboxMessage
+from inbox.testing import travel
+from outbox import publish
+from outbox.models import RelayLease
+from tests.crash.test_kill_points import ACK, COMMIT, EFFECT
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.joined import TOPICS
+
+OPEN = "inbox.joins.store.open_run"
+ADD = "inbox.joins.store.add_part"
+MAKE_DUE = "inbox.joins.store.make_due"
+GATHER = "inbox.joins.store.collected"
+
+RUNS = int(os.environ.get("JOIN_RUNS", "3000"))
+COPIES = 0.1
+SECONDS_BETWEEN_KILLS = 0.3
+KILLING_SECONDS = 60
+LONGEST_SECONDS = 300
+
+POINTS = {
+    "before the run is opened": f"before {OPEN}",
+    "after its row is inserted": f"after {OPEN}",
+    "after a part is stored": f"after {ADD} 2",
+    "before the row of the run is due": f"before {MAKE_DUE}",
+    "after the row of the run is due": f"after {MAKE_DUE}",
+    "after the commit of the last part": f"after {COMMIT} once {MAKE_DUE}",
+    "before the messages are gathered": f"before {GATHER}",
+    "after the effect": f"after {EFFECT}",
+    "before the commit of the join": f"before {COMMIT} once {GATHER}",
+    "after the commit of the join": f"after {COMMIT} once {GATHER}",
+}
+WITH_A_BROKER = {
+    "before the commit of the last part": f"before {COMMIT} once {MAKE_DUE}",
+    "before the last part is acknowledged": f"before {ACK} 3",
+}
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "tests.support.apps.joined.settings"
+
+
+@pytest.fixture
+def joined(world):
+    world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
+    return world
+
+
+@pytest.fixture
+def local(local_world):
+    local_world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
+    return local_world
+
+
+def publish_run(run_id, topics=TOPICS):
+    with transaction.atomic():
+        for topic in topics:
+            publish(topic, {"run_id": run_id}, biz_id=f"{topic}-{run_id}")
+
+
+def ended():
+    return set(InboxMessage.objects.filter(topic=TOPIC).values_list("state", flat=True))
+
+
+def assert_started_once(run_id="monday"):
+    assert list(Effect.objects.values_list("name", "detail")) == [(run_id, ",".join(TOPICS))]
+    assert set(Part.objects.values_list("topic", flat=True)) == {*TOPICS}
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", POINTS)
+def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local, name):
+    publish_run("monday")
+    local.dies_at(POINTS[name], local.relay)
+    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    local.relay()
+    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the run is done")
+
+    assert_started_once()
+
+
+@pytest.mark.parametrize("name", WITH_A_BROKER)
+def test_a_consumer_killed_at_any_step_of_the_last_message_starts_the_run_once(joined, name):
+    victim = joined.listening(failpoint=f"kill {WITH_A_BROKER[name]}", inbox={"CONCURRENCY": 1})
+    joined.relay()
+    publish_run("monday")
+    joined.dead(victim, WITH_A_BROKER[name])
+    joined.consumer()
+    joined.wait_until(lambda: ended() == {"done"} and joined.is_quiet(), "the run is done")
+
+    assert_started_once()
+
+
+@pytest.mark.every_database
+def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local):
+    publish_run("monday", TOPICS[:1])
+    collector = local.relay()
+    local.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the message is collected")
+    local.end(collector)
+    travel(timedelta(hours=2))
+    local.dies_at(f"before {GATHER}", local.relay)
+    RelayLease.objects.all().delete()
+    local.relay()
+    local.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
+
+    assert ", ".join(TOPICS[1:]) in InboxMessage.objects.get(topic=TOPIC).last_error
+    assert not Effect.objects.exists()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(KILLING_SECONDS + LONGEST_SECONDS + 60)
+def test_runs_start_once_each_while_relays_and_consumers_are_killed(joined, record_property):
+    """Three topics in random order, with copies; two relays, three consumers, and a kill every 300 ms for a minute."""
+    chance = random.Random(joined.seed)
+    runs = [f"run-{number}" for number in range(RUNS)]
+    load = [(topic, run) for topic in TOPICS for run in runs]
+    load += chance.sample(load, int(len(load) * COPIES))
+    chance.shuffle(load)
+    for start in range(0, len(load), 1000):
+        with transaction.atomic():
+            for topic, run in load[start : start + 1000]:
+                publish(topic, {"run_id": run}, biz_id=run)
+    workers = [joined.listening(), *(joined.consumer() for _ in range(2)), *(joined.relay() for _ in range(2))]
+    begun_at, kills, progress = time.monotonic(), 0, 0
+    while Effect.objects.count() < RUNS and time.monotonic() < begun_at + KILLING_SECONDS:
+        time.sleep(SECONDS_BETWEEN_KILLS)
+        # On a busy machine a process needs longer to begin its work.
+        if (handled := InboxMessage.objects.filter(state="done").count()) == progress:
+            continue
+        progress = handled
+        place = chance.randrange(len(workers))
+        if workers[place].is_ready:
+            workers[place].kill()
+            workers[place] = joined.again(workers[place])
+            kills += 1
+    joined.wait_until(joined.is_quiet, "everything was handled", LONGEST_SECONDS)
+    seconds = round(time.monotonic() - begun_at)
+    logger.info("%d runs took %d s; %d kills.", RUNS, seconds, kills)
+    record_property("seconds, kills", (seconds, kills))
+
+    assert kills > 5
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(runs)
+    assert set(Effect.objects.values_list("detail", flat=True)) == {",".join(TOPICS)}
+    assert ended() == {"done"}
+    assert Run.objects.count() == RUNS
+    assert Part.objects.count() == RUNS * len(TOPICS)
+    assert set(InboxMessage.objects.values_list("state", flat=True)) == {"done"}
