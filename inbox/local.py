@@ -24,6 +24,7 @@ from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
 from outbox.database.faults import is_about_values
+from outbox.kernel.broker import queue_name
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
@@ -100,7 +101,11 @@ class LocalTransport:
         arrivals: dict[str, list[Arrival]] = {}
         handlers: dict[str, Handler] = {}
         for message in messages:
-            of_its_topic = registry.for_topic(message.envelope.topic)
+            of_its_topic = [
+                handler
+                for handler in registry.for_topic(message.envelope.topic)
+                if message.queue in {"", queue_name(f"{options.group}.{handler.name}", handler.topic)}
+            ]
             refused = self._why_refused(message, of_its_topic)
             verdicts[message.position] = refused or CONFIRMED
             for handler in () if refused else of_its_topic:
@@ -124,6 +129,8 @@ class LocalTransport:
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
         if not handlers:
+            if message.queue:
+                return Verdict(PublishOutcome.RETURNED, f"unroutable: no handler here has the queue {message.queue!r}")
             return Verdict(
                 PublishOutcome.RETURNED,
                 f"unroutable: no handler is registered for the topic {topic!r}; define it in an installed app's handlers.py",
