@@ -27,9 +27,11 @@ from inbox.handlers.options import (
     Ordered,
     Retry,
     Shed,
+    StartFrom,
     per_second,
     require_count,
     require_duration,
+    require_start,
     require_value,
 )
 from inbox.handlers.registry import registry
@@ -51,6 +53,7 @@ def idempotent_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
 
@@ -71,6 +74,8 @@ def idempotent_handler(
         rate_limit: the maximum number of messages per period in all processes together: "2000/s", "100/m" or "5/h".
         concurrency: the maximum number of threads per process that run this handler at a time; default: all threads.
         shed: which messages may be dropped, and above how many waiting messages.
+        start_from: what a handler with a new name gets of the messages that were published before: "first", all that the
+            outbox's history has; a datetime, those published since; "last", none. It needs the outbox in the database `using`.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
@@ -91,6 +96,7 @@ def idempotent_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -107,6 +113,7 @@ def batch_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle the messages of `topic` in lists with the decorated function; each effect happens exactly once per biz-id.
 
@@ -131,6 +138,7 @@ def batch_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -147,6 +155,7 @@ def leased_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` under a lease with the decorated function, for effects outside the database.
 
@@ -172,6 +181,7 @@ def leased_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -186,6 +196,7 @@ def _decorator(
     rate_limit: str | None,
     concurrency: int | None,
     shed: Shed | None,
+    start_from: StartFrom,
     ordered: bool | Ordered = False,
     **more: Any,
 ) -> Callable[[Function], Function]:
@@ -193,6 +204,7 @@ def _decorator(
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
     _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    require_start(start_from)
     options: dict[str, Any] = {
         "timeout": timeout,
         "retry": retry or AS_THE_SETTINGS,
@@ -200,6 +212,7 @@ def _decorator(
         "rate_limit": None if rate_limit is None else per_second(rate_limit),
         "concurrency": concurrency,
         "shed": shed,
+        "start_from": start_from,
         **more,
     }
 

@@ -27,6 +27,7 @@ from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
 from outbox.relay.replaying import executor
+from outbox.relay.starting import starters
 from outbox.relay.timer import Timer
 from outbox.store import claiming
 from outbox.transports import open_transport
@@ -86,6 +87,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
         if not connections[alias].in_atomic_block:  # as in a test
             companions.append(executor(alias))
+        companions += starters(alias, options, is_local=transport.capabilities.transactional)
         if not drain:
             # An operator's request to drain ends this phase only.
             phase = stop.follower()

@@ -420,7 +420,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _SELECT.format(expires_in=expires_in, live=live(connection), is_secondary="false")
+    select = _SELECT.format(expires_in=expires_in, live=live(connection)).format(is_secondary="false")
     condition, among = any_of(connection, positions)
     with connection.cursor() as cursor:
         # The range is for the BRIN index of history.
