@@ -47,6 +47,7 @@ class LocalTransport:
     def __init__(self, url: str, *, alias: str, exchange: str, is_past: bool = False) -> None:
         self._alias = alias
         self._is_past = is_past
+        self._started: set[str] = set()
         self._runner = Runner(inbox_options())
 
     def connect(self) -> None:
@@ -129,8 +130,12 @@ class LocalTransport:
     def _starting(self, messages: Sequence[OutgoingMessage]) -> Collection[str]:
         """The handlers of these messages that wait for their past."""
         topics = {message.envelope.topic for message in messages}
-        wanting = [handler for handler in wanting_on(self._alias) if handler.topic in topics]
-        return waiting_among(self._alias, wanting) if wanting and not self._is_past else ()
+        unknown = [one for one in wanting_on(self._alias) if one.topic in topics and one.name not in self._started]
+        if self._is_past or not unknown:
+            return ()
+        waiting = waiting_among(self._alias, unknown)
+        self._started.update(handler.name for handler in unknown if handler.name not in waiting)
+        return waiting
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
         """The handlers on another database, to which messages cannot be handed over."""

@@ -21,6 +21,11 @@ from inbox.store import starts
 from outbox.kernel.transport import OutgoingMessage, Sent
 
 
+def starts_on(alias: str, *, is_local: bool) -> Starts | None:
+    """The starts on one database; None if no handler of this process wants its past from there."""
+    return Starts(alias, is_local=is_local) if wanting_on(alias) else None
+
+
 class Starts:
     """The starts of the handlers of this process on one database.
 
@@ -35,12 +40,11 @@ class Starts:
 
     def waiting(self) -> Sequence[str]:
         """The handlers of this process that wait for their past."""
-        wanting = {handler.name for handler in wanting_on(self._alias)}
-        if not wanting:
-            return ()
+        wanting = wanting_on(self._alias)
         if self._is_local:
-            waiting_among(self._alias, wanting_on(self._alias))
-        return [name for name in starts.waiting(self._alias) if name in wanting]
+            return sorted(waiting_among(self._alias, wanting))
+        names = {handler.name for handler in wanting}
+        return [name for name in starts.waiting(self._alias) if name in names]
 
     def lock(self, handler: str) -> Any | None:
         """Lock the start until the open transaction ends; None if another process has it, or it is complete."""

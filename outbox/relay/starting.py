@@ -43,7 +43,7 @@ _LAST = 2_000
 _POLL_SECONDS = 2.0
 _CLOCK_STEP = timedelta(seconds=2)
 """What was published since an instant is read from this much earlier, in case the database's clock is set back."""
-_STARTS = "inbox.starting.Starts"
+_STARTS = "inbox.starting.starts_on"
 
 
 class Starts(Protocol):
@@ -58,10 +58,10 @@ class Starts(Protocol):
 
 
 def starters(alias: str, options: OutboxOptions, *, is_local: bool) -> Sequence[Companion]:
-    """The companion that hands the past over; none if this project has no inbox."""
-    if not apps.is_installed("inbox"):
-        return ()
-    return (Starter(alias, options, import_string(_STARTS)(alias, is_local=is_local), is_local=is_local),)
+    """The companion that hands the past over; none if no handler of this process wants it."""
+    # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
+    starts = import_string(_STARTS)(alias, is_local=is_local) if apps.is_installed("inbox") else None
+    return () if starts is None else (Starter(alias, options, starts, is_local=is_local),)
 
 
 class Starter:

@@ -177,9 +177,7 @@ class TestFromABroker:
         with override_settings(OUTBOX=given, INBOX={"BROKER_URL": rabbitmq_url, "GROUP": options.GROUP}):
             yield options
 
-    def test_it_sees_every_message_once_in_the_order_of_its_key_while_new_ones_keep_coming(
-        self, handles, options, monkeypatch
-    ):
+    def test_it_sees_every_message_once_in_the_order_of_its_key_while_new_ones_keep_coming(self, handles, options, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 10)
         other = handles(lambda message: None, topic=TOPIC, name="other")
         declare(other, options)
@@ -211,7 +209,7 @@ class TestFromABroker:
             from_here = StopRequest()
             # A pass of a relay that knows nothing of the inbox's starts.
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(starting, "_STARTS", f"{__name__}.NoStarts")
+                patch.setattr(starting, "_STARTS", f"{__name__}.no_starts")
                 serve("default", drain=True, stop=from_here)
             assert effects() == 0
             relay_all()
@@ -220,12 +218,8 @@ class TestFromABroker:
         assert handled() == of_each_key(6)
 
 
-class NoStarts:
-    def __init__(self, alias, *, is_local):
-        pass
-
-    def waiting(self):
-        return ()
+def no_starts(alias, *, is_local):
+    """As in a relay whose project has no handler that wants its past."""
 
 
 @pytest.mark.parametrize("start_from", ["firts", datetime(2026, 3, 1), 5])  # noqa: DTZ001 - it is what is refused
