@@ -61,9 +61,6 @@ class Starts:
     def update(self, start: Any, **columns: Any) -> None:
         starts.update(self._alias, start, **columns)
 
-    def complete(self, start: Any) -> None:
-        starts.complete(self._alias, start)
-
 
 def _unknown(handler: str) -> Handler:
     raise LookupError(f"No handler of this process is called {handler!r}.")

@@ -69,8 +69,3 @@ def lock(alias: str, handler: str) -> HandlerStart | None:
 
 def update(alias: str, start: HandlerStart, **columns: Any) -> None:
     HandlerStart.objects.using(alias).filter(pk=start.pk).update(**columns)
-
-
-def complete(alias: str, start: HandlerStart) -> None:
-    """waiting → complete: consumers receive from the queue of the handler."""
-    update(alias, start, complete_at=DatabaseTime())

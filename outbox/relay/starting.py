@@ -13,7 +13,8 @@ history was read, and completes the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -54,7 +55,6 @@ class Starts(Protocol):
     def queue_of(self, handler: str) -> str: ...
     def hand_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent: ...
     def update(self, start: Any, **columns: Any) -> None: ...
-    def complete(self, start: Any) -> None: ...
 
 
 def starters(alias: str, options: OutboxOptions, *, is_local: bool) -> Sequence[Companion]:
@@ -85,21 +85,32 @@ class Starter:
 
     def drain(self, stop: StopRequest) -> int:
         """Hand over all there is; the number of messages."""
-        count = 0
-        try:
+        with self._errors_logged():
             drop_unusable_connections()
-            for name in self._starts.waiting():
-                while not stop and (handed := self._step(name)) is not None:
-                    count += handed
+            return sum(self._hand_over_all(name, stop) for name in self._starts.waiting())
+        return 0
+
+    def _hand_over_all(self, name: str, stop: StopRequest) -> int:
+        count = 0
+        with self._errors_logged():
+            while not stop and (handed := self._step(name)) is not None:
+                count += handed
+        return count
+
+    @contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        """An error ends the block and nothing else: what is missing is handed over later."""
+        try:
+            yield
         except Exception as error:
-            connections[self._alias].close()
-            if is_outage(error) or is_collision(error) or is_missing(error):
+            if not connections[self._alias].in_atomic_block:  # as in a test
+                connections[self._alias].close()
+            if isinstance(error, _Busy) or is_outage(error) or is_collision(error) or is_missing(error):
                 logger.debug("the past of new handlers on %r: %s", self._alias, describe(error))
             elif self._errors.is_due():
                 logger.exception(
                     "relay: unexpected error in the past of a new handler on %r; it is continued later.", self._alias
                 )
-        return count
 
     def _step(self, name: str) -> int | None:
         """One batch of one handler: its number of messages; None if there is nothing to do now."""
@@ -117,9 +128,9 @@ class Starter:
         return 0
 
     def _hand_over_batch(self, name: str, start: Any) -> int | None:
+        """The next messages of this round, and at its end the last step."""
         rows = replaying.read_past(self._alias, start.topic, start.read_from, start.position, _BATCH)
-        count = self._hand_over(name, rows)
-        handed = start.handed_over + count
+        handed = start.handed_over + self._hand_over(name, rows)
         if len(rows) == _BATCH:
             self._starts.update(start, position=rows[-1].position, handed_over=handed)
             return len(rows)
@@ -137,17 +148,16 @@ class Starter:
         return None
 
     def _complete(self, name: str, start: Any, handed: int) -> None:
-        self._starts.update(start, handed_over=handed)
-        self._starts.complete(start)
+        self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())
         first = "the first one" if start.since is None else str(start.since)
         transaction.on_commit(
             lambda: logger.info(
-                "relay: the handler %s has its past: %d messages of %s from %s. It receives new ones now. If another service "
-                "publishes this topic, run outbox_replay --to-group there.",
+                "relay: the handler %s has its past, from %s. Messages of %s handed over, copies included: %d. It receives new "
+                "ones now. If another service publishes this topic, run outbox_replay --to-group there.",
                 name,
-                handed,
-                start.topic,
                 first,
+                start.topic,
+                handed,
             ),
             using=self._alias,
         )

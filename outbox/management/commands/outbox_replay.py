@@ -60,7 +60,7 @@ class Command(BaseCommand):
         count = sum(group.messages for group in found if group.state == State.PUBLISHED)
         if options["dry_run"] or not count:
             return
-        if not options["yes"] and input(f"Send {count:,} messages again? [y/N] ").strip().lower() not in {"y", "yes"}:
+        if not options["yes"] and input(f"Send them again ({count:,})? [y/N] ").strip().lower() not in {"y", "yes"}:
             raise CommandError("Nothing was sent.")
         operation, is_new = plan(alias, replay, rate=rate, reason=options["reason"], actor=actor_of_command(__name__))
         if not is_new:
@@ -69,17 +69,22 @@ class Command(BaseCommand):
         self._report(ended)
 
     def _report(self, operation: Operation) -> None:
-        counts = f"{operation.done:,} of {operation.total:,} messages were sent again"
+        counts = f"Sent again: {operation.done:,} of {operation.total:,}."
         if operation.is_open:
             raise CommandError(
-                f"{counts}. Operation {operation.pk} has not ended: the running relays continue it, and so does the same "
+                f"{counts} Operation {operation.pk} has not ended: the running relays continue it, and so does the same "
                 "command. It can be cancelled in the admin."
             )
-        reasons = "".join(f" {count:,} were not: {reason}." for reason, count in operation.reasons.items())
-        self.stdout.write(f"{counts}.{reasons}")
+        reasons = "".join(f" Not sent: {count:,} ({reason})." for reason, count in operation.reasons.items())
+        self.stdout.write(f"{counts}{reasons}")
         if operation.failed or operation.state != OperationState.FINISHED:
-            because = operation.stopped_because or f"{operation.failed:,} messages could not be sent"
-            raise CommandError(f"Operation {operation.pk} is {operation.state}: {because}.")
+            raise CommandError(f"Operation {operation.pk} is {operation.state}. {_why(operation)}.")
+
+
+def _why(operation: Operation) -> str:
+    if operation.state == OperationState.CANCELLED:
+        return f"It was cancelled by {operation.cancelled_by}"
+    return operation.stopped_because or f"Messages that the broker did not accept: {operation.failed:,}"
 
 
 def _execute(alias: str, operation: Operation, stop: StopRequest) -> Operation:
@@ -131,9 +136,9 @@ def _shown(found: list[Replayable], replay: Replay) -> str:
     count, expired = sum(group.messages for group in published), sum(group.expired for group in published)
     to = f"to {replay.to_group}" if replay.to_group else "to every queue of their topic"
     lines = [table(rows), ""] if found else []
-    lines.append(f"{count:,} published messages are selected, {to}; {expired:,} have expired and are not sent.")
+    lines.append(f"Published: {count:,}. Of these, {expired:,} have expired and are not sent. The others are sent {to}.")
     if others := sum(group.messages for group in found) - count:
-        lines.append(f"{others:,} messages are in another state and are not sent; see outbox_restore.")
+        lines.append(f"In another state and not sent: {others:,}; see outbox_restore.")
     kept = outbox_options().KEEP_HISTORY
     since = replay.selection.since
     if kept is None:

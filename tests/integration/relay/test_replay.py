@@ -84,8 +84,11 @@ class TestSelection:
         assert re.search(rf"{TOPIC} +published +2 +0 ", shown)
         assert re.search(rf"{TOPIC} +cancelled +1 +0 ", shown)
         assert re.search(r"shop\.paid +published +1 +0 ", shown)
-        assert "4 published messages are selected, to every queue of their topic; 1 have expired and are not sent." in shown
-        assert "1 messages are in another state" in shown
+        assert (
+            "Published: 4. Of these, 1 have expired and are not sent. The others are sent to every queue of their topic."
+            in shown
+        )
+        assert "In another state and not sent: 1;" in shown
         assert not Operation.objects.exists()
 
     def test_messages_are_selected_by_period_topic_and_biz_id(self, handles):
@@ -193,9 +196,9 @@ class TestLocally:
 
         shown = replayed()
 
-        assert "1 of 3 messages were sent again." in shown
-        assert "1 were not: it has expired." in shown
-        assert "1 were not: its topic is paused." in shown
+        assert "Sent again: 1 of 3." in shown
+        assert "Not sent: 1 (it has expired)." in shown
+        assert "Not sent: 1 (its topic is paused)." in shown
 
     def test_the_same_replay_is_not_planned_twice_while_it_is_open(self, handles):
         handles(the_effect, topic=TOPIC)
@@ -297,7 +300,7 @@ class TestRabbitMQ:
     def test_a_queue_that_does_not_exist_is_reported_for_each_message(self, broker):
         sent(2)
 
-        with pytest.raises(CommandError, match="2 messages could not be sent"):
+        with pytest.raises(CommandError, match="did not accept: 2"):
             replayed(topic=TOPIC, to_group="billing.unknown")
 
         assert Operation.objects.get().reasons == {f"unroutable: queue 'billing.unknown@{TOPIC}' does not exist": 2}
@@ -380,5 +383,5 @@ class TestRedis:
 
     def test_a_queue_that_is_not_bound_is_reported(self, redis_url):
         sent(1)
-        with Queue(redis_url, name="other"), pytest.raises(CommandError, match="1 messages could not be sent"):
+        with Queue(redis_url, name="other"), pytest.raises(CommandError, match="did not accept: 1"):
             replayed(topic=TOPIC, to_group="billing.unknown")
