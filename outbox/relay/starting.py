@@ -127,7 +127,7 @@ class Starter:
         logger.info("relay: the past of the handler %s begins to be handed over.", name)
         return 0
 
-    def _hand_over_batch(self, name: str, start: Any) -> int | None:
+    def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
         rows = replaying.read_past(self._alias, start.topic, start.read_from, start.position, _BATCH)
         handed = start.handed_over + self._hand_over(name, rows)
@@ -136,7 +136,7 @@ class Starter:
             return len(rows)
         if not self._is_local:
             self._complete(name, start, handed)
-            return None
+            return len(rows)
         replaying.stop_passes(self._alias)
         since = start.round_at - _CLOCK_STEP
         last = replaying.read_past(self._alias, start.topic, since, 0, _LAST + 1)
@@ -145,7 +145,7 @@ class Starter:
             self._starts.update(start, read_from=since, position=0, round_at=None, handed_over=handed)
             return len(rows)
         self._complete(name, start, handed + self._hand_over(name, last))
-        return None
+        return len(rows) + len(last)
 
     def _complete(self, name: str, start: Any, handed: int) -> None:
         self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())
