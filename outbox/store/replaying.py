@@ -90,7 +90,9 @@ def open_replay(alias: str, action: str, given: dict[str, str]) -> Operation | N
 
 
 def paused_topics(alias: str) -> frozenset[str]:
-    return frozenset(PausedTopic.objects.using(alias).values_list("topic", flat=True))
+    """The topics that an operator has paused. The circuit breaker is ignored: it waits for a missing queue, which may exist now."""
+    rows = PausedTopic.objects.using(alias).filter(is_resuming=False).exclude(paused_by="")
+    return frozenset(rows.values_list("topic", flat=True))
 
 
 def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:

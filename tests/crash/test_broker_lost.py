@@ -26,6 +26,7 @@ def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_ever
         world.listening()
         replay = world.command("outbox_replay", "--since", began_at.isoformat(), "--yes", "--rate", "2000/s")
         assert replay.ends() == 0, replay.tail()
+        assert not replay.has_said("Not sent"), replay.tail()
         assert relay.is_alive
         world.flows()
     found = world.drain()
