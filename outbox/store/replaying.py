@@ -90,7 +90,7 @@ def open_replay(alias: str, action: str, given: dict[str, str]) -> Operation | N
 
 
 def paused_topics(alias: str) -> frozenset[str]:
-    """The topics that an operator has paused. The circuit breaker is ignored: it waits for a missing queue, which may exist now."""
+    """The topics that an operator has paused. Those of the circuit breaker may have a queue again."""
     rows = PausedTopic.objects.using(alias).filter(is_resuming=False).exclude(paused_by="")
     return frozenset(rows.values_list("topic", flat=True))
 
