@@ -17,16 +17,19 @@ from inbox.models import HandlerStart, InboxMessage
 from inbox.store import starts
 from outbox import Draft, publish_many
 from outbox.database.now import DatabaseTime
+from outbox.expressions import Today
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from outbox.relay import starting
 from outbox.relay.service import serve
 from outbox.states import State
+from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import effects, the_effect
-from tests.support.relaying import EXCHANGE, TOPIC, in_threads, published, set_columns
+from tests.support.open_transactions import OpenTransaction
+from tests.support.relaying import EXCHANGE, SECONDS, TOPIC, in_threads, published, set_columns
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, consuming, declare
+from tests.support.workers import Process, as_environment, broker_options, consuming, declare
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -34,10 +37,10 @@ everywhere = pytest.mark.every_database
 KEYS = ("k0", "k1", "k2")
 
 
-def published_many(count, since=0):
+def published_many(count, since=0, topic=TOPIC):
     """Numbered messages; every third one of each key."""
     with transaction.atomic():
-        publish_many([Draft(TOPIC, {"n": n}, key=f"k{n % 3}", biz_id=f"order-{n}") for n in range(since, since + count)])
+        publish_many([Draft(topic, {"n": n}, key=f"k{n % 3}", biz_id=f"order-{n}") for n in range(since, since + count)])
 
 
 def relay_all():
@@ -215,6 +218,35 @@ class TestFromABroker:
             wait_until(lambda: effects() == 6)
 
         assert handled() == of_each_key(6)
+
+
+def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(process_environment, tmp_path):
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
+        published_many(450, topic=newcomer.TOPIC)
+    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+    environment = {
+        **process_environment,
+        **as_environment(INBOX={}, OUTBOX={"BROKER_URL": "local://"}),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.newcomer.settings",
+    }
+    row = {"handler": newcomer.NAME, "topic": newcomer.TOPIC, "biz_id": "order-300", "message_id": "another", "body": b""}
+    # Another transaction has message 300 in hand, so the second batch cannot be stored until it ends.
+    other = OpenTransaction()
+    try:
+        other.does(InboxMessage.objects.create, received_at=DatabaseTime(), **row).result(SECONDS)
+        with Process(environment, tmp_path / "first.log", "outbox_relay") as first:
+            first.until(lambda: HandlerStart.objects.filter(handed_over=200).exists())
+            first.kill()
+        assert not HandlerStart.objects.get().complete_at
+    finally:
+        other.rolls_back()
+        other.ends()
+
+    with Process(environment, tmp_path / "second.log", "outbox_relay") as second:
+        second.until(lambda: effects() == 450)
+
+    assert handled() == of_each_key(450)
+    assert InboxMessage.objects.count() == 450
 
 
 def no_starts(alias, *, is_local):
