@@ -28,7 +28,6 @@ from outbox.store.replaying import Selection
 from tests.support.deliveries import drain, the_effect
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, set_columns
 from tests.support.servers.private import free_port
-from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -344,12 +343,16 @@ class TestRabbitMQ:
         assert (operation.state, operation.done) == ("finished", 2)
 
     def test_a_replay_that_is_killed_is_continued_and_sends_every_message(self, broker, process_environment, tmp_path):
-        environment = {**process_environment, **as_environment(OUTBOX={"BROKER_URL": broker})}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={}, OUTBOX={"BROKER_URL": broker}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+        }
         with Queue(broker) as queue:
             messages = sent(60)
             arguments = ("outbox_replay", "--all", "--yes", "--rate", "20/s")
             with Process(environment, tmp_path / "first.log", *arguments) as process:
-                wait_until(lambda: Operation.objects.filter(done__gte=20).exists())
+                process.until(lambda: Operation.objects.filter(done__gte=20).exists())
                 process.kill()
             killed_at = Operation.objects.get()
             assert killed_at.state == "running"
