@@ -85,10 +85,12 @@ class Starter:
 
     def drain(self, stop: StopRequest) -> int:
         """Hand over all there is; the number of messages."""
+        count = 0
         with self._errors_logged():
             drop_unusable_connections()
-            return sum(self._hand_over_all(name, stop) for name in self._starts.waiting())
-        return 0
+            for name in self._starts.waiting():
+                count += self._hand_over_all(name, stop)
+        return count
 
     def _hand_over_all(self, name: str, stop: StopRequest) -> int:
         count = 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,7 @@ def _per_second(given: str) -> int:
 def _shown(found: list[Replayable], replay: Replay) -> str:
     rows = [("topic", "state", "messages", "expired", "first", "last")]
     rows += [
-        (group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", *_ago(group.oldest, group.newest))
+        (group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", _ago(group.oldest), _ago(group.newest))
         for group in found
     ]
     published = [group for group in found if group.state == State.PUBLISHED]
@@ -148,5 +149,5 @@ def _shown(found: list[Replayable], replay: Replay) -> str:
     return "\n".join(lines)
 
 
-def _ago(*instants: Any) -> list[str]:
-    return [f"{age(one)} ago" for one in instants]
+def _ago(at: datetime) -> str:
+    return f"{age(at)} ago"
