@@ -113,7 +113,7 @@ class LocalTransport:
             of_its_topic = [
                 handler
                 for handler in registry.for_topic(message.envelope.topic)
-                if message.queue in {"", queue_name(f"{options.group}.{handler.name}", handler.topic)}
+                if not message.queue or message.queue == queue_name(f"{options.group}.{handler.name}", handler.topic)
             ]
             refused = self._why_refused(message, of_its_topic)
             verdicts[message.position] = refused or CONFIRMED

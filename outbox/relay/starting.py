@@ -168,6 +168,8 @@ class Starter:
         """Store the messages in the inbox, in their order; their number."""
         queue, messages = self._starts.queue_of(name), []
         for row in rows:
+            if row.expired:
+                continue
             try:
                 messages.append(outgoing(row, self._options.source, replayed=True, queue=queue))
             except DamagedRow as damage:
