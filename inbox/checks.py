@@ -17,6 +17,7 @@ from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_option
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.receiving.past import has_outbox
 from outbox.console.redaction import why_no_redactor
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
@@ -253,3 +254,19 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
     if apps.is_installed("outbox"):
         return []
     return deferred_sqlite(InboxMessage, check_id="inbox.W003")
+
+
+@register()
+def check_starts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W005: handlers with start_from whose database has no outbox to read the past from."""
+    return [
+        Warning(
+            f"The handler {handler.name} has start_from={handler.start_from!r}, but the database {handler.using!r} has no "
+            "outbox of this project, so it gets new messages only.",
+            hint="In the service that publishes the topic, run outbox_replay "
+            f"--topic {handler.topic} --to-group {inbox_options().group}.{handler.name}. Then remove start_from.",
+            id="inbox.W005",
+        )
+        for handler in registry.all()
+        if handler.wants_past and not has_outbox(handler.using)
+    ]

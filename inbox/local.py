@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from django.db import DatabaseError, transaction
 
@@ -20,10 +20,12 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.operations import executor
 from inbox.receiving.admit import hand_over
+from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
 from outbox.database.faults import is_about_values
+from outbox.kernel.broker import queue_name
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
@@ -32,13 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTransport:
-    """Hands messages to the inbox of the same database."""
+    """Hands messages to the inbox of the same database.
+
+    Args:
+        is_past: it hands history over to a new handler, see `inbox.starting`. Otherwise a handler that waits for its history is
+            left out: it gets the message with it.
+    """
 
     capabilities = Capabilities(confirms=True, transactional=True)
     round_trip: float | None = None
 
-    def __init__(self, url: str, *, alias: str, exchange: str) -> None:
+    def __init__(self, url: str, *, alias: str, exchange: str, is_past: bool = False) -> None:
         self._alias = alias
+        self._is_past = is_past
+        self._started: set[str] = set()
         self._runner = Runner(inbox_options())
 
     def connect(self) -> None:
@@ -99,16 +108,34 @@ class LocalTransport:
         verdicts: dict[int, Verdict] = {}
         arrivals: dict[str, list[Arrival]] = {}
         handlers: dict[str, Handler] = {}
+        starting = self._starting(messages)
         for message in messages:
-            of_its_topic = registry.for_topic(message.envelope.topic)
+            of_its_topic = [
+                handler
+                for handler in registry.for_topic(message.envelope.topic)
+                if not message.queue or message.queue == queue_name(f"{options.group}.{handler.name}", handler.topic)
+            ]
             refused = self._why_refused(message, of_its_topic)
             verdicts[message.position] = refused or CONFIRMED
             for handler in () if refused else of_its_topic:
+                if handler.name in starting:
+                    continue
                 handlers[handler.name] = handler
-                arrivals.setdefault(handler.name, []).append(read(handler, message.envelope, options))
+                arrived = read(handler, message.envelope, options, is_past=self._is_past)
+                arrivals.setdefault(handler.name, []).append(arrived)
         for name, of_the_handler in arrivals.items():
             hand_over(handlers[name], *of_the_handler)
         return verdicts
+
+    def _starting(self, messages: Sequence[OutgoingMessage]) -> Collection[str]:
+        """The handlers of these messages that wait for their past."""
+        topics = {message.envelope.topic for message in messages}
+        unknown = [one for one in wanting_on(self._alias) if one.topic in topics and one.name not in self._started]
+        if self._is_past or not unknown:
+            return ()
+        waiting = waiting_among(self._alias, unknown)
+        self._started.update(handler.name for handler in unknown if handler.name not in waiting)
+        return waiting
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
         """The handlers on another database, to which messages cannot be handed over."""
@@ -124,6 +151,8 @@ class LocalTransport:
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
         if not handlers:
+            if message.queue:
+                return Verdict(PublishOutcome.RETURNED, f"unroutable: no handler here has the queue {message.queue!r}")
             return Verdict(
                 PublishOutcome.RETURNED,
                 f"unroutable: no handler is registered for the topic {topic!r}; define it in an installed app's handlers.py",

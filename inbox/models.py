@@ -276,6 +276,32 @@ class PausedHandler(models.Model):
         return self.handler
 
 
+class HandlerStart(models.Model):
+    """A new handler that wants the messages of before, and how far a relay has handed them over.
+
+    Until that is complete, nothing is received from its queue. See `inbox.starting` and `outbox.relay.starting`.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    handler = models.CharField(max_length=NAME_LENGTH, unique=True)
+    topic = models.CharField(max_length=NAME_LENGTH)
+    # It wants what was published since then; NULL for all there is.
+    since = models.DateTimeField(null=True)
+    asked_at = models.DateTimeField()
+    # The present round: what it reads, since when it does, and the last position that was handed over.
+    read_from = models.DateTimeField(null=True)
+    round_at = models.DateTimeField(null=True)
+    position = models.BigIntegerField(default=0)
+    handed_over = models.PositiveBigIntegerField(default=0)
+    complete_at = models.DateTimeField(null=True)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.handler
+
+
 class AuditEntry(AuditRecord):
     """What an operator has done: see `outbox.console.audit`."""
 

@@ -27,6 +27,7 @@ from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
+from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.store import claims, due, ordering, pausing
 from inbox.store.rows import Follower, OrderedKey
@@ -110,6 +111,9 @@ class Runner:
         self._served: dict[str, str] = {}
         self._paused: dict[str, frozenset[str]] = {}
         self._paused_read_at: dict[str, float] = {}
+        self._declared: frozenset[str] = frozenset()
+        self._started: set[str] = set()
+        self._starting: set[str] = set()
         self.on_ring: Callable[[], object] = _do_nothing
         self.ran = 0
 
@@ -128,8 +132,34 @@ class Runner:
         """Has an operator paused this handler or this process, as this process has last read it?"""
         return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
 
+    def is_starting(self, handler: Handler) -> bool:
+        """Does this handler wait for its past, so that nothing may be received from its queue?"""
+        return handler.wants_past and handler.name not in self._started and has_outbox(handler.using)
+
+    def declared(self, handlers: Iterable[Handler]) -> None:
+        """The queues of these handlers exist, so that new messages wait in them while the past is read."""
+        self._declared = frozenset(handler.name for handler in handlers)
+
+    def _read_starting(self, alias: str) -> None:
+        asked = [
+            handler
+            for handler in self._handlers()
+            if handler.using == alias and handler.name in self._declared and self.is_starting(handler)
+        ]
+        if not asked:
+            return
+        waiting = committed(partial(waiting_among, alias, asked), alias)
+        self._started.update(handler.name for handler in asked if handler.name not in waiting)
+        if new := waiting - self._starting:
+            self._starting |= new
+            logger.info(
+                "consumer: new handlers wait until a relay has handed over their past (start_from): %s. New messages wait in "
+                "their queues.",
+                ", ".join(sorted(new)),
+            )
+
     def read_paused(self, alias: str) -> None:
-        """Read the paused handlers of a database, at most once a second.
+        """Read the paused handlers of a database, and those that wait for their past, at most once a second.
 
         Raises:
             DatabaseUnavailable: they stay as they were read before.
@@ -139,6 +169,7 @@ class Runner:
                 return
             self._paused_read_at[alias] = monotonic()
         self._paused[alias] = committed(partial(pausing.paused_names, alias), alias)
+        self._read_starting(alias)
 
     def ring(self) -> None:
         """A message was stored, or more are due: poll at once, and reset the poll interval."""

@@ -10,7 +10,7 @@ from typing import Any
 from django.utils.translation import gettext_lazy as _
 
 from outbox import doorbell
-from outbox.console.operations import BulkAction, Canary, Judgement, Operations, Perform
+from outbox.console.operations import BulkAction, Canary, Judgement, Perform
 from outbox.database.operations import OperationTable, RowOutcome
 from outbox.models import Operation, OperationPart
 from outbox.states import CANCEL, PUBLISH_NOW, RESTORE, State, Transition
@@ -111,8 +111,3 @@ PUBLISH_THEM_NOW = BulkAction(
     warning=_("A message that was sent cannot be taken back."),
 )
 ACTIONS = {action.name: action for action in (RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)}
-
-
-def executor(alias: str) -> Operations:
-    """The companion of a relay that executes the operations of its database."""
-    return Operations("relay", lambda: [alias], operations, ACTIONS)

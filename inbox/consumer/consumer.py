@@ -289,8 +289,12 @@ class Consumer:
 
     @property
     def _unpaused(self) -> list[tuple[Lane, kombu.Queue]]:
-        """The usable lanes whose handlers no operator has paused."""
-        return [(lane, queue) for lane, queue in self._usable if not self._runner.is_paused(lane.handler)]
+        """The usable lanes whose handlers no operator has paused, and which do not wait for their past."""
+        return [
+            (lane, queue)
+            for lane, queue in self._usable
+            if not (self._runner.is_paused(lane.handler) or self._runner.is_starting(lane.handler))
+        ]
 
     @property
     def _subscriptions(self) -> list[Subscription]:
@@ -312,6 +316,7 @@ class Consumer:
                 unusable.add(handler.name)
                 problem = f"{error} {_NOT_RECEIVED}"
             self._report_problem(handler.name, problem)
+        self._runner.declared(handler for handler in self._handlers if handler.name not in unusable)
         return unusable
 
     def _report_problem(self, about: str | Lane, problem: str) -> None:

@@ -22,6 +22,7 @@ from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, Preconditio
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
+from outbox.kernel import broker
 from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
 from outbox.kernel.envelope import ORDERING_KEY_HEADER
 from outbox.kernel.text import describe, fit
@@ -62,7 +63,7 @@ class Forbidden(Unusable):
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
-    return fit(f"{options.group}.{handler.name}@{handler.topic}")
+    return broker.queue_name(f"{options.group}.{handler.name}", handler.topic)
 
 
 def queue_of(handler: Handler, options: InboxOptions, partition: int | None = None) -> kombu.Queue:

@@ -29,9 +29,11 @@ from inbox.handlers.options import (
     Ordered,
     Retry,
     Shed,
+    StartFrom,
     per_second,
     require_count,
     require_duration,
+    require_start,
     require_value,
 )
 from inbox.handlers.registry import registry
@@ -60,6 +62,7 @@ def idempotent_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
 
@@ -89,6 +92,8 @@ def idempotent_handler(
         rate_limit: the maximum number of messages per period in all processes together: "2000/s", "100/m" or "5/h".
         concurrency: the maximum number of threads per process that run this handler at a time; default: all threads.
         shed: which messages may be dropped, and above how many waiting messages.
+        start_from: what a handler with a new name gets of the messages that were published before: "first", all that the
+            outbox's history has; a datetime, those published since; "last", none. It needs the outbox in the database `using`.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
@@ -99,8 +104,8 @@ def idempotent_handler(
     """
     require_count("group_commit", group_commit)
     if all_of:
-        if topic or biz_id is not None or ordered or group_commit > 1 or shed is not None:
-            raise ValueError("A join (all_of=) takes no topic, biz_id, ordered, group_commit or shed; remove them.")
+        if topic or biz_id is not None or ordered or group_commit > 1 or shed is not None or start_from != "last":
+            raise ValueError("A join (all_of=) takes no topic, biz_id, ordered, group_commit, shed or start_from; remove them.")
         return _joining()(
             _topics("all_of", all_of),
             correlate=correlate,
@@ -129,6 +134,7 @@ def idempotent_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -145,6 +151,7 @@ def batch_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle the messages of `topic` in lists with the decorated function; each effect happens exactly once per biz-id.
 
@@ -169,6 +176,7 @@ def batch_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -185,6 +193,7 @@ def leased_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
+    start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` under a lease with the decorated function, for effects outside the database.
 
@@ -210,6 +219,7 @@ def leased_handler(
         rate_limit=rate_limit,
         concurrency=concurrency,
         shed=shed,
+        start_from=start_from,
     )
 
 
@@ -241,6 +251,7 @@ def registering(
     rate_limit: str | None,
     concurrency: int | None,
     shed: Shed | None,
+    start_from: StartFrom,
     ordered: bool | Ordered = False,
     **more: Any,
 ) -> Callable[[Function], Function]:
@@ -248,6 +259,7 @@ def registering(
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
     _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    require_start(start_from)
     options: dict[str, Any] = {
         "timeout": timeout,
         "retry": retry or AS_THE_SETTINGS,
@@ -255,6 +267,7 @@ def registering(
         "rate_limit": None if rate_limit is None else per_second(rate_limit),
         "concurrency": concurrency,
         "shed": shed,
+        "start_from": start_from,
         **more,
     }
 

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -15,7 +15,7 @@ from asgiref.sync import AsyncToSync
 
 from inbox.errors import NotCallable
 from inbox.handlers.message import BizId, Message
-from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed
+from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
 from outbox.kernel.text import fit
 
@@ -43,6 +43,7 @@ class Handler:
         shed: which messages may be dropped when too many wait; None: no message.
         all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
         publishes: the topics that it is declared to publish.
+        start_from: what it gets of the messages that were published before it existed.
     """
 
     name: str
@@ -61,11 +62,22 @@ class Handler:
     shed: Shed | None = None
     all_of: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
+    start_from: StartFrom = "last"
 
     @property
     def identity(self) -> tuple[str, str, str]:
         """Function, topic and database. Two handlers with one name are the same if these are equal."""
         return origin(self.function), self.topic, self.using
+
+    @property
+    def wants_past(self) -> bool:
+        """Does it want messages that were published before it existed?"""
+        return self.start_from != "last"
+
+    @property
+    def starts_at(self) -> datetime | None:
+        """The instant since which it wants them; None for the first one."""
+        return self.start_from if isinstance(self.start_from, datetime) else None
 
     @property
     def skips_dead(self) -> bool:

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
@@ -210,6 +210,25 @@ class Lease:
         require_duration("limit", self.limit)
         if self.limit < self.duration:
             raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
+
+
+StartFrom = Literal["first", "last"] | datetime
+"""What a new handler gets of the messages that were published before: all, none, or those since an instant."""
+
+
+def require_start(start_from: object) -> None:
+    """
+    Raises:
+        TypeError: it is neither text nor an instant.
+        ValueError: it is another text, or an instant without a time zone.
+    """
+    if isinstance(start_from, datetime):
+        if start_from.tzinfo is None:
+            raise ValueError(f"start_from is {start_from!r}: it must have a time zone, as datetime(2026, 3, 1, tzinfo=UTC).")
+    elif not isinstance(start_from, str):
+        raise TypeError(f"start_from is {start_from!r}: it must be 'first', 'last' or a datetime.")
+    elif start_from not in {"first", "last"}:
+        raise ValueError(f"start_from is {start_from!r}: it must be 'first', 'last' or a datetime.")
 
 
 def _always(message: Message) -> bool:

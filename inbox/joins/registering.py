@@ -64,6 +64,7 @@ def joining(
                 rate_limit=None,
                 concurrency=None,
                 shed=None,
+                start_from="last",
             )
             of_a_part(update_wrapper(partial(collect, join), collect))
         of_a_run = registering(
@@ -78,6 +79,7 @@ def joining(
             rate_limit=rate_limit,
             concurrency=concurrency,
             shed=None,
+            start_from="last",
         )
         of_a_run(_of_messages(join, function))
         return function

@@ -59,9 +59,19 @@ class Arrival:
 
 
 def read(
-    handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "", redelivered: bool = False
+    handler: Handler,
+    envelope: Envelope,
+    options: InboxOptions,
+    *,
+    refused: str = "",
+    redelivered: bool = False,
+    is_past: bool = False,
 ) -> Arrival:
-    """Identify this delivery for `handler`, or state why it is `refused`. Never raises."""
+    """Identify this delivery for `handler`, or state why it is `refused`. Never raises.
+
+    Args:
+        is_past: the handler is new, so that it cannot have handled the message before, however old that is.
+    """
     if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
     biz_id = outside = ""
@@ -71,7 +81,7 @@ def read(
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
             message = message_of(envelope, options)
             biz_id = identify(handler, message)
-            refused = outside = outside_window(envelope, options)
+            refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
     row = row_of(handler, envelope, biz_id=biz_id)

@@ -14,6 +14,7 @@ from outbox.console.operation_admin import OperationAdmin
 from outbox.console.planning import PlanForm, Planner
 from outbox.models import FailureNote, Operation, OutboxMessage
 from outbox.operations import ACTIONS, RESTORE_THEM, operations
+from outbox.relay.replaying import REPLAY
 from outbox.store.groups import groups, notes
 
 
@@ -59,5 +60,5 @@ class OutboxOperationAdmin(OperationAdmin):
     """Operations on messages of the outbox."""
 
     table = operations
-    bulk_actions: ClassVar = ACTIONS
+    bulk_actions: ClassVar = {**ACTIONS, REPLAY.name: REPLAY}
     view_permission = "outbox.view_outboxmessage"

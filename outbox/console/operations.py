@@ -27,6 +27,7 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
+from outbox.kernel.transport import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +100,17 @@ class BulkAction:
     warning: str | Promise = ""
 
 
+def _do_nothing(operation: Any) -> None:
+    pass
+
+
 class Operations:
     """A companion of a relay or a consumer that executes the planned operations of one app.
 
     Args:
         component: for the log.
         aliases: returns the databases to search.
+        on_batch: called with each operation, as it was when it was taken, after each of its batches.
     """
 
     def __init__(
@@ -113,7 +119,9 @@ class Operations:
         aliases: Callable[[], Collection[str]],
         table: OperationTable,
         actions: Mapping[str, BulkAction],
+        on_batch: Callable[[Any], object] = _do_nothing,
     ) -> None:
+        self._on_batch = on_batch
         self._component = component
         self._aliases = aliases
         self._table = table
@@ -156,6 +164,8 @@ class Operations:
                     logger.debug("operations of %r: %s", alias, describe(error))
                 elif not self._errors.is_due():
                     continue
+                elif isinstance(error, BrokerUnavailable):
+                    logger.warning("%s: an operation on %r waits for the broker: %s", self._component, alias, error)
                 elif is_missing(error):
                     said = describe_missing(error, alias)
                     logger.log(logging.ERROR, "%s: no operation runs: %s It is tried again.", self._component, said)
@@ -174,6 +184,7 @@ class Operations:
             if changed is None:
                 return batches
             batches += 1
+            self._on_batch(operation)
             if operation.rate:
                 stop.wait(max(0.0, changed / operation.rate - (monotonic() - began_at)))
         self._table.leave(alias, operation.pk, self._token)
@@ -184,6 +195,9 @@ class Operations:
         try:
             changed = self._changed(alias, operation.pk)
         except Exception as error:
+            if isinstance(error, BrokerUnavailable):
+                self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+                raise
             if is_outage(error) or is_collision(error):
                 raise
             self._failures_in_a_row += 1

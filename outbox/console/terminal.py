@@ -10,6 +10,8 @@ from datetime import datetime, timedelta
 from typing import TextIO
 
 from django.core.management.base import CommandError
+from django.utils.dateparse import parse_datetime
+from django.utils.timezone import is_naive, make_aware
 from django.utils.translation import gettext as _
 
 from outbox.kernel.clock import monotonic, utcnow
@@ -81,6 +83,24 @@ def days(option: str, given: float) -> timedelta:
         words = _("%(option)s is %(given)s: it must be a number of days from 0 to %(most)s.")
         raise CommandError(words % {"option": option, "given": given, "most": _MOST_DAYS})
     return timedelta(days=given)
+
+
+def instant(option: str, given: str | None) -> datetime | None:
+    """The instant that a command's `option` asks for, in the project's time zone unless it names another; None without one.
+
+    Raises:
+        CommandError: it is not an instant.
+    """
+    if given is None:
+        return None
+    try:
+        parsed = parse_datetime(given)
+    except ValueError:
+        parsed = None
+    if parsed is None:
+        words = _("%(option)s is %(given)s: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
+        raise CommandError(words % {"option": option, "given": repr(given)})
+    return make_aware(parsed) if is_naive(parsed) else parsed
 
 
 def age(instant: datetime | None, now: datetime | None = None) -> str:

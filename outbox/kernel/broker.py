@@ -19,7 +19,7 @@ from kombu.exceptions import KombuError
 from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
 
 from outbox.kernel.masking import is_url, masked, why_unreadable
-from outbox.kernel.text import why_unfit
+from outbox.kernel.text import fit, why_unfit
 
 EXCHANGE_TYPE = "topic"
 HEARTBEAT_SECONDS = 10
@@ -54,6 +54,15 @@ _REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
 BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, AttributeError)
 """Errors of a lost connection; each kombu transport adds its own (`connection_errors`, `channel_errors`).
 py-amqp raises AttributeError when it loses its connection at the wrong moment; kombu's pyamqp transport lists it, too."""
+
+
+def queue_name(subscriber: str, topic: str) -> str:
+    """The name of the queue of one handler, or of the exchange of its partitions.
+
+    Args:
+        subscriber: group and name of the handler: "billing.orders.reserve_stock".
+    """
+    return fit(f"{subscriber}@{topic}")
 
 
 def scheme_of(url: str) -> str:

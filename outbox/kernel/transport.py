@@ -67,6 +67,7 @@ class OutgoingMessage(NamedTuple):
         wire: the text of a `kernel.wire.Wire`, for a message that is not sent as a CloudEvent: then only the id and the body of
             the envelope are sent.
         expires_in_seconds: seconds until the broker expires it; None if it never expires, or if `wire` has the expiration.
+        queue: the name of the only queue to send it to, see `kernel.broker.queue_name`; "" for every queue of its topic.
     """
 
     position: int
@@ -74,6 +75,7 @@ class OutgoingMessage(NamedTuple):
     priority: int = 0
     wire: str | None = None
     expires_in_seconds: float | None = None
+    queue: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.kernel import tracing
 from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.statistics import Tally
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
+from outbox.relay.outgoing import outgoing
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
@@ -280,38 +280,12 @@ class Pass:
         formed: list[RelayedMessage] = []
         for row in rows:
             try:
-                batch.outgoing[row.position] = self._outgoing_message(row)
+                batch.outgoing[row.position] = outgoing(row, self._options.source)
             except DamagedRow as damage:
                 batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then restore the message"
             else:
                 formed.append(row)
         return formed
-
-    def _outgoing_message(self, row: RelayedMessage) -> OutgoingMessage:
-        row.require_undamaged()
-        headers = dict(row.headers)
-        replayed = headers.pop(REPLAY_HEADER, None) is not None
-        return OutgoingMessage(
-            position=row.position,
-            priority=row.priority,
-            wire=row.wire,
-            expires_in_seconds=row.expires_in_seconds,
-            envelope=Envelope(
-                id=row.id,
-                topic=row.topic,
-                source=self._options.source,
-                created_at=row.created_at,
-                deliver_at=row.deliver_at,
-                biz_id=row.biz_id,
-                key=row.key,
-                correlation_id=row.correlation_id,
-                causation_id=row.causation_id,
-                traceparent=row.traceparent,
-                body=row.body,
-                headers=headers,
-                replayed=replayed,
-            ),
-        )
 
     def _decide(self, batch: _Batch) -> Settlement:
         """Turn the broker's answers into transitions.

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from django.db import connections
 
-from outbox import operations
 from outbox.conf import outbox_options
 from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
@@ -27,6 +26,8 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
+from outbox.relay.replaying import executor
+from outbox.relay.starting import starters
 from outbox.relay.timer import Timer
 from outbox.store import claiming
 from outbox.transports import open_transport
@@ -85,7 +86,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         asking = askers(alias, options, database_log=database_log)
         companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
         if not connections[alias].in_atomic_block:  # as in a test
-            companions.append(operations.executor(alias))
+            companions.append(executor(alias))
+        companions += starters(alias, options, is_local=transport.capabilities.transactional)
         if not drain:
             # An operator's request to drain ends this phase only.
             phase = stop.follower()

@@ -26,7 +26,7 @@ from outbox.database.now import NOW_AFTER, now
 from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from outbox.kernel.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
-from outbox.states import HOLDING_KEY
+from outbox.states import FIRST_DAY, HOLDING_KEY
 from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of, live
 
 if TYPE_CHECKING:
@@ -413,6 +413,24 @@ def claim_ready(alias: str, shards: Sequence[BusyShard], limit: int, skipped: Ma
         return Claim(rows=rows, refused=refused)
     rows_locked = [row for row in rows if row.position not in free]
     return Claim(rows=in_order(rows, free), refused=refused, locked=rows_locked)
+
+
+def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]:
+    """The published messages at these positions, in the order of publishing. They are not locked."""
+    connection = connections[alias]
+    on_postgresql = is_postgresql(connection)
+    expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
+    select = _SELECT.format(expires_in=expires_in, live=live(connection)).format(is_secondary="false")
+    condition, among = any_of(connection, positions)
+    with connection.cursor() as cursor:
+        # The range is for the BRIN index of history.
+        cursor.execute(
+            f"{select} FROM {HISTORY if on_postgresql else TABLE} m WHERE m.state = 'published' AND m.day >= {FIRST_DAY} "
+            f"AND m.id BETWEEN %s AND %s AND m.id {condition} ORDER BY m.id",
+            [min(positions), max(positions), among],
+        )
+        found = cursor.fetchall()
+    return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
 
 def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:

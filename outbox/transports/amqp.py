@@ -212,7 +212,7 @@ class AmqpTransport:
     def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         try:
             if message.wire is None:
-                return self._frames.publish(message)
+                return self._frames.publish(message, self._route(message, missing) if message.queue else None)
             wire = Wire.from_text(message.wire)
             frames = self._frames.publish_formed(message.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything
@@ -220,6 +220,12 @@ class AmqpTransport:
         if not self._exists(wire.exchange, missing):
             return Verdict(PublishOutcome.RETURNED, f"unroutable: exchange {wire.exchange!r} does not exist")
         return frames
+
+    def _route(self, message: OutgoingMessage, missing: set[str]) -> tuple[str, str]:
+        """Exchange and routing key of a message for one queue. Partitions are behind an exchange with the queue's name."""
+        if self._exists(message.queue, missing):
+            return message.queue, message.envelope.topic
+        return "", message.queue
 
     def _exists(self, exchange: str, missing: set[str]) -> bool:
         """Does the exchange exist? A publish to a missing exchange closes the channel and fails the whole batch.
@@ -312,8 +318,8 @@ class AmqpTransport:
         unanswered = set(self._tracker.unanswered)
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:
-            # An exchange of another protocol's message was deleted after the check.
-            sent = [message for message in sent if message.wire is not None]
+            # An exchange that was deleted after the check.
+            sent = [message for message in sent if message.wire is not None or message.queue]
         named = [message for message in sent if f"topic '{message.envelope.topic}'" in str(error)]
         return [message.position for message in named[:1] or sent]
 

@@ -51,8 +51,11 @@ class FrameWriter:
         self._method = lru_cache(maxsize=1024)(self._encode_method)
         self._exchange = exchange
 
-    def publish(self, message: OutgoingMessage) -> bytes:
+    def publish(self, message: OutgoingMessage, route: tuple[str, str] | None = None) -> bytes:
         """All frames of `message`, as a CloudEvent.
+
+        Args:
+            route: exchange and routing key; default: the topic exchange, and the topic.
 
         Raises:
             ValueError: a name is longer than AMQP's 255 bytes, the headers do not fit into one frame, or RabbitMQ would refuse
@@ -75,7 +78,7 @@ class FrameWriter:
                 _short(envelope.topic),
             )
         )
-        return self._assemble(self._method(self._exchange, envelope.topic), properties, body)
+        return self._assemble(self._method(*(route or (self._exchange, envelope.topic))), properties, body)
 
     def publish_formed(self, envelope: Envelope, wire: Wire) -> bytes:
         """All frames of a message in the format of another protocol, with our message id, which identifies a returned message.

@@ -7,7 +7,7 @@ broker would silently drop a message to a topic without a bound queue, so the tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import kombu
@@ -65,6 +65,7 @@ class VirtualTransport:
         self._connection: kombu.Connection | None = None
         self._channel: Any = None
         self._producer: Any = None
+        self._direct: Any = None
         self.round_trip: float | None = None
 
     def connect(self) -> None:
@@ -75,6 +76,7 @@ class VirtualTransport:
             connection.ensure_connection(**connection_attempts(self._url))
             self._channel = connection.channel()
             self._producer = kombu.Producer(self._channel, self._exchange)
+            self._direct = kombu.Producer(self._channel)
             self._exchange(self._channel).declare()
         except self._failures(connection) as error:
             connection.collect(socket_timeout=1.0)
@@ -102,7 +104,7 @@ class VirtualTransport:
         pass
 
     def close(self) -> None:
-        connection, self._connection, self._channel, self._producer = self._connection, None, None, None
+        connection, self._connection, self._channel, self._producer, self._direct = self._connection, None, None, None, None
         if connection is not None:
             try:
                 connection.close()
@@ -116,14 +118,17 @@ class VirtualTransport:
         envelope = message.envelope
         if message.wire is not None:
             return self._send_formed(envelope, Wire.from_text(message.wire))
-        if not self._is_routable(self._exchange.name, envelope.topic):
+        bound = self._bound(self._exchange.name, envelope.topic)
+        if bound is not None and (not bound or message.queue not in {"", *bound}):
+            which = f"the queue {message.queue!r} is not" if message.queue else "no queue is"
             return Verdict(
                 PublishOutcome.RETURNED,
-                f"unroutable: no queue is bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
+                f"unroutable: {which} bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
             )
-        self._producer.publish(
+        producer = self._direct if message.queue else self._producer
+        producer.publish(
             envelope.body,
-            routing_key=envelope.topic,
+            routing_key=message.queue or envelope.topic,
             headers=envelope.to_headers(),
             content_type=envelope.content_type,
             content_encoding="utf-8",
@@ -138,7 +143,8 @@ class VirtualTransport:
 
     def _send_formed(self, envelope: Envelope, wire: Wire) -> Verdict:
         # A queue exists as soon as it holds a message, so every message to the default exchange is routable.
-        if wire.exchange and not self._is_routable(wire.exchange, wire.routing_key, wire.exchange_type):
+        bound = self._bound(wire.exchange, wire.routing_key, wire.exchange_type) if wire.exchange else None
+        if bound is not None and not bound:
             return Verdict(
                 PublishOutcome.RETURNED,
                 f"unroutable: no queue is bound to exchange {wire.exchange!r} for topic {wire.routing_key!r}",
@@ -154,18 +160,19 @@ class VirtualTransport:
         self._channel.basic_publish(message, exchange=wire.exchange, routing_key=wire.routing_key)
         return CONFIRMED
 
-    def _is_routable(self, exchange: str, topic: str, exchange_type: str = EXCHANGE_TYPE) -> bool:
+    def _bound(self, exchange: str, topic: str, exchange_type: str = EXCHANGE_TYPE) -> Collection[str] | None:
+        """The queues that are bound for a topic; None if the broker does not show them."""
         channel = self._channel
         if not isinstance(channel, VirtualChannel):
-            return True
+            return None
         if exchange not in channel.state.exchanges:
             # Each process keeps its own list of exchanges and their types; the bindings are shared.
             channel.exchange_declare(exchange, exchange_type, durable=True)
         try:
             table = channel.get_table(exchange)
         except KeyError:
-            return False
-        return bool(channel.typeof(exchange).lookup(table, exchange, topic, None))
+            return ()
+        return set(channel.typeof(exchange).lookup(table, exchange, topic, None))
 
     @staticmethod
     def _failures(connection: kombu.Connection | None) -> tuple[type[Exception], ...]:

@@ -1,18 +1,15 @@
 from collections import Counter
-from datetime import datetime
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
-from django.utils.dateparse import parse_datetime
-from django.utils.timezone import is_naive, make_aware
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.command import TranslatedCommand
 from outbox.console.plurals import ngettext
-from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
+from outbox.console.terminal import Progress, age, instant, message_id, refuse_unknown, table
 from outbox.database.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
@@ -80,8 +77,8 @@ def _selection(options: dict[str, Any]) -> Selection:
         topic=options["topic"],
         biz_id=options["biz_id"],
         states=options["state"] or restored_by_default(by_id=bool(options["message_ids"])),
-        since=_instant("--since", options["since"]),
-        until=_instant("--until", options["until"]),
+        since=instant("--since", options["since"]),
+        until=instant("--until", options["until"]),
     )
 
 
@@ -116,20 +113,3 @@ def _counts(counted: Counter[str]) -> str:
 def _about(left: Counter[str]) -> str:
     words = _("%(count)s left") % {"count": f"{left.total():,}"}
     return f" {words}{_counts(left)}." if left else ""
-
-
-def _instant(option: str, given: str | None) -> datetime | None:
-    if given is None:
-        return None
-    try:
-        instant = parse_datetime(given)
-    except ValueError:
-        instant = None
-    if instant is None:
-        words = _("%(option)s is %(given)s: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
-        raise CommandError(words % {"option": option, "given": repr(given)})
-    return make_aware(instant) if is_naive(instant) else instant
-
-
-def _ago(instant: datetime | None) -> str:
-    return _("%(time)s ago") % {"time": age(instant)}

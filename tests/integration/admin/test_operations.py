@@ -18,7 +18,6 @@ from inbox.models import InboxMessage, Operation, OperationPart, State
 from inbox.models import TrailEntry as InboxTrail
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from outbox import operations as outbox_operations
 from outbox.conf import outbox_options
 from outbox.console import operations as executing
 from outbox.database.now import DatabaseTime
@@ -26,6 +25,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import Operation as OutboxOperation
 from outbox.models import OutboxMessage
 from outbox.relay.housekeeping import Housekeeper
+from outbox.relay.replaying import executor as outbox_executor
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
@@ -318,7 +318,7 @@ class TestOutbox:
         row = OutboxMessage.objects.order_by("pk").first()
         response = act(client, action, row, query=query, **{**CONFIRMED, **fields})
         assert response.status_code == 302, Page(response).text
-        outbox_operations.executor("default").drain(StopRequest())
+        outbox_executor("default").drain(StopRequest())
         return OutboxOperation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
 
     def test_all_dead_messages_are_restored(self):

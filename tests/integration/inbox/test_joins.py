@@ -481,6 +481,7 @@ class TestDeclaring:
             ({"ordered": True}, "takes no topic, biz_id, ordered"),
             ({"group_commit": 5}, "takes no topic, biz_id, ordered"),
             ({"biz_id": "id"}, "takes no topic, biz_id, ordered"),
+            ({"start_from": "first"}, "takes no topic, biz_id, ordered"),
         ],
     )
     def test_invalid_options_are_refused(self, joins, arguments, words):

@@ -11,6 +11,7 @@ import base64
 import os
 import re
 import secrets
+import shutil
 import subprocess
 from collections.abc import Sequence
 from typing import ClassVar
@@ -142,6 +143,12 @@ class RabbitServer(PrivateServer):
         self.evaluate("mnesia:sync_log().")
         self._end_console()
         super().kill()
+
+    def lose_the_disk(self) -> None:
+        """Kill the broker, remove its data, and start it again with nothing but its default user and virtual host."""
+        self.kill()
+        shutil.rmtree(self.directory / "data")
+        self.start()
 
     def _prepare(self) -> None:
         self._tools = binaries.rabbitmq()

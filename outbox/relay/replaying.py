@@ -1,0 +1,191 @@
+"""Replay: send published messages again, as an operation.
+
+A replayed message is the same message: its message id, biz-id, body and headers do not change, and neither does its row. So the
+inbox suppresses a message that has had its effect, and handles one that was lost. Messages of one key are sent in their order,
+each after the broker has confirmed the one before.
+
+A batch is sent inside the transaction that takes its rows out of the operation. If the process is killed, the batch is sent
+again as a whole. The same happens to a batch whose confirms do not arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from django.db import transaction
+from django.utils.translation import gettext_lazy as _
+
+from outbox.conf import outbox_options
+from outbox.console.audit import Actor, Subject, record
+from outbox.console.operations import BulkAction, Operations
+from outbox.database.operations import Plan, RowOutcome
+from outbox.kernel.broker import queue_name
+from outbox.kernel.clock import monotonic
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
+from outbox.models import Operation
+from outbox.operations import ACTIONS, operations
+from outbox.relay.outgoing import outgoing
+from outbox.relay.waves import waves
+from outbox.states import State
+from outbox.store import bulk, replaying, trail
+from outbox.store.claiming import DamagedRow, RelayedMessage, read_published
+from outbox.store.replaying import Selection
+from outbox.transports import open_transport
+
+_TRY_AGAIN = (PublishOutcome.UNKNOWN, PublishOutcome.NACKED)
+
+
+class Planned(NamedTuple):
+    """A planned replay; `is_new` is False if the same one was planned or running already."""
+
+    operation: Operation
+    is_new: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What to send again, and to whom.
+
+    Attributes:
+        to_group: group and name of the only handler that gets it; "" for all queues of the topic.
+    """
+
+    selection: Selection
+    to_group: str = ""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Its parameters, for people, and to recognise the same replay."""
+        chosen = self.selection
+        named = {"topic": chosen.topic, "biz_id": chosen.biz_id, "to_group": self.to_group}
+        instants = {"since": chosen.since, "until": chosen.until}
+        return {name: value for name, value in named.items() if value} | {
+            name: instant.isoformat() for name, instant in instants.items() if instant
+        }
+
+
+def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) -> Planned:
+    """Plan a replay. The running relays execute it; so does `executor`.
+
+    The same replay is not planned twice: one that is planned or running is returned.
+
+    Args:
+        rate: the maximum number of messages per second.
+    """
+    given = replay.given
+    with transaction.atomic(using=alias):
+        replaying.plan_alone(alias)
+        if found := replaying.open_replay(alias, REPLAY.name, given):
+            return Planned(found, is_new=False)
+        planned = Plan(
+            action=REPLAY.name,
+            selection=", ".join(f"{name} {value}" for name, value in given.items()) or "all published messages",
+            sources=REPLAY.sources,
+            requested_by=actor.name,
+            reason=reason,
+            given=given,
+            rate=rate,
+        )
+        operation = operations.plan(alias, planned, replaying.positions(alias, replay.selection))
+        subject = Subject(kind="operation", id=str(operation.pk), name=operation.selection)
+        parameters = {**given, "rate": rate, "reason": reason, "messages": operation.total}
+        record("outbox", alias, actor, REPLAY.name, [subject], parameters)
+    return Planned(operation, is_new=True)
+
+
+def executor(alias: str, **options: Any) -> Operations:
+    """The companion of a relay that executes the operations of its database. `options`: see `Operations`."""
+    return Operations("relay", lambda: [alias], operations, {**ACTIONS, REPLAY.name: REPLAY}, **options)
+
+
+def send_again(
+    alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
+) -> Sequence[RowOutcome]:
+    """Send published messages again.
+
+    Raises:
+        BrokerUnavailable: the broker has not confirmed all of them. Send them again.
+    """
+    options = outbox_options()
+    paused, to_group = replaying.paused_topics(alias), str(given.get("to_group", ""))
+    unchanged = dict.fromkeys(rows, "it is no longer in the history")
+    sendable: list[RelayedMessage] = []
+    messages: dict[int, OutgoingMessage] = {}
+    found = {row.position: row for row in read_published(alias, rows)}
+    for position, row in found.items():
+        if why := _why_not(row, paused, to_group):
+            unchanged[position] = why
+            continue
+        try:
+            queue = queue_name(to_group, row.topic) if to_group else ""
+            messages[position] = outgoing(row, options.source, replayed=True, queue=queue)
+            sendable.append(row)
+        except DamagedRow as damage:
+            unchanged[position] = f"its row is damaged: {damage}"
+    deadline = monotonic() + options.BATCH_DEADLINE.total_seconds()
+    verdicts: dict[int, Verdict] = {}
+    with closing(open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)) as transport:
+        for wave in waves(sendable):
+            verdicts |= _confirmed(transport, [messages[row.position] for row in wave], deadline)
+    failed = {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not PublishOutcome.CONFIRMED}
+    unchanged |= {position: verdict.reason for position, verdict in failed.items()}
+    sent = [position for position in verdicts if position not in failed]
+    to = f" to {to_group}" if to_group else ""
+    said = f"sent again{to}: {by}: {reason}" if reason else f"sent again{to}: {by}"
+    published = State.PUBLISHED.value
+    trail.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
+    names = bulk.names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
+    return [
+        RowOutcome(row)
+        if row in verdicts and row not in failed
+        else RowOutcome(row, names.get(row, f"number {row}"), unchanged[row], is_error=row in failed)
+        for row in rows
+    ]
+
+
+def _why_not(row: RelayedMessage, paused: Collection[str], to_group: str) -> str:
+    if row.expired:
+        return "it has expired"
+    if row.topic in paused:
+        return "its topic is paused"
+    if row.wire is not None and to_group:
+        return "it is in the format of another protocol, which has no groups"
+    return ""
+
+
+def _confirmed(transport: Transport, messages: Sequence[OutgoingMessage], deadline: float) -> dict[int, Verdict]:
+    """Send messages that may be in flight together; the broker's final answer for each.
+
+    Raises:
+        BrokerUnavailable: it has not answered for all of them.
+    """
+    verdicts: dict[int, Verdict] = {}
+    parts = deque([messages])
+    while parts:
+        part = parts.popleft()
+        transport.connect()
+        sent = transport.send(part, deadline)
+        verdicts |= sent.verdicts
+        missing = [message for message in part if message.position not in sent.verdicts]
+        if sent.suspects:
+            # One of them made the broker close the connection: sent alone, it gets its answer.
+            parts.extend([message] for message in missing)
+        elif missing:
+            raise BrokerUnavailable(sent.broken or "it did not confirm everything within the deadline")
+    if again := [verdict for verdict in verdicts.values() if verdict.outcome in _TRY_AGAIN]:
+        raise BrokerUnavailable(again[0].reason)
+    return verdicts
+
+
+REPLAY = BulkAction(
+    name="replay",
+    label=_("Replay"),
+    done=_("sent again"),
+    permission="restore_outboxmessage",
+    sources=[State.PUBLISHED],
+    perform=send_again,
+)

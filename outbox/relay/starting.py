@@ -1,0 +1,190 @@
+"""Give new handlers their past: hand the messages of history over to the inbox of the same database.
+
+A new handler waits for its past before it receives anything new (`inbox.starting`). The messages are stored in the order of
+publishing, in batches. Each is one transaction with the position that it has reached, so a killed relay is continued by any
+other, and no message is handed over twice.
+
+The seam: before history is read, a relay waits until every pass that was running has ended. So each message was published
+before, and is read in history, or is sent later, and is in the handler's queue. With `local://` there is no queue, and the
+passes leave the handler out. There the last step locks all shards, so that no pass runs, hands over what was published since
+history was read, and completes the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from django.apps import apps
+from django.db import connections, transaction
+from django.utils.module_loading import import_string
+
+from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision, is_outage
+from outbox.database.now import DatabaseTime
+from outbox.database.schema import is_missing
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.reminder import Reminder
+from outbox.kernel.text import describe
+from outbox.kernel.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
+from outbox.relay.outgoing import outgoing
+from outbox.store import replaying
+from outbox.store.claiming import DamagedRow, RelayedMessage
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 200
+_LAST = 2_000
+"""Maximum messages of the last step, during which no pass runs."""
+_POLL_SECONDS = 2.0
+_CLOCK_STEP = timedelta(seconds=2)
+"""What was published since an instant is read from this much earlier, in case the database's clock is set back."""
+_STARTS = "inbox.starting.starts_on"
+
+
+class Starts(Protocol):
+    """The starts of the handlers of this process, see `inbox.starting.Starts`."""
+
+    def waiting(self) -> Sequence[str]: ...
+    def lock(self, handler: str) -> Any | None: ...
+    def queue_of(self, handler: str) -> str: ...
+    def hand_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent: ...
+    def update(self, start: Any, **columns: Any) -> None: ...
+
+
+def starters(alias: str, options: OutboxOptions, *, is_local: bool) -> Sequence[Companion]:
+    """The companion that hands the past over; none if no handler of this process wants it."""
+    # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
+    starts = import_string(_STARTS)(alias, is_local=is_local) if apps.is_installed("inbox") else None
+    return () if starts is None else (Starter(alias, options, starts, is_local=is_local),)
+
+
+class Starter:
+    """Hands the past over to the new handlers of one database."""
+
+    def __init__(self, alias: str, options: OutboxOptions, starts: Starts, *, is_local: bool) -> None:
+        self._alias = alias
+        self._options = options
+        self._starts = starts
+        self._is_local = is_local
+        self._errors = Reminder()
+
+    def run(self, stop: StopRequest) -> None:
+        """Hand over until asked to stop."""
+        try:
+            while not stop:
+                if not self.drain(stop):
+                    stop.wait(_POLL_SECONDS)
+        finally:
+            connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """Hand over all there is; the number of messages."""
+        count = 0
+        with self._errors_logged():
+            drop_unusable_connections()
+            for name in self._starts.waiting():
+                count += self._hand_over_all(name, stop)
+        return count
+
+    def _hand_over_all(self, name: str, stop: StopRequest) -> int:
+        count = 0
+        with self._errors_logged():
+            while not stop and (handed := self._step(name)) is not None:
+                count += handed
+        return count
+
+    @contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        """An error ends the block and nothing else: what is missing is handed over later."""
+        try:
+            yield
+        except Exception as error:
+            if not connections[self._alias].in_atomic_block:  # as in a test
+                connections[self._alias].close()
+            if isinstance(error, _Busy) or is_outage(error) or is_collision(error) or is_missing(error):
+                logger.debug("the past of new handlers on %r: %s", self._alias, describe(error))
+            elif self._errors.is_due():
+                logger.exception(
+                    "relay: unexpected error in the past of a new handler on %r; it is continued later.", self._alias
+                )
+
+    def _step(self, name: str) -> int | None:
+        """One batch of one handler: its number of messages; None if there is nothing to do now."""
+        with transaction.atomic(using=self._alias):
+            if (start := self._starts.lock(name)) is None:
+                return None
+            if start.round_at is not None:
+                return self._hand_over_batch(name, start)
+        replaying.wait_for_passes(self._alias)
+        with transaction.atomic(using=self._alias):
+            if (start := self._starts.lock(name)) is None or start.round_at is not None:
+                return 0
+            self._starts.update(start, round_at=DatabaseTime())
+        logger.info("relay: the past of the handler %s begins to be handed over.", name)
+        return 0
+
+    def _hand_over_batch(self, name: str, start: Any) -> int:
+        """The next messages of this round, and at its end the last step."""
+        rows = replaying.read_past(self._alias, start.topic, start.read_from, start.position, _BATCH)
+        handed = start.handed_over + self._hand_over(name, rows)
+        if len(rows) == _BATCH:
+            self._starts.update(start, position=rows[-1].position, handed_over=handed)
+            return len(rows)
+        if not self._is_local:
+            self._complete(name, start, handed)
+            return len(rows)
+        replaying.stop_passes(self._alias)
+        since = start.round_at - _CLOCK_STEP
+        last = replaying.read_past(self._alias, start.topic, since, 0, _LAST + 1)
+        if len(last) > _LAST:
+            # Another round, which takes less time than the one before.
+            self._starts.update(start, read_from=since, position=0, round_at=None, handed_over=handed)
+            return len(rows)
+        self._complete(name, start, handed + self._hand_over(name, last))
+        return len(rows) + len(last)
+
+    def _complete(self, name: str, start: Any, handed: int) -> None:
+        self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())
+        first = "the first one" if start.since is None else str(start.since)
+        transaction.on_commit(
+            lambda: logger.info(
+                "relay: the handler %s has its past, from %s. Messages of %s handed over, copies included: %d. It receives new "
+                "ones now. If another service publishes this topic, run outbox_replay --to-group there.",
+                name,
+                first,
+                start.topic,
+                handed,
+            ),
+            using=self._alias,
+        )
+
+    def _hand_over(self, name: str, rows: Sequence[RelayedMessage]) -> int:
+        """Store the messages in the inbox, in their order; their number."""
+        queue, messages = self._starts.queue_of(name), []
+        for row in rows:
+            if row.expired:
+                continue
+            try:
+                messages.append(outgoing(row, self._options.source, replayed=True, queue=queue))
+            except DamagedRow as damage:
+                logger.error("relay: message %s is not handed over to the new handler %s: %s.", row.id, name, damage)  # noqa: TRY400
+        sent = self._starts.hand_over(messages, monotonic() + self._options.BATCH_DEADLINE.total_seconds())
+        for message in messages:
+            verdict = sent.verdicts.get(message.position)
+            if verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
+                raise _Busy(verdict.reason if verdict else "the deadline has passed")
+            if verdict != CONFIRMED:
+                logger.error(
+                    "relay: message %s is not handed over to the new handler %s: %s.", message.envelope.id, name, verdict.reason
+                )
+        return len(messages)
+
+
+class _Busy(Exception):
+    """Not every message of a batch could be handed over now. It is handed over again."""

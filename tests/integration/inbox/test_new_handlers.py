@@ -1,0 +1,268 @@
+"""A new handler gets its past from the outbox's history, before anything new, and the other handlers see nothing of it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+import pytest
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.db import transaction
+from django.test import override_settings
+
+from inbox import idempotent_handler
+from inbox.conf import inbox_options
+from inbox.models import HandlerStart, InboxMessage
+from inbox.store import starts
+from outbox import Draft, publish_many
+from outbox.database.now import DatabaseTime
+from outbox.expressions import Today
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage
+from outbox.relay import starting
+from outbox.relay.service import serve
+from outbox.states import State
+from tests.support.apps import newcomer
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import effects, the_effect
+from tests.support.open_transactions import OpenTransaction
+from tests.support.relaying import EXCHANGE, SECONDS, TOPIC, in_threads, published, set_columns
+from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment, broker_options, consuming, declare
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+everywhere = pytest.mark.every_database
+KEYS = ("k0", "k1", "k2")
+
+
+def published_many(count, since=0, topic=TOPIC):
+    """Numbered messages; every third one of each key."""
+    with transaction.atomic():
+        publish_many([Draft(topic, {"n": n}, key=f"k{n % 3}", biz_id=f"order-{n}") for n in range(since, since + count)])
+
+
+def relay_all():
+    call_command("outbox_relay", drain=True)
+
+
+def notes(message):
+    Effect.objects.create(name=message.key, detail=str(message.payload["n"]))
+
+
+def handled():
+    """What `notes` was called with, by key, in that order."""
+    rows = list(Effect.objects.order_by("pk").values_list("name", "detail"))
+    return {key: [int(n) for name, n in rows if name == key] for key in KEYS}
+
+
+def of_each_key(count):
+    """Every message once, in the order of its key."""
+    return {key: list(range(number, count, 3)) for number, key in enumerate(KEYS)}
+
+
+def has_its_past(handler):
+    return HandlerStart.objects.filter(handler=handler.name, complete_at__isnull=False).exists()
+
+
+class TestLocally:
+    """With `local://`."""
+
+    pytestmark = everywhere
+
+    @pytest.fixture(autouse=True)
+    def _local(self):
+        with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
+            yield
+
+    def test_from_the_first_it_sees_every_message_once_in_the_order_of_its_key_before_new_ones(self, handles, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 4)
+        other = handles(the_effect, topic=TOPIC, name="other")
+        published_many(15)
+        relay_all()
+        Effect.objects.all().delete()
+
+        handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        published_many(6, since=15)
+        relay_all()
+
+        assert handled() == of_each_key(21)
+        assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
+        assert InboxMessage.objects.filter(handler=other.name).count() == 21
+
+    def test_from_an_instant_it_sees_what_was_published_since(self, handles):
+        handles(the_effect, topic=TOPIC, name="other")
+        old, _new = published(payload={"n": 1}), published(payload={"n": 2})
+        relay_all()
+        set_columns(old, state=State.PUBLISHED, settled_at=DatabaseTime(timedelta(days=-2)))
+
+        handler = handles(notes, topic=TOPIC, start_from=datetime.now(UTC) - timedelta(days=1))
+        relay_all()
+
+        assert list(Effect.objects.filter(detail="2").values_list("detail")) == [("2",)]
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 1
+
+    def test_from_the_last_it_sees_new_messages_only(self, handles):
+        handles(the_effect, topic=TOPIC, name="other")
+        published()
+        relay_all()
+
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="last")
+        published()
+        relay_all()
+
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 1
+        assert not HandlerStart.objects.exists()
+
+    def test_a_handler_that_has_handled_messages_does_not_start_again(self, handles):
+        handles(the_effect, topic=TOPIC, name="known")
+        published()
+        relay_all()
+        InboxMessage.objects.update(biz_id="another")
+
+        handler = handles(the_effect, topic=TOPIC, name="known", start_from="first")
+        published()
+        relay_all()
+
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 2
+        assert has_its_past(handler)
+        assert HandlerStart.objects.get().handed_over == 0
+
+    def test_the_maximum_message_age_does_not_apply_to_the_past(self, handles):
+        handles(the_effect, topic=TOPIC, name="other")
+        message = published(payload={"n": 1})
+        relay_all()
+        OutboxMessage.objects.filter(message_id=message.id).update(created_at=DatabaseTime(-2 * inbox_options().RETENTION))
+
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        relay_all()
+
+        assert InboxMessage.objects.get(handler=handler.name).state == "done"
+
+    def test_messages_that_are_not_published_are_no_part_of_the_past(self, handles):
+        handles(the_effect, topic=TOPIC, name="other")
+        cancelled = published()
+        set_columns(cancelled, state=State.CANCELLED, settled_at=DatabaseTime())
+        dead = published()
+        set_columns(dead, state=State.DEAD)
+
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        relay_all()
+
+        assert has_its_past(handler)
+        assert not InboxMessage.objects.filter(handler=handler.name).exists()
+
+    def test_two_relays_hand_over_nothing_twice_while_new_messages_keep_coming(self, handles, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 10)
+        monkeypatch.setattr(starting, "_LAST", 20)
+        handles(lambda message: None, topic=TOPIC, name="other")
+        published_many(90)
+        relay_all()
+
+        handler = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        stop = StopRequest()
+        with in_threads(*[partial(serve, "default", stop=stop)] * 2, stop=stop):
+            for since in range(90, 180, 9):
+                published_many(9, since=since)
+            wait_until(lambda: effects() == 180 and has_its_past(handler))
+
+        assert handled() == of_each_key(180)
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 180
+
+
+class TestFromABroker:
+    @pytest.fixture
+    def options(self, rabbitmq_url):
+        given = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE}
+        options = broker_options(rabbitmq_url, EXCHANGE=EXCHANGE)
+        with override_settings(OUTBOX=given, INBOX={"BROKER_URL": rabbitmq_url, "GROUP": options.GROUP}):
+            yield options
+
+    def test_it_sees_every_message_once_in_the_order_of_its_key_while_new_ones_keep_coming(self, handles, options, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 10)
+        other = handles(lambda message: None, topic=TOPIC, name="other")
+        declare(other, options)
+        published_many(60)
+        relay_all()
+
+        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        stop = StopRequest()
+        relays = [partial(serve, "default", stop=stop)] * 2
+        with consuming([other, new], options), in_threads(*relays, stop=stop):
+            for since in range(60, 120, 6):
+                published_many(6, since=since)
+            wait_until(lambda: effects() == 120)
+            wait_until(lambda: InboxMessage.objects.filter(handler=other.name).count() == 120)
+
+        assert handled() == of_each_key(120)
+        assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
+
+    def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options):
+        other = handles(lambda message: None, topic=TOPIC, name="other")
+        declare(other, options)
+        published_many(3)
+        relay_all()
+
+        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        with consuming([new], options):
+            wait_until(lambda: starts.waiting("default") == ["new"])
+            published_many(3, since=3)
+            from_here = StopRequest()
+            # A pass of a relay that knows nothing of the inbox's starts.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(starting, "_STARTS", f"{__name__}.no_starts")
+                serve("default", drain=True, stop=from_here)
+            assert effects() == 0
+            relay_all()
+            wait_until(lambda: effects() == 6)
+
+        assert handled() == of_each_key(6)
+
+
+def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(process_environment, tmp_path):
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
+        published_many(450, topic=newcomer.TOPIC)
+    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+    environment = {
+        **process_environment,
+        **as_environment(INBOX={}, OUTBOX={"BROKER_URL": "local://"}),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.newcomer.settings",
+    }
+    row = {"handler": newcomer.NAME, "topic": newcomer.TOPIC, "biz_id": "order-300", "message_id": "another", "body": b""}
+    # Another transaction has message 300 in hand, so the second batch cannot be stored until it ends.
+    other = OpenTransaction()
+    try:
+        other.does(InboxMessage.objects.create, received_at=DatabaseTime(), **row).result(SECONDS)
+        with Process(environment, tmp_path / "first.log", "outbox_relay") as first:
+            first.until(lambda: HandlerStart.objects.filter(handed_over=200).exists())
+            first.kill()
+        assert not HandlerStart.objects.get().complete_at
+    finally:
+        other.rolls_back()
+        other.ends()
+
+    with Process(environment, tmp_path / "second.log", "outbox_relay") as second:
+        second.until(lambda: effects() == 450)
+
+    assert handled() == of_each_key(450)
+    assert InboxMessage.objects.count() == 450
+
+
+def no_starts(alias, *, is_local):
+    """As in a relay whose project has no handler that wants its past."""
+
+
+@pytest.mark.parametrize("start_from", ["firts", datetime(2026, 3, 1), 5])  # noqa: DTZ001 - it is what is refused
+def test_a_wrong_start_is_refused(start_from):
+    with pytest.raises((TypeError, ValueError), match="start_from is"):
+        idempotent_handler(TOPIC, start_from=start_from)
+
+
+def test_a_start_on_a_database_without_an_outbox_is_reported(handles, settings):
+    settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "outbox"]
+    handles(the_effect, topic=TOPIC, name="tests.new", start_from="first")
+
+    (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
+
+    assert f"outbox_replay --topic {TOPIC} --to-group {inbox_options().group}.tests.new" in warning.hint
