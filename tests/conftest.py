@@ -13,6 +13,7 @@ from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_h
 from inbox.handlers.registry import registry
 from tests import plugin
 from tests.support import ROOT
+from tests.support.emptying import empty_after_each_test
 from tests.support.servers import PostgresServer, RabbitServer, RedisServer
 
 # How long an example takes is up to the machine, and proves nothing.
@@ -60,6 +61,11 @@ def redis_server():
 def _mortal_postgres():
     with PostgresServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _databases_are_emptied_quickly():
+    empty_after_each_test()
 
 
 @pytest.fixture
