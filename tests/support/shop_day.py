@@ -194,8 +194,8 @@ def _outbox() -> None:
 
 def _history(count: int) -> None:
     """Messages that were published and handled without a failure."""
-    sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-9999", ago=HOUR, settled_at=utcnow() - HOUR)
-    done = a_handled(RESERVE, "order-9999", ago=HOUR)
+    sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-first", ago=HOUR, settled_at=utcnow() - HOUR)
+    done = a_handled(RESERVE, "order-first", ago=HOUR)
     published, handled = [], []
     for number in range(1, count):
         published.append(copy(sent))

@@ -12,7 +12,7 @@ from tests.support.browser import DESKTOP, PHONE
 from tests.support.layout import faults
 from tests.support.shop_day import TOPIC_OF, a_busy_day, hostile_rows
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
 
 OURS = [model for model in admin.site._registry if model._meta.app_label in {"outbox", "inbox"}]
 MESSAGES = (OutboxMessage, InboxMessage)
