@@ -11,7 +11,7 @@ error or violated the Content-Security-Policy, and that no request left the live
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,67 +44,75 @@ class Operator:
 
     Attributes:
         page: Playwright's page.
-        errors: what the console has reported, and exceptions of scripts.
+        address: of the live server.
+        errors: what the console has reported, exceptions of scripts, and dialogs that a script has opened.
         requests: the URLs of all requests.
+        posted: the forms that were posted, as (path, body).
     """
 
     def __init__(self, page: Any, address: str) -> None:
         self.page = page
         self.errors: list[str] = []
         self.requests: list[str] = []
-        self._address = address
+        self.posted: list[tuple[str, str]] = []
+        self.address = address
         page.set_default_timeout(LONGEST_MS)
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("dialog", self._dismiss)
+        page.on("request", self._record)
 
     def _note(self, message: Any) -> None:
         # A browser asks every site for its icon.
         if message.type in {"error", "warning"} and not message.location["url"].endswith("/favicon.ico"):
             self.errors.append(message.text)
 
+    def _dismiss(self, dialog: Any) -> None:
+        self.errors.append(f"a dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _record(self, request: Any) -> None:
+        self.requests.append(request.url)
+        if request.method != "GET":
+            self.posted.append((urlsplit(request.url).path, request.post_data or ""))
+
     def visit(self, name: str, query: str = "", **arguments: Any) -> Any:
         """Open the page with this URL name."""
-        response = self.page.goto(f"{self._address}{reverse(name, **arguments)}{query}")
-        assert response.ok, response.status
+        return self.open(reverse(name, **arguments) + query)
+
+    def open(self, path: str) -> Any:
+        """Open the page at this path."""
+        response = self.page.goto(f"{self.address}{path}")
+        assert response.ok, (path, response.status)
         assert response.headers["content-security-policy"] == POLICY
         return self.page
 
-    def screenshots(self, directory: Path, name: str) -> list[Path]:
-        """The whole page on a desktop and on a phone, light and dark."""
-        taken = []
-        for size, viewport in (("1280", DESKTOP), ("390", PHONE)):
-            for scheme in ("light", "dark"):
-                self.page.emulate_media(color_scheme=scheme)
-                self.page.set_viewport_size(viewport)
-                self.page.wait_for_timeout(500)  # the script draws the charts in the other colours
-                taken.append(directory / f"{name}-{size}-{scheme}.png")
-                self.page.screenshot(path=taken[-1], full_page=True)
-        return taken
-
-    def overflow(self) -> int:
-        """By how many pixels the page is wider than its window."""
-        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
-
     def require_no_complaint(self) -> None:
         assert not self.errors, self.errors
-        left = [url for url in self.requests if not url.startswith((self._address, "data:", "blob:", "about:"))]
+        left = [url for url in self.requests if not url.startswith((self.address, "data:", "blob:", "about:"))]
         assert not left, left
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One browser for the tests of a module."""
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A running browser."""
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - tests without a browser need not have it
 
     with pytest.MonkeyPatch.context() as patch, sync_playwright() as playwright:
-        # Playwright's event loop runs in this thread, in which the tests use the database.
+        # Playwright's event loop runs in this thread, which uses the database.
         patch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
         # Root may not have Chromium's sandbox. The pages are our own.
         options = ["--no-sandbox", "--disable-dev-shm-usage"]
         running = playwright.chromium.launch(executable_path=binaries.chromium(), args=options)
         yield running
         running.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser for the tests of a module."""
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture

@@ -27,11 +27,15 @@ document.addEventListener("DOMContentLoaded", function () {
         return { label: label, stroke: stroke, width: 2, points: { show: false }, value: value, spanGaps: false };
     }
 
-    function draw(place, chart) {
+    function frame(place, chart) {
         const figure = document.createElement("figure"), title = document.createElement("figcaption");
         title.textContent = chart.title;
         figure.append(title);
         place.append(figure);
+        return figure;
+    }
+
+    function draw(figure, chart) {
         if (!chart.times.length) {
             const unknown = document.createElement("p");
             unknown.className = "overview-quiet";
@@ -63,7 +67,10 @@ document.addEventListener("DOMContentLoaded", function () {
         plots = [];
         for (const place of root.querySelectorAll("[data-charts]")) {
             place.replaceChildren();
-            for (const chart of charts[place.dataset.charts] || []) draw(place, chart);
+            const shown = charts[place.dataset.charts] || [];
+            // All figures are placed before the first is drawn, because each takes part of the width.
+            const figures = shown.map((chart) => frame(place, chart));
+            shown.forEach((chart, index) => draw(figures[index], chart));
         }
     }
 
@@ -109,9 +116,8 @@ document.addEventListener("DOMContentLoaded", function () {
     new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
     document.addEventListener("visibilitychange", load);
-    window.addEventListener("resize", () =>
-        plots.forEach((one) => one.plot.setSize({ width: one.figure.clientWidth, height: HEIGHT }))
-    );
+    // The window is resized, or the sidebar is opened or closed.
+    new ResizeObserver(() => plots.forEach((one) => one.plot.setSize({ width: one.figure.clientWidth, height: HEIGHT }))).observe(root);
     setInterval(load, FIGURES_MS);
     load();
 });

@@ -14,6 +14,8 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
+import inbox.models
+import outbox.models
 from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
 from outbox.database.now import DatabaseTime
@@ -165,6 +167,34 @@ def test_action_without_a_csrf_token_is_refused(label, action, a_row):
 
     assert response.status_code == 403
     assert values_of(row) == before
+
+
+def forms_beside_the_actions(a_row):
+    """Path and fields of every form that changes something and is not an action of a list."""
+    for app in ("outbox", "inbox"):
+        group = f"{reverse(f'admin:{app}_failurenote_group')}?class=x&place=y"
+        yield group, {"action": "note", "note": "x"}
+        yield group, {"action": "cancel" if app == "outbox" else "skip", "plan_confirmed": "yes", "reason": "x"}
+        yield reverse(f"admin:{app}_operation_cancel", args=[a_row(f"{app}.Operation").pk]), {}
+    yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
+    yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
+
+
+def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_nothing_by_get(a_row):
+    forms = list(forms_beside_the_actions(a_row))
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("root"))
+
+    for path, fields in forms:
+        assert client.post(path, fields).status_code == 403, path
+        assert client.get(path, fields).status_code in {200, 405}, path
+
+    for app in (inbox.models, outbox.models):
+        assert not app.FailureNote.objects.exists()
+        assert [operation.cancelled_by for operation in app.Operation.objects.all()] == [""]
+        assert not app.AuditEntry.objects.exists()
+    assert not PausedTopic.objects.exists()
+    assert not PausedHandler.objects.exists()
 
 
 @pytest.mark.parametrize("label", ["outbox.PausedTopic", "inbox.PausedHandler"])

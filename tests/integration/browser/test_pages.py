@@ -1,0 +1,121 @@
+"""Every page of both apps' admin in a real browser, with rows of every kind: layout, hostile texts, no effect."""
+
+import pytest
+from django.contrib import admin
+from django.db import connection
+from django.urls import reverse
+
+from inbox.models import InboxMessage
+from outbox.models import OutboxMessage
+from tests.support.admin_pages import NASTY
+from tests.support.browser import DESKTOP, PHONE
+from tests.support.layout import faults
+from tests.support.shop_day import TOPIC_OF, a_busy_day, hostile_rows
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
+
+OURS = [model for model in admin.site._registry if model._meta.app_label in {"outbox", "inbox"}]
+MESSAGES = (OutboxMessage, InboxMessage)
+HOSTILE = f"{NASTY}{'W' * 120}"
+WIDE = {"outboxmessage", "scheduledmessage", "preparedmessage", "inboxmessage"}
+"""Models whose lists are wider than a phone, and scroll."""
+SAFE = {"auth_user", "django_session", "django_migrations", "django_content_type", "auth_permission"}
+"""Tables that a log-in changes, or that never change."""
+
+
+@pytest.fixture
+def world(handles):
+    """Rows of every kind: those of a busy day, and one with a hostile text in every column."""
+    for name, topic in TOPIC_OF.items():
+        handles(print, name=name, topic=topic)
+    a_busy_day(hours=1)
+    hostile_rows(HOSTILE)
+
+
+def name_of(model, page):
+    return f"admin:{model._meta.app_label}_{model._meta.model_name}_{page}"
+
+
+def lists():
+    yield reverse("admin:index")
+    for model in OURS:
+        yield reverse(name_of(model, "changelist"))
+    for name in ("outbox_pausedtopic", "inbox_pausedhandler"):
+        yield reverse(f"admin:{name}_add")
+
+
+def rows(which):
+    """The page of one row of each model and state: `which` is "hostile" or "all"."""
+    for model in OURS:
+        if model._meta.proxy:
+            continue
+        found = model.objects.order_by("pk")
+        if which == "hostile":
+            keys = [row.pk for row in found if NASTY in "".join(map(str, vars(row).values()))]
+        elif model in MESSAGES:
+            keys = model.objects.order_by("state", "-pk").distinct("state").values_list("pk", flat=True)
+        else:
+            keys = found.values_list("pk", flat=True)
+        for pk in keys:
+            yield reverse(name_of(model, "change"), args=[pk])
+
+
+def content():
+    """Every row of every table of both apps and of the admin's log."""
+    with connection.cursor() as cursor:
+        tables = [name for name in connection.introspection.table_names(cursor) if name not in SAFE]
+        found = {}
+        for table in tables:
+            cursor.execute(f"SELECT {table}::text FROM {table} ORDER BY 1")
+            found[table] = cursor.fetchall()
+    return found
+
+
+def walk(operator, paths, *, schemes=("light",)):
+    """Open the pages one after another: what is wrong with them."""
+    wrong = []
+    for path in paths:
+        page = operator.open(path)
+        for charts in page.locator(".overview-charts").all():
+            charts.locator("canvas").nth(1).wait_for()
+        if page.locator("img[src='x'], #content script:not([src])").count():
+            wrong.append(f"{path}: an injected element")
+        if path.strip("/").rpartition("/")[2] in WIDE:
+            continue
+        for scheme in schemes:
+            page.emulate_media(color_scheme=scheme)
+            for size in (PHONE, DESKTOP):
+                page.set_viewport_size(size)
+                wrong += [f"{path} at {size['width']} px, {scheme}: {fault}" for fault in faults(page)]
+    page.goto("about:blank")
+    return wrong
+
+
+def test_lists_fit_a_phone_and_a_desktop_show_hostile_texts_as_text_and_change_nothing(operator, world):
+    before = content()
+    assert before["inbox_inboxmessage"]
+
+    wrong = walk(operator, lists())
+
+    assert not wrong, "\n".join(wrong)
+    assert content() == before
+
+
+@pytest.mark.proof
+def test_every_page_fits_a_phone_and_a_desktop_in_light_and_dark(operator, world):
+    wrong = walk(operator, [*lists(), *rows("all")], schemes=("light", "dark"))
+
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.proof
+def test_pages_of_rows_show_hostile_texts_as_text_and_change_nothing(operator, world):
+    before = content()
+    paths = list(rows("hostile"))
+    models = [model for model in OURS if not model._meta.proxy]
+    assert all(any(f"/{model._meta.app_label}/{model._meta.model_name}/" in path for path in paths) for model in models)
+
+    wrong = walk(operator, paths)
+
+    assert not wrong, "\n".join(wrong)
+    assert content() == before

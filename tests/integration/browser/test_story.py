@@ -1,0 +1,65 @@
+"""What an operator does on a bad day, in a real browser: a handler fails in a real consumer, and the message is corrected."""
+
+from datetime import timedelta
+
+import pytest
+
+from inbox.models import InboxMessage, State
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.layout import faults
+from tests.support.relaying import published
+from tests.support.workers import GROUP, OF_THE_WORKERS, Process, as_environment
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+OVERVIEW = "admin:outbox_overview_changelist"
+
+
+@pytest.fixture
+def running(process_environment, rabbitmq_url, tmp_path, handles):
+    """A relay, and a consumer that gives every message one attempt. The web process knows the handler, too."""
+    handles(print, name=OF_THE_WORKERS.name, topic=JOB)
+    given = as_environment(
+        OUTBOX={"BROKER_URL": rabbitmq_url},
+        INBOX={"GROUP": GROUP, "MAX_ATTEMPTS": 1, "POLL_INTERVAL": timedelta(seconds=0.1)},
+    )
+    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
+    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
+    relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
+    with consumer, relay:
+        consumer.until(lambda: "receiving from" in consumer.said())
+        yield consumer
+
+
+def test_operator_finds_a_failed_message_in_two_clicks_corrects_it_and_sees_its_effect(operator, running):
+    sent = published(topic=JOB, payload={"do": "what it cannot"})
+    running.until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
+    original = InboxMessage.objects.get()
+
+    page = operator.visit(OVERVIEW)
+    page.get_by_role("link", name="1 message is a dead letter.").click()
+    page.locator("#result_list .field-summary a").click()
+    page.wait_for_url(f"**/inboxmessage/{original.pk}/change/**")
+    assert page.get_by_text("KeyError: 'what it cannot'").first.is_visible()
+    assert page.get_by_text("tests/support/apps/worker/handlers.py").first.is_visible()
+    assert not faults(page)
+
+    page.get_by_role("button", name="Edit").click()
+    payload = page.get_by_label("Payload")
+    assert "what it cannot" in payload.input_value()
+    payload.fill('{"do": "work"}')
+    page.get_by_role("button", name="Show the changes").click()
+    page.locator(".message-del", has_text="what it cannot").wait_for()
+    assert not faults(page)
+    page.get_by_role("button", name="Replace the message and run it").click()
+    page.locator(".messagelist .success", has_text="replaced by a corrected message").wait_for()
+
+    running.until(lambda: Effect.objects.filter(name=sent.biz_id).exists())
+    running.until(lambda: InboxMessage.objects.get(replaces=original).state == State.DONE)
+    corrected = InboxMessage.objects.get(replaces=original)
+    page.locator(".field-replacing_row a").click()
+    page.wait_for_url(f"**/inboxmessage/{corrected.pk}/change/")
+    page.locator(".field-state_explained .message-state-done").wait_for()
+    assert page.locator(".field-replaced_row a", has_text=str(original.pk)).is_visible()
+    assert Effect.objects.filter(name=sent.biz_id).count() == 1

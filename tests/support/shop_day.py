@@ -1,0 +1,517 @@
+"""A busy day of a shop, as rows of both apps: something for every page of the admin.
+
+    a_busy_day()          # believable data, for screenshots and for layout
+    hostile_rows(NASTY)   # the same text in every column that holds a text
+
+The rows are written directly. What relays and consumers write themselves is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+import inbox.models
+import outbox.models
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from outbox.kernel.clock import utcnow
+from outbox.kernel.failures import DEFERRED
+from outbox.kernel.identity import new_message_id
+from outbox.kernel.statistics import ALL, bucket_of
+from outbox.models import OutboxMessage, PendingCallback
+from outbox.states import State
+from tests.support.admin_pages import a_message
+from tests.support.heartbeats import a_consumer, a_relay
+
+PLACED, PAID, SHIPPED, SMS = "shop.order.placed", "shop.order.paid", "shop.order.shipped", "shop.sms.due"
+RESERVE, CHARGE, PARCEL, TEXT = "stock.reserve_stock", "payments.request_payment", "shipments.send_parcel", "notices.send_sms"
+TOPIC_OF = {RESERVE: PLACED, CHARGE: PLACED, PARCEL: PAID, TEXT: SMS}
+SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
+
+TIMEOUT = ("payments.gateway.GatewayTimeout", "shop/payments/gateway.py:charge:88", "no answer within 10 s")
+AMOUNT = ("ValueError", "shop/payments/handlers.py:request_payment:23", "the amount '12,50' is not a number")
+ADDRESS = ("shipments.errors.UnknownPostcode", "shop/shipments/labels.py:label_for:41", "no carrier serves the postcode 99999")
+_CALLERS = {
+    TIMEOUT[0]: ("shop/payments/handlers.py", "request_payment", 26, "charge(order.customer, amount)"),
+    AMOUNT[0]: ("shop/payments/handlers.py", "request_payment", 23, 'amount = Decimal(message.payload["amount"])'),
+    ADDRESS[0]: ("shop/shipments/handlers.py", "send_parcel", 17, "label = label_for(order.address)"),
+}
+
+
+def a_busy_day(*, hours: int = 24, history: int = 0) -> None:
+    """Write all rows.
+
+    Args:
+        hours: for how long there are statistics.
+        history: how many more messages were published and handled.
+    """
+    _statistics(hours)
+    _processes()
+    _history(history)
+    _outbox()
+    _inbox()
+    _decisions()
+
+
+# ------------------------------------------------------------------------------------------------------------- statistics
+
+
+def _statistics(hours: int) -> None:
+    now = utcnow().replace(second=0, microsecond=0)
+    minutes = [now - number * MINUTE for number in range(1, 60 * hours)]
+    published, handled = [], []
+    for number, minute in enumerate(minutes):
+        rate = 320 + 140 * math.sin(number / 9) + 60 * math.sin(number / 2.3)
+        trouble = max(0.0, 40 * math.sin((number - 8) / 7)) if number < 30 else 0.0
+        sent = int(rate)
+        published.append(
+            outbox.models.MinuteStatistics(
+                minute=minute,
+                process="shop-web-1:811",
+                subject=ALL,
+                published=sent,
+                retried=int(trouble / 4),
+                to_broker=_histogram(sent, 0.012 + 0.008 * abs(math.sin(number / 6))),
+            )
+        )
+        handled.append(
+            inbox.models.MinuteStatistics(
+                minute=minute,
+                process="shop-worker-1:902",
+                subject=ALL,
+                handled=sent - int(trouble),
+                failed=int(trouble),
+                deferred=int(trouble / 3),
+                redeliveries=int(2 + math.sin(number / 3)),
+                resends=number % 2,
+                repeats=number % 7 == 0,
+                to_inbox=_histogram(sent, 0.03),
+                to_effect=_histogram(sent, 0.045 + trouble / 150),
+            )
+        )
+        if trouble:
+            handled.append(
+                inbox.models.MinuteStatistics(
+                    minute=minute, process="shop-worker-1:902", subject=CHARGE, failed=int(trouble * 0.8)
+                )
+            )
+            handled.append(
+                inbox.models.MinuteStatistics(
+                    minute=minute, process="shop-worker-1:902", subject=PARCEL, failed=int(trouble * 0.2)
+                )
+            )
+            published.append(
+                outbox.models.MinuteStatistics(minute=minute, process="shop-web-1:811", subject=SMS, retried=int(trouble / 4))
+            )
+    outbox.models.MinuteStatistics.objects.bulk_create(published)
+    inbox.models.MinuteStatistics.objects.bulk_create(handled)
+
+
+def _histogram(count: int, median: float) -> dict[int, int]:
+    shares = {0.4: 0.2, 0.8: 0.3, 1.2: 0.3, 2: 0.15, 5: 0.04, 12: 0.01}
+    return {bucket_of(median * factor): max(1, int(count * share)) for factor, share in shares.items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- processes
+
+
+def _processes() -> None:
+    measured = {"memory_bytes": 61_000_000, "database_ms": 0.8, "broker_ms": 1.4}
+    a_relay(host="shop-web-1", pid=811, published=1_482_210, rate=214.6, shards=32, last_pass_at=SECOND, **measured)
+    a_relay(host="shop-web-2", pid=1204, published=1_391_007, rate=198.2, shards=32, last_pass_at=SECOND, **measured)
+    a_relay(host="shop-web-0", pid=77, published=902_114, shards=21, silent_for=23 * MINUTE, **measured)
+    measured["memory_bytes"] = 88_000_000
+    for number, mode in ((1, "running"), (2, "running"), (3, "paused")):
+        names = sorted(TOPIC_OF) if number < 3 else [TEXT]
+        a_consumer(
+            **{"host": f"shop-worker-{number}", "pid": 900 + 2 * number, "handlers": names, "mode": mode, **measured},
+            received=730_114 // number,
+            ran=2_310 // number,
+            rate=0.0 if mode == "paused" else 131.4 / number,
+        )
+    inbox.models.ConsumerHeartbeat.objects.filter(mode="paused").update(
+        requested="pause", requested_by="ada in the admin", requested_at=utcnow() - 9 * MINUTE, acknowledged_at=utcnow()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- outbox
+
+
+def _outbox() -> None:
+    for number in range(12):
+        made = (4 + 9 * number) * SECOND
+        topic = (PLACED, PAID, SHIPPED)[number % 3]
+        a_message(State.PUBLISHED, topic=topic, biz_id=_order(number), ago=made, settled_at=utcnow() - made, **_of(number))
+    for number in range(3):
+        a_message(State.READY, topic=PLACED, biz_id=_order(60 + number), **_of(number))
+    for number in range(9):
+        later = -(1 + number * number) * 7 * MINUTE
+        a_message(State.SCHEDULED, topic=SMS, biz_id=_order(number), ago=13 * MINUTE, due_ago=later, **_of(number))
+    _failing_outbox("returned", "NO_ROUTE: no queue is bound for the topic shop.coupon.granted", "shop.coupon.granted", 5)
+    _failing_outbox("nacked", "the broker answered basic.nack", SMS, 3)
+    dead = a_message(State.DEAD, topic="shop.invoice.made", biz_id=_order(41), key="customer-17", ago=2 * HOUR)
+    _fail_outbox(dead, "too large", "PRECONDITION_FAILED: the body has 21,004,812 bytes, the broker takes 16,777,216", 5)
+    a_message(State.WAITING, topic="shop.invoice.made", biz_id=_order(42), key="customer-17", ago=4 * MINUTE)
+    for number in range(4):
+        a_message(State.PAUSED, topic="shop.review.due", biz_id=_order(number), ago=20 * MINUTE)
+    a_message(State.CANCELLED, topic=SMS, biz_id=_order(50), ago=3 * HOUR, settled_at=utcnow() - HOUR)
+    a_message(State.EXPIRED, topic="shop.offer.made", biz_id=_order(51), ago=3 * HOUR, settled_at=utcnow() - HOUR)
+    a_message(State.PREPARED, topic="bank.transfer.made", biz_id="transfer-7731", ago=40 * SECOND, due_ago=-20 * SECOND)
+    a_message(
+        State.STUCK, topic="bank.transfer.made", biz_id="transfer-7702", ago=5 * HOUR, attempts=15, last_error="unknown: no row"
+    )
+    outbox.models.PausedTopic.objects.create(
+        topic="shop.review.due",
+        paused_by="ada in the admin",
+        reason="The mail provider asks us to wait until 18:00.",
+        paused_at=utcnow() - 20 * MINUTE,
+    )
+    outbox.models.PausedTopic.objects.create(
+        topic="shop.coupon.granted",
+        reason="20 refusals in a row: NO_ROUTE",
+        paused_at=utcnow() - MINUTE,
+        probe_at=utcnow() + 30 * SECOND,
+        pause_seconds=60,
+    )
+    for number, error in enumerate(("", "ConnectionError: the ledger is unavailable")):
+        message = a_message(State.PUBLISHED, topic=PAID, biz_id=_order(70 + number), settled_at=utcnow())
+        PendingCallback.objects.create(
+            message=message,
+            event="published",
+            settled_at=utcnow(),
+            callback="payments.book_in_the_ledger",
+            attempts=3 * number,
+            available_at=utcnow() + number * MINUTE,
+            last_error=error,
+        )
+
+
+def _history(count: int) -> None:
+    """Messages that were published and handled without a failure."""
+    sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-first", ago=HOUR, settled_at=utcnow() - HOUR)
+    done = a_handled(RESERVE, "order-first", ago=HOUR)
+    published, handled = [], []
+    for number in range(1, count):
+        published.append(copy(sent))
+        published[-1].pk, published[-1].message_id, published[-1].biz_id = None, new_message_id(), _order(-number)
+        handled.append(copy(done))
+        handled[-1].pk, handled[-1].message_id, handled[-1].biz_id = None, str(published[-1].message_id), _order(-number)
+    OutboxMessage.objects.bulk_create(published)
+    InboxMessage.objects.bulk_create(handled)
+
+
+def _of(number: int) -> dict[str, Any]:
+    given = {"order": 10_240 + number, "customer": "Ada Byron", "total": "42.00", "currency": "EUR"}
+    return {"payload": given, "headers": {"tenant": "eu-1"}, "correlation_id": f"cart-{7_300 + number}"}
+
+
+def _order(number: int) -> str:
+    return f"order-{10_240 + number}"
+
+
+def _failing_outbox(kind: str, error: str, topic: str, count: int) -> None:
+    for number in range(count):
+        row = a_message(State.RETRYING, topic=topic, biz_id=_order(number), ago=(9 + number) * MINUTE, due_ago=-MINUTE)
+        _fail_outbox(row, kind, error, 2 + number)
+
+
+def _fail_outbox(row: OutboxMessage, kind: str, error: str, attempts: int) -> None:
+    OutboxMessage.objects.filter(pk=row.pk).update(
+        error_class=kind,
+        last_error=error,
+        attempts=attempts,
+        failing_since=row.created_at + SECOND,
+        failed_at=utcnow() - 20 * SECOND,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ inbox
+
+
+def _inbox() -> None:
+    for number in range(10):
+        a_handled(RESERVE if number % 2 else TEXT, _order(number), ago=(5 + 11 * number) * SECOND)
+    for number in range(14):
+        failing(CHARGE, _order(20 + number), TIMEOUT, attempts=1 + number % 3, ago=(1 + 2 * number) * MINUTE)
+    for number in range(6):
+        failing(CHARGE, _order(40 + number), AMOUNT, attempts=5, dead=True, ago=(25 + 4 * number) * MINUTE)
+    for number in range(3):
+        failing(PARCEL, _order(50 + number), ADDRESS, attempts=5, dead=True, ago=(2 + number) * HOUR)
+    for number in range(5):
+        row = a_handled(RESERVE, _order(60 + number), ago=number * MINUTE, state=InboxState.RETRYING)
+        InboxMessage.objects.filter(pk=row.pk).update(
+            error_class=DEFERRED, last_error="out of stock", next_attempt_at=utcnow() + 5 * MINUTE, settled_at=None
+        )
+    head = failing(PARCEL, _order(80), ADDRESS, attempts=5, dead=True, ago=HOUR, key="customer-17", ordered=True)
+    a_handled(PARCEL, _order(81), ago=HOUR, state=InboxState.WAITING, key=head.key, ordered=True)
+    a_handled(TEXT, _order(82), ago=HOUR, state=InboxState.SKIPPED)
+    a_handled(TEXT, _order(83), ago=HOUR, state=InboxState.SHED)
+    a_handled(TEXT, _order(84), ago=HOUR, duplicates=3, redeliveries=2, resends=1)
+    failing(TEXT, _order(85), ("refused", "", "it is older than the maximum message age"), dead=True, quarantined=True)
+    inbox.models.PausedHandler.objects.create(
+        handler=TEXT, paused_by="ada in the admin", reason="The SMS provider is down.", paused_at=utcnow() - 9 * MINUTE
+    )
+    _a_life()
+
+
+def a_handled(handler: str, biz_id: str, *, ago: timedelta = timedelta(), state: str = InboxState.DONE, **columns: Any) -> Any:
+    """A stored message of a handler: done, or in another state."""
+    at = utcnow() - ago
+    is_settled = state in {InboxState.DONE, InboxState.SKIPPED, InboxState.SHED}
+    values = {
+        "topic": TOPIC_OF.get(handler, PLACED),
+        "message_id": str(uuid.uuid4()),
+        "content_type": "application/json",
+        "body": json.dumps(_of(int(biz_id[-2:]) if biz_id[-2:].isdigit() else 0)["payload"]).encode(),
+        "headers": {"tenant": "eu-1"},
+        "source": "/shop",
+        "attempts": 1,
+        "created_at": at - 80 * timedelta(milliseconds=1),
+        "received_at": at,
+        "settled_at": at + 30 * timedelta(milliseconds=1) if is_settled else None,
+    }
+    return InboxMessage.objects.create(handler=handler, biz_id=biz_id, state=state, **{**values, **columns})
+
+
+def failing(
+    handler: str,
+    biz_id: str,
+    failure: tuple[str, str, str],
+    *,
+    attempts: int = 1,
+    dead: bool = False,
+    ago: timedelta = timedelta(minutes=5),
+    **columns: Any,
+) -> Any:
+    """A message that is retrying or dead."""
+    kind, place, error = failure
+    failed_at = utcnow() - min(ago / 2, 2 * MINUTE)
+    return a_handled(
+        handler,
+        biz_id,
+        ago=ago,
+        state=InboxState.DEAD if dead else InboxState.RETRYING,
+        attempts=attempts,
+        error_class=kind,
+        error_place=place,
+        last_error=f"{kind.rpartition('.')[2]}: {error}",
+        failing_since=utcnow() - ago + SECOND,
+        failed_at=failed_at,
+        next_attempt_at=None if dead else utcnow() + 4 * MINUTE,
+        failures=[_attempt(number, failure, utcnow() - ago * (attempts - number) / attempts) for number in range(attempts)],
+        **{"body": b'{"order": 10263, "customer": "Ada Byron", "amount": "12,50", "currency": "EUR"}', **columns},
+    )
+
+
+def _attempt(number: int, failure: tuple[str, str, str], at: Any) -> dict[str, Any]:
+    kind, place, error = failure
+    frames: Sequence[str] = ()
+    if kind in _CALLERS:
+        file, function, line, code = _CALLERS[kind]
+        frames = [f'  File "{file}", line {line}, in {function}\n    {code}\n']
+        if not place.startswith(f"{file}:{function}:"):
+            frames = [*frames, '  File "{}", line {}, in {}\n    raise {}("{}")\n'.format(*_parts(place), _short(kind), error)]
+    last = f"{_short(kind)}: {error}\n"
+    library = '  File "/usr/lib/python3.12/contextlib.py", line 81, in inner\n    return func(*args, **kwds)\n'
+    return {
+        "attempt": number + 1,
+        "at": at.isoformat(),
+        "class": kind,
+        "place": place,
+        "error": f"{_short(kind)}: {error}",
+        "own": "".join(frames) + last if frames else "",
+        "traceback": f"Traceback (most recent call last):\n{library}{''.join(frames)}{last}" if frames else "",
+    }
+
+
+def _parts(place: str) -> tuple[str, str, str]:
+    file, function, line = place.split(":")
+    return file, line, function
+
+
+def _short(kind: str) -> str:
+    return kind.rpartition(".")[2]
+
+
+def _a_life() -> None:
+    """One message from its transaction to its failures, in the trails of both apps."""
+    sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-10299", ago=12 * MINUTE, settled_at=utcnow(), **_of(59))
+    received = failing(CHARGE, "order-10299", AMOUNT, attempts=2, dead=True, ago=12 * MINUTE, message_id=str(sent.message_id))
+    a_handled(RESERVE, "order-10299", ago=12 * MINUTE, message_id=str(sent.message_id))
+    begin = sent.created_at
+    for seconds, was, became in ((0.4, "ready", "retrying"), (2.4, "retrying", "ready"), (2.43, "ready", "published")):
+        outbox.models.TrailEntry.objects.create(
+            message_id=sent.message_id,
+            was=was,
+            became=became,
+            at=begin + timedelta(seconds=seconds),
+            process="shop-web-1:811:lane-1",
+            reason="the connection to the broker ended" if became == "retrying" else "",
+        )
+    steps = [
+        (RESERVE, 2.45, "", "done", ""),
+        (CHARGE, 2.46, "received", "retrying", AMOUNT[2]),
+        (CHARGE, 32.5, "retrying", "dead", AMOUNT[2]),
+    ]
+    for handler, seconds, was, became, reason in steps:
+        inbox.models.TrailEntry.objects.create(
+            message_id=received.message_id,
+            handler=handler,
+            was=was,
+            became=became,
+            at=begin + timedelta(seconds=seconds),
+            process="shop-worker-1:902:worker-3",
+            reason=reason,
+        )
+
+
+# ------------------------------------------------------------------------------------------------- what operators have done
+
+
+def _decisions() -> None:
+    now = utcnow()
+    operations = [
+        ("retry", f"failure group {TIMEOUT[0]} {TIMEOUT[1]}", "finished", (412, 409, 2, 1), {}),
+        ("retry", f"failure group {AMOUNT[0]} {AMOUNT[1]}", "stopped", (31, 1, 0, 0), {"is_canary": True}),
+        ("skip", "all messages with handler notices.send_sms, state dead", "cancelled", (5_000, 1_200, 0, 0), {}),
+        ("retry", f"failure group {TIMEOUT[0]} {TIMEOUT[1]}", "running", (1_180, 640, 3, 0), {"rate": 50}),
+    ]
+    for number, (action, selection, state, (total, done, refused, failed), given) in enumerate(operations):
+        began = now - (4 - number) * 13 * MINUTE
+        is_open = state == "running"
+        inbox.models.Operation.objects.create(
+            action=action,
+            selection=selection,
+            state=state,
+            total=total,
+            done=done,
+            refused=refused,
+            failed=failed,
+            requested_by="ada",
+            reason="The gateway works again.",
+            reasons={"it is done now": refused} if refused else {},
+            unchanged=[[1, "shop.order.placed order-10240", "it is done now"]] if refused else [],
+            stopped_because="wave 1: 1 of 1 messages failed again as before (ValueError)" if state == "stopped" else "",
+            cancelled_by="ada" if state == "cancelled" else "",
+            wave=1 if state == "stopped" else 0,
+            failed_again=1 if state == "stopped" else 0,
+            planned_at=now - 15 * SECOND if is_open else began,
+            started_at=now - 13 * SECOND if is_open else began + SECOND,
+            ended_at=None if is_open else began + MINUTE,
+            holder="shop-worker-1:902",
+            **given,
+        )
+    outbox.models.Operation.objects.create(
+        action="restore",
+        selection="failure group returned shop.coupon.granted",
+        state="planned",
+        total=5,
+        requested_by="ada",
+        planned_at=now - 3 * SECOND,
+    )
+    inbox.models.FailureNote.objects.create(
+        error_class=TIMEOUT[0],
+        place=TIMEOUT[1],
+        note="The payment gateway is slow since 14:20. Their status page says: until 16:00. Retry as a canary then.",
+        written_by="ada",
+        written_at=now - 14 * MINUTE,
+    )
+    outbox.models.FailureNote.objects.create(
+        error_class="returned",
+        place="shop.coupon.granted",
+        note="The coupon service is deployed at 15:00 and declares its queue.",
+        written_by="grace",
+        written_at=now - 8 * MINUTE,
+    )
+    alerts = [
+        (outbox.models, "topic paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
+        (inbox.models, "dead letters", CHARGE, "6 messages of the handler payments.request_payment are dead letters."),
+        (inbox.models, "no consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
+    ]
+    for number, (app, condition, on, summary) in enumerate(alerts):
+        cleared = number == 2
+        app.Alert.objects.create(
+            condition=condition,
+            object=on,
+            summary=summary,
+            state="cleared" if cleared else "raised",
+            first_seen_at=now - 20 * MINUTE,
+            seen_at=now - 5 * SECOND,
+            raised_at=now - 18 * MINUTE,
+            cleared_at=now - 4 * MINUTE if cleared else None,
+        )
+    for app in (outbox.models, inbox.models):
+        app.AlertLease.objects.create(
+            name="alerts", token=uuid.uuid4(), holder="shop-web-1:811", expires_at=now + MINUTE, evaluated_at=now
+        )
+        # "where" of an entry is the admin or the name of a command.
+        for action, kind, name, parameters in (
+            ("pause", "topic", "shop.review.due", {"reason": "The mail provider asks us to wait until 18:00."}),
+            ("retry", "operation", f"failure group {TIMEOUT[0]}", {"messages": 1_180, "rate": 50}),
+            ("skip", "message", "shop.sms.due order-10322", {"reason": "The customer was called."}),
+        ):
+            app.AuditEntry.objects.create(
+                at=now - 9 * MINUTE,
+                actor="ada",
+                place="admin",
+                address="203.0.113.7",
+                action=action,
+                kind=kind,
+                name=name,
+                object_id="",
+                parameters=parameters,
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------- hostile texts
+
+
+def hostile_rows(text: str) -> None:
+    """One row more of each kind, with this text wherever a text is stored."""
+    now = utcnow()
+    names = {"topic": text, "biz_id": text, "key": text, "headers": {text: text}, "payload": {text: text}}
+    ids = {"correlation_id": text, "causation_id": text, "traceparent": text}
+    for state in (State.DEAD, State.SCHEDULED, State.STUCK, State.PUBLISHED):
+        settled = {"settled_at": now} if state == State.PUBLISHED else {}
+        row = a_message(state, last_error=text, attempts=3, **names, **ids, **settled)
+    OutboxMessage.objects.filter(state=State.DEAD, topic=text).update(error_class=text, failing_since=now, failed_at=now)
+    trail = {"message_id": row.message_id, "was": "ready", "became": "published", "at": now, "process": text, "reason": text}
+    outbox.models.TrailEntry.objects.create(**trail)
+    PendingCallback.objects.create(
+        message=row, event="dead", settled_at=now, callback=text, available_at=now, last_error=text, reason=text
+    )
+    outbox.models.PausedTopic.objects.create(topic=text, paused_by=text, reason=text, paused_at=now)
+    inbox.models.PausedHandler.objects.create(handler=text, paused_by=text, reason=text, paused_at=now)
+    asked = {"requested": "pause", "requested_by": text, "requested_at": now}
+    a_relay(host=text, waits_for=text)
+    a_consumer(host=text, waits_for=text, handlers=[text])
+    outbox.models.RelayHeartbeat.objects.filter(host=text).update(**asked)
+    inbox.models.ConsumerHeartbeat.objects.filter(host=text).update(**asked)
+    received = failing(
+        text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=json.dumps({text: text}).encode(),
+        headers={text: text}, message_id=str(row.message_id), duplicates=2, conflicts=1, conflicting_id=text,
+        conflicting_body=json.dumps(text).encode(), conflicting_at=now, result=text, **ids,
+    )  # fmt: skip
+    inbox.models.Step.objects.create(message=received, name=text, result=text, taken_at=now)
+    inbox.models.TrailEntry.objects.create(**trail, handler=text)
+    for app in (outbox.models, inbox.models):
+        app.MinuteStatistics.objects.create(minute=now, process=text, subject=text, dead=900)
+        app.FailureNote.objects.create(error_class=text, place=text, note=text, written_by=text, written_at=now)
+        app.Alert.objects.create(
+            condition=text[:64], object=text, summary=text, state="raised", first_seen_at=now, seen_at=now, raised_at=now,
+            unsent=[["raised", text]], send_error=text,
+        )  # fmt: skip
+        app.AuditEntry.objects.create(
+            at=now, actor=text, place=text, address=text, action=text[:64], kind=text[:64], name=text, object_id=text,
+            parameters={text: text},
+        )  # fmt: skip
+        app.Operation.objects.create(
+            action=text[:32], selection=text, given={text: text}, reason=text, requested_by=text, state="stopped", total=3,
+            refused=3, stopped_because=text, reasons={text: 3}, unchanged=[[1, text, text]], holder=text, planned_at=now,
+        )  # fmt: skip
