@@ -320,17 +320,25 @@ class Pass:
         suppresses the second copy.
         """
         published: list[int] = []
+        taken: list[str] = []
+        expired: list[int] = []
+        waiting: list[int] = []
         failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
         for row in batch.rows:
+            if row.expired:
+                expired.append(row.position)
+            elif row.is_blocked and row.topic not in batch.paused:
+                waiting.append(row.position)
             verdict = batch.verdicts.get(row.position)
             if verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
                 continue
             if verdict.outcome is PublishOutcome.CONFIRMED:
                 published.append(row.position)
+                taken.append(row.topic)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
         self.topics.record(
-            taken=[row.topic for row in batch.rows if _is_confirmed(row, batch.verdicts)],
+            taken=taken,
             refused=[
                 (row.topic, verdict.reason)
                 for (verdict, _), rows in failed.items()
@@ -344,8 +352,8 @@ class Pass:
         }
         settlement = Settlement(
             published=published,
-            expired=[row.position for row in batch.rows if row.expired],
-            waiting=[row.position for row in batch.rows if row.is_blocked and not (row.expired or row.topic in batch.paused)],
+            expired=expired,
+            waiting=waiting,
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
                 *(

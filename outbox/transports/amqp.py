@@ -110,8 +110,9 @@ class AmqpTransport:
             if len(suspects) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspects[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         # The tracker may hold a late ack of an earlier batch; those rows do not belong to this claim.
-        mine = {message.position for message in messages}
-        verdicts = {position: verdict for position, verdict in self._tracker.collect().items() if position in mine}
+        verdicts, mine = self._tracker.collect(), {message.position for message in messages}
+        if not verdicts.keys() <= mine:
+            verdicts = {position: verdict for position, verdict in verdicts.items() if position in mine}
         verdicts.update(refused)
         if broken is None:
             return Sent(verdicts=verdicts)
@@ -265,8 +266,9 @@ class AmqpTransport:
         if not self._amqp.connected:
             raise RecoverableConnectionError("the broker closed the connection")
         try:
-            self._amqp.blocking_read(seconds)
-            if self._tracker.waiting:
+            with self._amqp.transport.having_timeout(seconds):
+                frame = self._amqp.transport.read_frame()
+            if self._take(frame):
                 dispatch_what_is_read(self._amqp, self._take)
             came = True
         except TimeoutError:

@@ -17,6 +17,7 @@ class ConfirmTracker:
 
     def __init__(self) -> None:
         self._last_tag = 0
+        self._first_open_tag = 1
         self._open: dict[int, int] = {}
         self._by_message_id: dict[str, int] = {}
         self._returned: dict[int, str] = {}
@@ -43,9 +44,11 @@ class ConfirmTracker:
             self._returned[position] = reason
 
     def acked(self, tag: int, multiple: bool) -> None:
-        for position in self._close(tag, multiple):
-            reason = self._returned.pop(position, None)
-            self._settled[position] = CONFIRMED if reason is None else Verdict(PublishOutcome.RETURNED, reason)
+        positions = self._close(tag, multiple)
+        self._settled.update(dict.fromkeys(positions, CONFIRMED))
+        if self._returned:
+            for position in self._returned.keys() & positions:
+                self._settled[position] = Verdict(PublishOutcome.RETURNED, self._returned.pop(position))
 
     def nacked(self, tag: int, multiple: bool) -> None:
         for position in self._close(tag, multiple):
@@ -62,5 +65,6 @@ class ConfirmTracker:
         # An unknown or repeated tag closes nothing. Tag 0 with `multiple` means "all so far".
         if not multiple:
             return [self._open.pop(tag)] if tag in self._open else []
-        tags = [open_tag for open_tag in self._open if open_tag <= tag or tag == 0]
-        return [self._open.pop(open_tag) for open_tag in tags]
+        last = min(tag or self._last_tag, self._last_tag)
+        first, self._first_open_tag = self._first_open_tag, max(self._first_open_tag, last + 1)
+        return [self._open.pop(open_tag) for open_tag in range(first, last + 1) if open_tag in self._open]
