@@ -99,8 +99,8 @@ class GitHub:
         return True
 
 
-def _checked(verifier: object, secrets: Sequence[str]) -> Sequence[str]:
-    name = type(verifier).__name__
+def _checked(verifier: object, secrets: Sequence[object]) -> list[str]:
+    name, usable = type(verifier).__name__, []
     if not secrets:
         raise ImproperlyConfigured(f"{name}() has no secret: pass the one that the provider shows for this webhook.")
     for number, secret in enumerate(secrets, start=1):
@@ -109,7 +109,8 @@ def _checked(verifier: object, secrets: Sequence[str]) -> Sequence[str]:
             raise ImproperlyConfigured(
                 f"{name}(): secret {number} of {len(secrets)} is {what}: it must be a str with the secret."
             )
-    return secrets
+        usable.append(secret)
+    return usable
 
 
 def _decoded(secret: str) -> bytes:
@@ -122,7 +123,7 @@ def _decoded(secret: str) -> bytes:
     return key
 
 
-def _duration(verifier: object, tolerance: timedelta) -> timedelta:
+def _duration(verifier: object, tolerance: object) -> timedelta:
     if not isinstance(tolerance, timedelta) or tolerance <= timedelta():
         raise ImproperlyConfigured(f"{type(verifier).__name__}(): tolerance is {tolerance!r}: it must be a positive timedelta.")
     return tolerance
