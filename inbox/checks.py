@@ -17,6 +17,7 @@ from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_option
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from outbox.console.redaction import why_no_redactor
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -110,6 +111,26 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
             f"INBOX['LEASE_STORE'] is {masked(chosen)}, but the Python library for Redis is not installed.",
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
+        )
+    ]
+
+
+@register()
+def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E008: REDACT names a function that cannot be loaded. The outbox reports its own, if it is installed."""
+    try:
+        given = inbox_options()
+    except ImproperlyConfigured:
+        return []
+    is_ours = given.REDACT or not apps.is_installed("outbox")
+    if not given.redact or not is_ours or not (reason := why_no_redactor(given.redact)):
+        return []
+    return [
+        Error(
+            f"{'INBOX' if given.REDACT else 'OUTBOX'}['REDACT'] is {given.redact!r}, which cannot be loaded: {reason}.",
+            hint="The admin shows no payloads until it can. Set it to the dotted path of a function that takes the topic, the "
+            "payload and the headers.",
+            id="inbox.E008",
         )
     ]
 

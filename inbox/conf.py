@@ -31,6 +31,7 @@ _MAY_BE_EMPTY = {
     "TRAIL",
     "KEEP_BODIES",
     "ALERTS",
+    "REDACT",
 }
 
 
@@ -62,6 +63,8 @@ class InboxOptions:
         TRAIL_RETENTION: how long the trail is stored.
         AUDIT_RETENTION: how long entries of the audit log are kept.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
+        REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "" takes
+            `OUTBOX["REDACT"]`.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
@@ -92,6 +95,7 @@ class InboxOptions:
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
+    REDACT: str = ""
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -148,6 +152,10 @@ class InboxOptions:
         return self.EXCHANGE or _option_of_the_outbox("EXCHANGE", "outbox")
 
     @cached_property
+    def redact(self) -> str:
+        return self.REDACT or _option_of_the_outbox("REDACT", "")
+
+    @cached_property
     def group(self) -> str:
         return self.GROUP or str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0] or "django"
 
@@ -178,7 +186,7 @@ def inbox_options() -> InboxOptions:
             read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
         except options.InvalidOptions as error:
             raise ImproperlyConfigured(str(error)) from error
-        _ = read.broker_url, read.exchange
+        _ = read.broker_url, read.exchange, read.redact
         _latest = given, outbox, read
     return _latest[2]
 

@@ -51,6 +51,21 @@ class DryRunRefused(InboxError):
     """The handler is not run, for this reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """A statement that writes.
+
+    Attributes:
+        parameters: as text; "" for none.
+    """
+
+    sql: str
+    parameters: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sql}\n-- {self.parameters}"[:_WRITE_LENGTH] if self.parameters else self.sql
+
+
 @dataclass(kw_only=True)
 class DryRun:
     """The result of a dry run.
@@ -66,7 +81,7 @@ class DryRun:
 
     outcome: str = "handled"
     failure: Failure | None = None
-    writes: list[str] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     more_writes: int = 0
     published: Sequence[WouldPublish] = ()
     hooks: int = 0
@@ -216,12 +231,11 @@ class _Run:
             )
         if _WRITES.match(text) and not _OURS.search(text):
             if len(self._result.writes) < _MOST_WRITES:
-                self._result.writes.append(_shown(text, params))
+                self._result.writes.append(_write(text, params))
             else:
                 self._result.more_writes += 1
         return execute(sql, params, many, context)
 
 
-def _shown(sql: str, params: Any) -> str:
-    said = " ".join(sql.split())
-    return f"{said}\n-- {params!r}"[:_WRITE_LENGTH] if params else said[:_WRITE_LENGTH]
+def _write(sql: str, params: Any) -> Write:
+    return Write(sql=" ".join(sql.split())[:_WRITE_LENGTH], parameters=f"{params!r}"[:_WRITE_LENGTH] if params else "")

@@ -106,6 +106,7 @@ class InboxMessage(models.Model):
             ("retry_inboxmessage", "Can retry a dead or retrying message"),
             ("skip_inboxmessage", "Can skip a message that is not done"),
             ("edit_inboxmessage", "Can correct the payload of a dead message and run it"),
+            ("unredacted_inboxmessage", "Can see a payload unredacted to correct it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
             ("dry_run_inboxmessage", "Can run a handler without its effect, in the web process"),
         )

@@ -18,6 +18,7 @@ from django.utils.module_loading import module_has_submodule
 
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
+from outbox.console.redaction import why_no_redactor
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -92,6 +93,25 @@ def _why_no_transport(url: str) -> str | None:
     except ImportError as error:
         return str(error)
     return None if scheme_of(url) == "local" else why_unusable(url)
+
+
+@register()
+def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """outbox.E006: REDACT names a function that cannot be loaded."""
+    try:
+        path = outbox_options().REDACT
+    except ImproperlyConfigured:
+        return []
+    if not path or not (reason := why_no_redactor(path)):
+        return []
+    return [
+        Error(
+            f"OUTBOX['REDACT'] is {path!r}, which cannot be loaded: {reason}.",
+            hint="The admin shows no payloads until it can. Set it to the dotted path of a function that takes the topic, the "
+            "payload and the headers.",
+            id="outbox.E006",
+        )
+    ]
 
 
 @register(Tags.database)

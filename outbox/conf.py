@@ -19,7 +19,7 @@ from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
-_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL", "ALERTS"}
+_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL", "ALERTS", "REDACT"}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _KEPT_UNPUBLISHED = timedelta(days=7)
 """A person may want to know of a message that was not published, or restore it."""
@@ -56,6 +56,7 @@ class OutboxOptions:
         TRAIL_RETENTION: how long trail entries are kept.
         AUDIT_RETENTION: how long entries of the audit log are kept.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
+        REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "": none.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
         WATCHDOG: a relay process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
@@ -90,6 +91,7 @@ class OutboxOptions:
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
+    REDACT: str = ""
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)

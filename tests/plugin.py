@@ -33,6 +33,9 @@ FETCHED_FOR: dict[str, list[Callable[[], object]]] = {
     "skewed_by": [binaries.faketime],
 }
 
+_CRASH = Path(__file__).parent / "crash"
+_STARTS_PROCESSES = {"test_documented_examples.py", "test_effect_once.py", "test_unmigrated_databases.py"}
+
 postgres = pytest.StashKey[PostgresServer]()
 directory = pytest.StashKey[Path]()
 
@@ -79,6 +82,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for fetch in {fetch for fixture, fetches in FETCHED_FOR.items() if fixture in wanted for fetch in fetches}:
         with contextlib.suppress(ServerUnavailable):  # the fixture says it again, in the test that needs the server
             fetch()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On SQLite, leave tests that start processes to `make proof`: on PostgreSQL `make test` has run the same ones."""
+    if config.getoption("--db") != "sqlite":
+        return
+    for item in items:
+        names = getattr(item, "fixturenames", [])
+        if "process_environment" in names or item.path.is_relative_to(_CRASH) or item.path.name in _STARTS_PROCESSES:
+            item.add_marker("proof")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from inbox.dry_run import DryRun
 from outbox.console.attempts import attempts
-from outbox.console.display import Tone, as_payload, as_text, badge, identifier
+from outbox.console.display import Tone, as_text, badge, folded, identifier
 from outbox.console.pages import Page
+from outbox.console.redaction import Redaction
 
 DRY_RUN: Any = Page("dry_run.html")
 
@@ -22,8 +24,8 @@ _OUTCOMES = {
 }
 
 
-def shown_dry_run(result: DryRun) -> dict[str, Any]:
-    """The result, for the template."""
+def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
+    """The result, for the template. The parameters of statements are values of the payload, so redaction leaves them out."""
     label, tone = _OUTCOMES[result.outcome]
     failure = result.failure
     shown = None
@@ -43,10 +45,16 @@ def shown_dry_run(result: DryRun) -> dict[str, Any]:
     return {
         "outcome": badge(str(label), tone),
         "failure": shown,
-        "writes": [as_text(write).as_html() for write in result.writes],
+        "writes": [as_text(write.sql if redaction else str(write)).as_html() for write in result.writes],
         "more_writes": result.more_writes,
         "published": [
-            (identifier(f"{one.topic} {one.biz_id}"), as_payload(one.body, one.content_type).as_html())
+            (
+                identifier(f"{one.topic} {one.biz_id}"),
+                folded(
+                    gettext("Show the payload"),
+                    redaction.shown(one.body, one.content_type, topic=one.topic, headers=one.headers).as_html(),
+                ),
+            )
             for one in result.published
         ],
         "hooks": result.hooks,

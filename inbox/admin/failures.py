@@ -11,6 +11,7 @@ from inbox.models import FailureNote, InboxMessage, Operation
 from inbox.operations import ACTIONS, operations
 from inbox.store.groups import groups, notes
 from outbox.console.failure_admin import FailureFilter, FailureGroupAdmin
+from outbox.console.message_filters import ErrorClassFilter
 from outbox.console.operation_admin import OperationAdmin
 from outbox.console.planning import Planner
 
@@ -19,6 +20,12 @@ planner = Planner(operations, ACTIONS)
 
 class InboxFailureFilter(FailureFilter):
     """By exception class and place."""
+
+    groups = groups
+
+
+class InboxErrorClassFilter(ErrorClassFilter):
+    """By the class of the exception."""
 
     groups = groups
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
-from django.db.models import BigIntegerField, Q, QuerySet
+from django.db.models import BigIntegerField, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -20,7 +20,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from inbox.admin.dry_run import DRY_RUN, shown_dry_run
-from inbox.admin.failures import InboxFailureFilter, planner
+from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
 from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
 from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
@@ -30,9 +30,9 @@ from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import SETTLED, InboxMessage, State
+from inbox.models import SETTLED, InboxMessage, State, TrailEntry
 from inbox.resending import resending
-from inbox.store import operating
+from inbox.store import heartbeats, operating
 from outbox.console.acting_admin import by, counted
 from outbox.console.attempts import attempts
 from outbox.console.display import (
@@ -40,9 +40,9 @@ from outbox.console.display import (
     Tone,
     age,
     as_json,
-    as_payload,
     as_text,
     badge,
+    folded,
     identifier,
     moment,
     note,
@@ -51,7 +51,17 @@ from outbox.console.display import (
     warning,
 )
 from outbox.console.failure_admin import failure_text
-from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
+from outbox.console.message_admin import Counterpart, MessageAdmin
+from outbox.console.message_filters import (
+    AgeFilter,
+    AttemptsFilter,
+    HostFilter,
+    StateFilter,
+    StuckFilter,
+    TopicFilter,
+    ValueFilter,
+)
+from outbox.console.redaction import Redaction
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
 from outbox.kernel.failures import DEFERRED
@@ -126,18 +136,17 @@ class DuplicatesFilter(admin.SimpleListFilter):
                 return queryset
 
 
-class HandlerFilter(admin.SimpleListFilter):
-    """Filter by a handler of this process. To find a removed handler's messages, search for its name."""
+class HandlerFilter(ValueFilter):
+    """Filter by handler. Those of this process are offered."""
 
     title = _("handler")
     parameter_name = "handler"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return sorted((handler.name, handler.name) for handler in registry.all())
+    def known(self, model_admin: Any) -> Sequence[str]:
+        return sorted(handler.name for handler in registry.all())
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        known = {handler for handler, _ in self.lookup_choices}
-        return queryset.filter(handler=self.value()) if self.value() in known else queryset
+    def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
+        return queryset.filter(handler=value)
 
 
 @admin.register(InboxMessage)
@@ -166,11 +175,25 @@ class InboxMessageAdmin(MessageAdmin):
         "dry_run": RUNNABLE,
     }
 
-    list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display = ("state_badges", "summary", "age", "error_headline")
     list_display_links = ("summary",)
-    list_filter = (InboxStuckFilter, InboxStateFilter, InboxFailureFilter, DuplicatesFilter, HandlerFilter)
+    list_filter = (
+        InboxStuckFilter,
+        InboxStateFilter,
+        InboxErrorClassFilter,
+        InboxFailureFilter,
+        TopicFilter,
+        HandlerFilter,
+        DuplicatesFilter,
+        AgeFilter,
+        AttemptsFilter,
+        HostFilter,
+    )
+    born_column = "received_at"
+    unsettled = Q(state__in=(*_HEADS, State.WAITING))
     search_help_text = _(
-        "A message id, biz-id, topic or handler, exact; a trailing * matches every text with that prefix (slower)."
+        "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
+        "headers.tenant:acme."
     )
     actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
@@ -216,6 +239,20 @@ class InboxMessageAdmin(MessageAdmin):
     def stuck_after(self) -> timedelta:
         return inbox_options().STUCK_AFTER
 
+    def topics(self) -> Sequence[str]:
+        """Those that the handlers of this process receive: a query for those in the table would read all of it."""
+        return sorted({handler.topic for handler in registry.all()})
+
+    def hosts(self) -> Sequence[str]:
+        return sorted({consumer.host for consumer in heartbeats.consumers.known(self.using)})
+
+    def failed_attempts_in_trail(self) -> QuerySet[Any]:
+        entries = TrailEntry.objects.using(self.using)
+        return entries.filter(message_id=OuterRef("message_id"), handler=OuterRef("handler"))
+
+    def redaction(self) -> Redaction:
+        return Redaction(inbox_options().redact)
+
     def is_here(self, where: str) -> bool:
         return where != "outbox"
 
@@ -251,7 +288,7 @@ class InboxMessageAdmin(MessageAdmin):
     # display
 
     def badge_of(self, row: Any) -> SafeString:
-        if row.state == State.RETRYING and row.error_class == DEFERRED:
+        if _is_deferred(row):
             return badge(_("Later"), Tone.LATER)
         return super().badge_of(row)
 
@@ -339,15 +376,15 @@ class InboxMessageAdmin(MessageAdmin):
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
 
-    @admin.display(description=_("age"), ordering="id")
+    @admin.display(description=_("age, attempts"), ordering="id")
     def age(self, row: Any) -> SafeString:
         received = age(row.received_at, row.database_now)
         if row.next_attempt_at is None:
-            return received
+            return stacked(received, self.attempts_line(row))
         prefix = gettext("due ")
         if row.state == State.RUNNING:
             prefix = gettext("lease ends ") if row.next_attempt_at > row.database_now else gettext("lease ended ")
-        return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
+        return stacked(received, age(row.next_attempt_at, row.database_now, prefix), self.attempts_line(row))
 
     @admin.display(description=_("duplicates"))
     def further_deliveries(self, row: Any) -> SafeString:
@@ -382,7 +419,7 @@ class InboxMessageAdmin(MessageAdmin):
             else "",
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
-            as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
+            self._shown(row, row.conflicting_body),
         )
 
     @admin.display(description=_("steps taken"))
@@ -410,7 +447,13 @@ class InboxMessageAdmin(MessageAdmin):
     def payload(self, row: Any) -> SafeString:
         if _has_no_body(row):
             return note(_NOT_STORED)
-        return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
+        return self._shown(row, row.body)
+
+    def _shown(self, row: Any, body: Any) -> SafeString:
+        shown = self.redaction().shown(
+            bytes(body), row.content_type, topic=row.topic, headers=row.headers, compression=_compression(row)
+        )
+        return folded(gettext("Show the payload"), shown.as_html())
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
@@ -439,7 +482,9 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description=_("last error, or reason"))
     def error_headline(self, row: Any) -> SafeString:
-        return super().error_headline(row)
+        """The reason why a handler deferred its message is no error."""
+        shown = super().error_headline(row)
+        return format_html('<span class="message-quiet">{}</span>', shown) if _is_deferred(row) else shown
 
     @admin.display(description=_("last error, or reason"))
     def error_text(self, row: Any) -> SafeString:
@@ -467,7 +512,9 @@ class InboxMessageAdmin(MessageAdmin):
         return request.user.has_perm("inbox.retry_inboxmessage")
 
     def has_edit_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.edit_inboxmessage")
+        """The page of a correction shows the payload as it is stored."""
+        may_see = not self.redaction() or request.user.has_perm("inbox.unredacted_inboxmessage")
+        return may_see and request.user.has_perm("inbox.edit_inboxmessage")
 
     def has_override_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.override_inboxmessage")
@@ -551,7 +598,7 @@ class InboxMessageAdmin(MessageAdmin):
         request.current_app = self.admin_site.name
         context = {
             **self.admin_site.each_context(request),
-            **shown_dry_run(result),
+            **shown_dry_run(result, self.redaction()),
             "title": _("Dry run"),
             "opts": self.opts,
             "media": self.media,
@@ -589,6 +636,10 @@ class InboxMessageAdmin(MessageAdmin):
             done=gettext("due now, past the maximum message age"),
             transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
+
+
+def _is_deferred(row: InboxMessage) -> bool:
+    return row.state == State.RETRYING and row.error_class == DEFERRED
 
 
 def _has_no_body(row: InboxMessage) -> bool:

@@ -9,6 +9,7 @@ from django.contrib import admin
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.failure_admin import FailureFilter, FailureGroupAdmin
+from outbox.console.message_filters import ErrorClassFilter
 from outbox.console.operation_admin import OperationAdmin
 from outbox.console.planning import PlanForm, Planner
 from outbox.models import FailureNote, Operation, OutboxMessage
@@ -30,6 +31,12 @@ planner = Planner(operations, ACTIONS, {RESTORE_THEM.name: RestorePlanForm})
 
 class OutboxFailureFilter(FailureFilter):
     """By the broker's answer and the topic."""
+
+    groups = groups
+
+
+class OutboxErrorClassFilter(ErrorClassFilter):
+    """By the broker's answer."""
 
     groups = groups
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import OuterRef, Q, QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -17,7 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.admin.deciding import DecidingAdmin
-from outbox.admin.failures import OutboxFailureFilter
+from outbox.admin.failures import OutboxErrorClassFilter, OutboxFailureFilter
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.console.acting_admin import counted
@@ -25,8 +25,8 @@ from outbox.console.display import (
     NOTHING,
     age,
     as_json,
-    as_payload,
     as_text,
+    folded,
     headline,
     identifier,
     moment,
@@ -35,14 +35,23 @@ from outbox.console.display import (
     warning,
 )
 from outbox.console.failure_admin import failure_text
-from outbox.console.message_admin import StateFilter, StuckFilter
+from outbox.console.message_filters import (
+    MOST_OFFERED,
+    AgeFilter,
+    AttemptsFilter,
+    HostFilter,
+    StateFilter,
+    StuckFilter,
+    TopicFilter,
+)
 from outbox.console.plurals import ngettext
+from outbox.console.redaction import Redaction
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import history, operating
+from outbox.store import heartbeats, history, operating
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -82,9 +91,21 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     large_columns = (*DecidingAdmin.large_columns, "wire")
 
-    list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
-    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter, OutboxFailureFilter)
+    list_filter: ClassVar[Any] = (
+        OutboxStuckFilter,
+        OutboxStateFilter,
+        OutboxErrorClassFilter,
+        OutboxFailureFilter,
+        TopicFilter,
+        AgeFilter,
+        AttemptsFilter,
+        HostFilter,
+    )
+    age_column = "message_id"
+    born_column = "created_at"
+    unsettled = Q(day=LIVE)
     # They grow with time, and history has no index by position.
     ordering: ClassVar[Any] = ("-message_id",)
     readonly_fields: ClassVar[Any] = (
@@ -124,6 +145,18 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     def stuck_after(self) -> timedelta:
         return outbox_options().STUCK_AFTER
+
+    def topics(self) -> Sequence[str]:
+        return operating.topics(self.using, MOST_OFFERED)
+
+    def hosts(self) -> Sequence[str]:
+        return sorted({relay.host for relay in heartbeats.relays.known(self.using)})
+
+    def failed_attempts_in_trail(self) -> QuerySet[Any]:
+        return TrailEntry.objects.using(self.using).filter(message_id=OuterRef("message_id"))
+
+    def redaction(self) -> Redaction:
+        return Redaction(outbox_options().REDACT)
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         stuck = OutboxMessage.objects.using(self.using).filter(state=State.STUCK)
@@ -189,15 +222,13 @@ class OutboxMessageAdmin(DecidingAdmin):
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.biz_id))
 
-    @admin.display(description=_("age"), ordering="message_id")
+    @admin.display(description=_("age, attempts"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
         created = age(row.created_at, row.database_now)
         if row.state not in {*_OPEN, State.RETRYING}:
-            return created
-        return stacked(
-            created,
-            age(row.available_at, row.database_now, gettext("check due ") if row.state == State.PREPARED else gettext("due ")),
-        )
+            return stacked(created, self.attempts_line(row))
+        prefix = gettext("check due ") if row.state == State.PREPARED else gettext("due ")
+        return stacked(created, age(row.available_at, row.database_now, prefix), self.attempts_line(row))
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:
@@ -205,7 +236,8 @@ class OutboxMessageAdmin(DecidingAdmin):
         content_type = form.get("content_type") if isinstance(form, dict) else None
         # SQLite stores a body that was written by hand as text.
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
-        return as_payload(body, str(content_type or JSON)).as_html()
+        shown = self.redaction().shown(body, str(content_type or JSON), topic=row.topic, headers=row.headers)
+        return folded(gettext("Show the payload"), shown.as_html())
 
     @admin.display(description=_("wire format"))
     def form_text(self, row: Any) -> SafeString:
@@ -213,7 +245,11 @@ class OutboxMessageAdmin(DecidingAdmin):
         form = _form_of(row)
         if form is None:
             return format_html("{}", NOTHING)
-        return (as_text(form) if isinstance(form, str) else as_json(form)).as_html()
+        if isinstance(form, str):
+            if self.redaction():
+                return note(gettext("It is not JSON, so it cannot be redacted. It is not shown."))
+            return as_text(form).as_html()
+        return as_json(self.redaction().headers(form)).as_html()
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """The fieldsets, with "Callbacks" only while some are pending."""

@@ -14,7 +14,7 @@ from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.console.display import Tone, age, badge, stacked
-from outbox.console.message_admin import StateFilter
+from outbox.console.message_filters import StateFilter
 from outbox.models import PreparedMessage
 from outbox.states import UNDECIDED, State
 

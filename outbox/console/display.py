@@ -234,6 +234,11 @@ def warning(words: str | Promise) -> SafeString:
     return format_html('<p class="message-warning">{}</p>', words)
 
 
+def folded(summary: object, content: SafeString) -> SafeString:
+    """A part that is hidden until the operator asks for it."""
+    return format_html('<details class="message-block message-folded"><summary>{}</summary>{}</details>', summary, content)
+
+
 def stacked(*lines: SafeString) -> SafeString:
     """Several lines in one cell of a list."""
     return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))

@@ -16,6 +16,7 @@ class WouldPublish:
     key: str
     body: bytes
     content_type: str
+    headers: Any
 
 
 class Publisher(Protocol):

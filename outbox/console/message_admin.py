@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
@@ -20,64 +21,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.acting_admin import ActingAdmin, counted
-from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, duration, headline, identifier, moment, visible
+from outbox.console import message_search as searching
+from outbox.console.acting_admin import ActingAdmin, LeanChangeList
+from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, visible
+from outbox.console.plurals import ngettext
+from outbox.console.redaction import Redaction
 from outbox.console.timeline import timeline
 from outbox.console.trail import life_of
-from outbox.kernel.text import fit, why_unfit
-
-
-class StateFilter(admin.SimpleListFilter):
-    """By state; an unknown value is ignored."""
-
-    title = _("state")
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        """Every state with its count, which has the same limit as the list's."""
-        rows = model_admin.get_queryset(request)
-        return [(state, f"{label} ({counted(self.of(rows, state))})") for state, label in self.states(model_admin)]
-
-    def states(self, model_admin: Any) -> list[tuple[str, str]]:
-        return list(model_admin.opts.get_field("state").choices)
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        known = {state for state, _ in self.lookup_choices}
-        value = self.value()
-        return self.of(queryset, value) if value in known else queryset
-
-    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
-        return queryset.filter(state=state)
-
-
-class StuckFilter(admin.SimpleListFilter):
-    """Messages that failed or are overdue."""
-
-    title = _("stuck")
-    parameter_name = "stuck"
-    words: ClassVar[Any] = _("Dead, retrying or overdue")
-    failing: ClassVar[Sequence[str]]
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [
-            ("any", self.words),
-            ("overdue", gettext("Overdue by %(time)s") % {"time": duration(model_admin.stuck_after())}),
-        ]
-
-    def overdue(self) -> Q:
-        raise NotImplementedError
-
-    def failed(self) -> Q:
-        return Q(state__in=self.failing)
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "any":
-                return queryset.filter(self.failed() | self.overdue())
-            case "overdue":
-                return queryset.filter(self.overdue())
-            case _:
-                return queryset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +45,51 @@ class Counterpart:
     permission: str
 
 
+class MessageChangeList(LeanChangeList):
+    """A list that selects nothing, and says why, if its URL has a search or a filter that cannot be understood.
+
+    An action on all matching messages would otherwise change messages that the operator did not mean.
+
+    Attributes:
+        problem: what cannot be understood; "" if nothing.
+        note: what was not searched; "" if nothing.
+    """
+
+    problem = ""
+    note = ""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        rows = super().get_queryset(request, exclude_parameters)
+        self.problem = self._unknown_value() or self._unreadable_search(request)
+        if self.problem:
+            return rows.none()
+        if searching.is_cut(request):
+            self.note = gettext(
+                "Only %(most)s messages were searched: the newest, or the oldest of those that are not settled. Choose a "
+                "state, a topic or another filter to search others."
+            ) % {"most": f"{searching.MOST_SEARCHED:,}"}
+        return rows
+
+    def _unknown_value(self) -> str:
+        for spec in self.filter_specs:
+            if not isinstance(spec, admin.SimpleListFilter):
+                continue
+            value = spec.value()
+            if value and value not in {str(known) for known, _label in spec.lookup_choices}:
+                words = gettext("The filter “%(filter)s” has no value “%(value)s”. Nothing is selected.")
+                return visible(words % {"filter": spec.title, "value": value})
+        return ""
+
+    def _unreadable_search(self, request: HttpRequest) -> str:
+        if request.GET.get(SEARCH_VAR, "").strip() and not self.query.strip():
+            return gettext("The search has characters that cannot be searched for. Nothing is selected.")
+        try:
+            searching.read(self.query)
+        except searching.BadSearch as error:
+            return visible(gettext("This search was not understood. %(why)s") % {"why": error})
+        return ""
+
+
 class MessageAdmin(ActingAdmin):
     """Read-only messages with actions."""
 
@@ -104,14 +99,49 @@ class MessageAdmin(ActingAdmin):
     nothing = _("No messages.")
     allowed_in: ClassVar[Mapping[str, Sequence[str]]]
     """By action: the states from which it is allowed."""
+    age_column: ClassVar[str] = "id"
+    """It grows with time, and has an index."""
+    born_column: ClassVar[str]
+    """Since when the message is here."""
+    unsettled: ClassVar[Q]
 
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
-    search_help_text = _("An exact message id, biz-id or topic. With a * at the end: a prefix of a topic or biz-id (slower).")
+    search_help_text = _(
+        "An exact message id, biz-id or topic; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
+        "headers.tenant:acme."
+    )
 
     def stuck_after(self) -> timedelta:
         raise NotImplementedError
+
+    def topics(self) -> Sequence[str]:
+        """The topics to offer in the filter."""
+        raise NotImplementedError
+
+    def hosts(self) -> Sequence[str]:
+        """The hosts to offer in the filter."""
+        raise NotImplementedError
+
+    def failed_attempts_in_trail(self) -> QuerySet[Any]:
+        """The entries of the trail of a message in an outer query."""
+        raise NotImplementedError
+
+    def redaction(self) -> Redaction:
+        raise NotImplementedError
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[LeanChangeList]:
+        return MessageChangeList
+
+    def selection_text(self, request: HttpRequest) -> str:
+        words = super().selection_text(request)
+        if not searching.is_cut(request):
+            return words
+        return gettext("%(selection)s, of the %(most)s messages that were searched") % {
+            "selection": words,
+            "most": f"{searching.MOST_SEARCHED:,}",
+        }
 
     def subject(self, row: Any) -> str:
         """The name of a message in a report."""
@@ -121,15 +151,24 @@ class MessageAdmin(ActingAdmin):
         return str(row.message_id)
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        term = search_term.strip()
-        if not term:
-            return queryset, False
-        if not term.endswith("*"):
-            return queryset.filter(self.called(fit(term))), False
-        beginning = term.rstrip("*")
-        if not beginning or why_unfit(beginning):
+        try:
+            search = searching.read(search_term)
+        except searching.BadSearch:
             return queryset.none(), False
-        return queryset.filter(Q(topic__startswith=beginning) | Q(biz_id__startswith=beginning)), False
+        return self._found(request, queryset, search), False
+
+    def _found(self, request: HttpRequest, rows: QuerySet[Any], search: searching.Search) -> QuerySet[Any]:
+        if search.name:
+            return rows.filter(self.called(search.name))
+        if search.beginning:
+            condition = Q(topic__startswith=search.beginning) | Q(biz_id__startswith=search.beginning)
+        elif search.key:
+            condition = Q(key=search.key)
+        elif search.path:
+            condition = searching.headers_have(search.path, search.value)
+        else:
+            return rows
+        return searching.newest(request, rows, self.age_column).filter(condition)
 
     def called(self, term: str) -> Q:
         """The messages that `term` names, by columns with an index."""
@@ -174,13 +213,20 @@ class MessageAdmin(ActingAdmin):
     def error_headline(self, row: Any) -> SafeString:
         return headline(row.last_error)
 
+    def attempts_line(self, row: Any) -> SafeString:
+        """In the list; empty before the first attempt."""
+        words = ngettext("%(count)s attempt", "%(count)s attempts", row.attempts)
+        return format_html('<span class="message-quiet">{}</span>', words if row.attempts else "")
+
     @admin.display(description=_("last error"))
     def error_text(self, row: Any) -> SafeString:
         return as_text(row.last_error).as_html()
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
-        return as_json(row.headers).as_html() if row.headers != {} else format_html("{}", NOTHING)
+        if row.headers == {}:
+            return format_html("{}", NOTHING)
+        return as_json(self.redaction().headers(row.headers)).as_html()
 
     @admin.display(description=_("created"))
     def created(self, row: Any) -> SafeString:

@@ -14,6 +14,8 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 class RolesCommand(BaseCommand):
     """See the module's docstring. It may be run again, and then sets the permissions that this version has.
 
+    The permission to see payloads unredacted is given by hand.
+
     Attributes:
         app: whose permissions.
     """
@@ -28,7 +30,8 @@ class RolesCommand(BaseCommand):
         config = apps.get_app_config(self.app)
         create_permissions(config, verbosity=0, using=alias)
         every = Permission.objects.using(alias).filter(content_type__app_label=self.app)
-        roles = {"viewer": every.filter(codename__startswith="view_"), "operator": every}
+        operating = every.exclude(codename__startswith="unredacted_")
+        roles = {"viewer": every.filter(codename__startswith="view_"), "operator": operating}
         with transaction.atomic(using=alias):
             for role, permissions in roles.items():
                 group, created = Group.objects.using(alias).get_or_create(name=f"{config.verbose_name} {role}")

@@ -70,8 +70,15 @@ class FailureGroups:
 
     def condition(self, error_class: str, place: str) -> Q:
         """The messages of one group."""
-        named = {"error_class": error_class, self.place: place}
-        return Q(self._only, state__in=["retrying", "dead"], failing_since__isnull=False, **named)
+        return self.of_class(error_class) & Q(**{self.place: place})
+
+    def of_class(self, error_class: str) -> Q:
+        """The messages whose error has this class."""
+        return Q(self._only, state__in=["retrying", "dead"], failing_since__isnull=False, error_class=error_class)
+
+    def classes(self, alias: str) -> list[str]:
+        """The class of every group, up to the limit of groups."""
+        return list(dict.fromkeys(error_class for error_class, _place in self._names(alias)))
 
     def all(self, alias: str) -> list[FailureGroup]:
         """Every group, up to a limit, the largest first."""

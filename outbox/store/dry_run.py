@@ -29,6 +29,8 @@ def since(alias: str, mark: int | None, causation_id: str) -> Sequence[WouldPubl
         return ()
     messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__gt=mark, causation_id=causation_id)
     return [
-        WouldPublish(topic=row.topic, biz_id=row.biz_id, key=row.key, body=bytes(row.body), content_type=JSON)
+        WouldPublish(
+            topic=row.topic, biz_id=row.biz_id, key=row.key, body=bytes(row.body), content_type=JSON, headers=row.headers
+        )
         for row in messages.order_by("pk")[:_MOST]
     ]

@@ -10,7 +10,7 @@ import pytest
 from outbox.models import OutboxMessage, PausedTopic, RelayLease
 from tests.support.crash.world import OPEN
 
-pytestmark = pytest.mark.every_database
+pytestmark = [pytest.mark.every_database, pytest.mark.proof]
 
 OPERATIONS = 60
 """More than the refusals that pause a topic."""

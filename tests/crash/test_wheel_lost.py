@@ -46,6 +46,7 @@ def assert_each_became_ready_once_and_none_early():
     assert not OutboxMessage.objects.filter(settled_at__lt=F("deliver_at")).exists()
 
 
+@pytest.mark.proof
 def test_scheduled_messages_become_ready_once_and_not_early_although_relays_are_killed(world, witness):
     for point in KILLS:
         schedule()

@@ -399,7 +399,14 @@ def takers(count, environment):
 
 
 @every_database
-@pytest.mark.parametrize(("rate", "seconds"), [(2000.0, 2.0), (50.0, 2.0), (4.0, 3.0)])
+@pytest.mark.parametrize(
+    ("rate", "seconds"),
+    [
+        pytest.param(2000.0, 2.0, marks=pytest.mark.proof),
+        (50.0, 2.0),
+        pytest.param(4.0, 3.0, marks=pytest.mark.proof),
+    ],
+)
 def test_three_processes_together_get_the_rate_and_never_more(process_environment, rate, seconds):
     got = []
     with takers(3, process_environment) as take:

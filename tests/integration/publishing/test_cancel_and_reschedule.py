@@ -387,7 +387,7 @@ def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
     order = Random(1).sample(messages, count)
     answers = {}
 
-    def cancelled(message):
+    def cancel_it(message):
         # SQLite's waiting writers do not queue: with six of them, one may wait in vain for as long as its timeout.
         while True:
             try:
@@ -403,7 +403,7 @@ def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
                 wait_until(lambda: timezone.now() > at)
             if number == len(mine) * 3 // 4:
                 wait_until(lambda: peer.published)
-            answers[str(message.id)] = cancelled(message)
+            answers[str(message.id)] = cancel_it(message)
 
     with FakeAmqpPeer() as peer:
         with relaying(peer.url, relays=2, timed=True), in_threads(*(partial(cancel_some, part) for part in range(4))):

@@ -1,0 +1,307 @@
+"""The filters and the search of both message lists, and what they leave out."""
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from inbox.models import InboxMessage
+from inbox.models import Operation as InboxOperation
+from inbox.models import State as InboxState
+from inbox.models import TrailEntry as InboxTrailEntry
+from outbox.console import message_search
+from outbox.kernel.clock import utcnow
+from outbox.models import Operation, OutboxMessage, RelayHeartbeat, TrailEntry
+from outbox.states import State
+from tests.integration.admin import test_inbox_pages
+from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, listed, staff_client
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+INBOX_VIEW, RETRY = "view_inboxmessage", "retry_inboxmessage"
+AGES = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(days=7)}
+A_MOMENT = timedelta(minutes=1)
+
+
+class Outbox:
+    page = "admin:outbox_outboxmessage_changelist"
+    model, trail, operation = OutboxMessage, TrailEntry, Operation
+    action, dead, retrying, settled = "restore", State.DEAD, State.RETRYING, State.PUBLISHED
+
+    def message(self, state=State.DEAD, *, ago=timedelta(), **columns):
+        return a_message(state, ago=ago, **columns)
+
+    def client(self):
+        return staff_client(VIEW, RESTORE)
+
+    def attempted(self, row, host):
+        process = f"{host}:4711:MainThread"
+        values = {"was": "ready", "became": "retrying", "at": utcnow(), "process": process}
+        self.trail.objects.create(message_id=row.message_id, **values)
+
+
+class Inbox(Outbox):
+    page = "admin:inbox_inboxmessage_changelist"
+    model, trail, operation = InboxMessage, InboxTrailEntry, InboxOperation
+    action, dead, retrying, settled = "retry", InboxState.DEAD, InboxState.RETRYING, InboxState.DONE
+
+    def message(self, state=InboxState.DEAD, *, ago=timedelta(), **columns):
+        return test_inbox_pages.a_message(state, received_ago=ago, **columns)
+
+    def client(self):
+        return staff_client(INBOX_VIEW, RETRY)
+
+    def attempted(self, row, host, handler=None):
+        process = f"{host}:4711:runner"
+        values = {"was": "received", "became": "retrying", "at": utcnow(), "process": process}
+        self.trail.objects.create(message_id=row.message_id, handler=handler or row.handler, **values)
+
+
+@pytest.fixture(params=[Outbox, Inbox], ids=["outbox", "inbox"])
+def app(request):
+    return request.param()
+
+
+def found(app, **query):
+    return set(listed(app.client(), app.page, **query))
+
+
+def page(app, **query):
+    return Page(app.client().get(reverse(app.page), query))
+
+
+class TestHeaders:
+    @pytest.mark.parametrize(
+        "form", ["headers.tenant:acme", "headers.tenant=acme", "header tenant=acme", " HEADERS.tenant : acme "]
+    )
+    def test_search_finds_a_value_at_a_path_in_the_headers(self, app, form):
+        row, _, _ = (app.message(headers=headers) for headers in ({"tenant": "acme"}, {"tenant": "acme 2"}, {}))
+
+        assert found(app, q=form) == {row.pk}
+
+    @pytest.mark.parametrize(
+        ("headers", "term"),
+        [
+            ({"shop": {"tenant": "acme"}}, "headers.shop.tenant:acme"),
+            ({"shop.tenant": "acme"}, "headers.shop.tenant:acme"),
+            ({"tries": 5}, "headers.tries:5"),
+            ({"ratio": 1.5}, "headers.ratio:1.5"),
+            ({"vip": True}, "headers.vip:true"),
+            ({"größe": "mittel, groß"}, "headers.größe:mittel, groß"),
+            ({"x-y_z": "a:b=c"}, "headers.x-y_z:a:b=c"),
+            ({"contains": "100%"}, "headers.contains:100%"),
+            ({"tenant": "x' OR '1'='1"}, "headers.tenant:x' OR '1'='1"),
+        ],
+    )
+    def test_search_finds_nested_names_with_dots_numbers_and_signs(self, app, headers, term):
+        row, _ = app.message(headers=headers), app.message(headers={"tenant": "x"})
+
+        assert found(app, q=term) == {row.pk}
+
+    @pytest.mark.parametrize(
+        "term",
+        [
+            *("headers.tenant:", "headers.:acme", "headers..tenant:acme", "headers.a b:acme", "header =x", "key:"),
+            *("headers.a'b:x", 'headers.a"b:x', "headers.a[0]:x", "headers.$.a:x", f"headers.{'a.' * 20}b:x", "*"),
+            pytest.param("headers.tenant:" + "x" * 2_000, id="long value"),
+        ],
+    )
+    def test_search_that_cannot_be_read_selects_nothing_and_says_why(self, app, term):
+        app.message(headers={"tenant": "acme"})
+
+        answer = page(app, q=term)
+
+        assert "This search was not understood." in answer.text
+        assert not answer.all("input", name="_selected_action")
+
+    def test_topic_that_begins_with_headers_is_still_a_name(self, app):
+        row = app.message(topic="headers.changed")
+
+        assert found(app, q="headers.changed") == {row.pk}
+
+    def test_search_in_damaged_headers_finds_nothing_and_does_not_fail(self, app):
+        for headers in (5, "tenant", ["tenant"], None):
+            app.message(headers=headers if headers is not None else {})
+
+        assert found(app, q="headers.tenant:acme") == set()
+
+
+def test_search_finds_an_ordering_key(app):
+    row, _ = app.message(key="customer-4"), app.message(key="customer-40")
+
+    assert found(app, q="key:customer-4") == {row.pk}
+    assert found(app, q="key=customer-4") == {row.pk}
+
+
+class TestFilters:
+    def test_topic_filter_selects_one_topic(self, app):
+        row, _ = app.message(topic="shop.one"), app.message(topic="shop.other")
+
+        assert found(app, topic="shop.one") == {row.pk}
+        assert found(app, topic="unknown\x00") == set()
+
+    def test_error_class_filter_offers_the_classes_of_failures_and_selects_one(self, app):
+        failing = {"failing_since": utcnow()}
+        place = {"error_place": "shop/handlers.py:f:1"} if app.model is InboxMessage else {}
+        row = app.message(error_class="shop.CardDeclined", **failing, **place)
+        app.message(error_class="shop.NoStock", **failing, **place)
+
+        assert page(app).all("a", href="?error=shop.CardDeclined")
+        assert found(app, error="shop.CardDeclined") == {row.pk}
+
+    @pytest.mark.parametrize("name", ["hour", "day"])
+    def test_age_filter_selects_recent_messages(self, app, name):
+        row = app.message(app.settled, ago=AGES[name] - A_MOMENT)
+        app.message(app.settled, ago=AGES[name] + A_MOMENT)
+
+        assert found(app, age=name) == {row.pk}
+
+    @pytest.mark.parametrize("name", ["hour", "day", "week"])
+    def test_age_filter_selects_messages_that_have_not_been_settled_for_long(self, app, name):
+        row = app.message(app.retrying, ago=AGES[name] + A_MOMENT)
+        app.message(app.retrying, ago=AGES[name] - A_MOMENT)
+        app.message(app.settled, ago=AGES[name] + A_MOMENT)
+
+        assert found(app, age=f"open-{name}") == {row.pk}
+
+    def test_attempts_filter_selects_failing_messages_or_those_of_a_chosen_state(self, app):
+        dead, retrying = app.message(app.dead, attempts=5), app.message(app.retrying, attempts=7)
+        settled = app.message(app.settled, attempts=6)
+        app.message(app.dead, attempts=4)
+
+        assert found(app, attempts="5") == {dead.pk, retrying.pk}
+        assert found(app, attempts="5", state=app.settled) == {settled.pk}
+
+    def test_host_filter_selects_messages_with_a_failed_attempt_on_the_host(self, app):
+        rows = [app.message(app.retrying) for _ in range(3)]
+        app.attempted(rows[0], "worker-1")
+        app.attempted(rows[0], "worker-2")
+        app.attempted(rows[1], "worker-10")
+
+        assert found(app, host="worker-1") == {rows[0].pk}
+        assert found(app, host="worker-2") == {rows[0].pk}
+        assert found(app, host="worker") == set()
+
+    def test_host_filter_of_the_inbox_does_not_take_an_attempt_of_another_handler(self):
+        app = Inbox()
+        row = app.message(app.retrying)
+        app.attempted(row, "worker-1", handler="another")
+
+        assert found(app, host="worker-1") == set()
+
+    def test_host_filter_offers_the_hosts_of_the_processes(self):
+        at = utcnow()
+        RelayHeartbeat.objects.create(id=uuid.uuid4(), host="web-7", pid=1, started_at=at, beat_at=at)
+
+        assert page(Outbox()).all("a", href="?host=web-7")
+
+    @pytest.mark.parametrize("name", ["state", "stuck", "age", "attempts"])
+    def test_unknown_value_of_a_filter_selects_nothing_and_says_so(self, app, name):
+        app.message()
+
+        answer = page(app, **{name: "bogus"})
+
+        assert "has no value “bogus”. Nothing is selected." in answer.text
+        assert not answer.all("input", name="_selected_action")
+
+    def test_filters_and_search_are_kept_in_the_links_of_the_page(self, app):
+        app.message(topic="shop.one", headers={"tenant": "acme"})
+
+        hrefs = [link.get("href", "") for link in page(app, topic="shop.one", q="headers.tenant:acme").all("a")]
+
+        (other,) = (href for href in hrefs if "state=dead" in href)
+        assert "topic=shop.one" in other
+        assert "q=headers.tenant%3Aacme" in other
+
+
+class TestAllMatching:
+    QUERIES = (
+        {"q": "headers.tenant:acme"},
+        {"q": "key:customer-4"},
+        {"topic": "shop.one"},
+        {"age": "open-hour"},
+        {"attempts": "3"},
+        {"host": "worker-1"},
+        {"state": "dead", "q": "shop.o*"},
+    )
+
+    @pytest.mark.parametrize("query", QUERIES, ids=lambda query: " ".join(query.values()))
+    def test_operation_on_all_matching_takes_what_the_list_shows_and_previews_their_number(self, app, query):
+        columns = {"headers": {"tenant": "acme"}, "key": "customer-4", "topic": "shop.one", "attempts": 3}
+        row, _ = app.message(ago=timedelta(hours=2), **columns), app.message(topic="two")
+        app.attempted(row, "worker-1")
+        client, url = app.client(), reverse(app.page, query=query)
+        data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1"}
+
+        preview = Page(client.post(url, data))
+        client.post(url, {**data, "plan_confirmed": "yes", "reason": "broker was down"})
+
+        assert "applies to 1 of 1" in " ".join(preview.text.split())
+        assert app.operation.objects.get().total == 1
+
+    @pytest.mark.parametrize("query", [{"state": "bogus"}, {"q": "headers.tenant:"}, {"q": "a\x00b"}], ids=str)
+    def test_operation_is_not_planned_if_a_filter_or_the_search_is_not_understood(self, app, query):
+        row = app.message()
+        data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1", "plan_confirmed": "yes"}
+
+        app.client().post(reverse(app.page, query=query), data)
+
+        assert not app.operation.objects.exists()
+
+
+class TestLimit:
+    """Conditions without an index read a limited number of messages."""
+
+    @pytest.fixture(autouse=True)
+    def limit(self, monkeypatch):
+        monkeypatch.setattr(message_search, "MOST_SEARCHED", 2)
+
+    @pytest.mark.parametrize("term", ["headers.tenant:acme", "key:customer-4", "shop.*"])
+    def test_search_without_an_index_reads_the_newest_messages_and_says_so(self, app, term):
+        old, *new = (app.message(headers={"tenant": "acme"}, key="customer-4", topic="shop.one") for _ in range(3))
+
+        assert found(app, q=term) == {row.pk for row in new}
+        assert "Only 2 messages were searched" in page(app, q=term).text
+        assert old.pk in found(app)
+        assert "messages were searched" not in page(app).text
+
+    def test_search_in_headers_reads_the_newest_of_those_that_the_filters_select(self, app):
+        row = app.message(app.dead, headers={"tenant": "acme"})
+        for _ in range(3):
+            app.message(app.settled)
+
+        assert found(app, q="headers.tenant:acme") == set()
+        assert found(app, q="headers.tenant:acme", state="dead") == {row.pk}
+
+    def test_filter_of_what_is_not_settled_for_long_reads_the_oldest(self, app):
+        rows = [app.message(app.retrying, ago=AGES["day"] + timedelta(minutes=9 - number)) for number in range(4)]
+
+        assert found(app, age="open-day") == {row.pk for row in rows[:2]}
+
+    def test_operation_on_all_matching_names_the_limit(self, app):
+        for _ in range(3):
+            row = app.message(headers={"tenant": "acme"})
+        data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1"}
+
+        preview = Page(app.client().post(reverse(app.page, query={"q": "headers.tenant:acme"}), data))
+
+        assert "of the 2 messages that were searched" in preview.text
+
+
+@pytest.mark.parametrize("query", [{}, {"q": "headers.tenant:acme"}, {"topic": "shop.one"}, {"age": "open-day"}], ids=str)
+def test_no_page_counts_more_than_its_limit(app, query):
+    app.message()
+    client = app.client()
+
+    with CaptureQueriesContext(
+        connection,
+    ) as queries:
+        client.get(reverse(app.page), query)
+
+    counts = [query["sql"] for query in queries if "COUNT(" in query["sql"] and f'"{app.model._meta.db_table}"' in query["sql"]]
+    assert counts
+    # The outbox counts its states by their indexes, see `store.history`.
+    assert all("LIMIT" in statement or "GROUP BY" in statement for statement in counts)

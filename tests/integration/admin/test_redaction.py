@@ -1,0 +1,220 @@
+"""Payloads that a function of the project redacts, on every page of the console that shows one."""
+
+import json
+import logging
+
+import pytest
+from django.core.checks import run_checks
+from django.urls import reverse
+
+from inbox.models import InboxMessage
+from outbox import publish
+from outbox.console.redaction import Redaction, RedactionFailed
+from outbox.kernel.clock import utcnow
+from tests.integration.admin import test_inbox_pages
+from tests.support.admin_pages import VIEW, Page, a_message, act, staff_client
+from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+REDACTORS = "tests.support.redactors"
+INBOX_VIEW, EDIT, DRY_RUN, UNREDACTED = (
+    "view_inboxmessage",
+    "edit_inboxmessage",
+    "dry_run_inboxmessage",
+    "unredacted_inboxmessage",
+)
+INBOX_LIST, INBOX_DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
+SECRET = "DE02120300000000202051"
+PAYLOAD = {"iban": SECRET}
+
+
+@pytest.fixture
+def redacting(settings):
+    """Set the function of both apps."""
+
+    def use(name):
+        settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "REDACT": f"{REDACTORS}.{name}"}
+
+    return use
+
+
+def outbox_page(**columns):
+    row = a_message(payload=PAYLOAD, **columns)
+    return Page(staff_client(VIEW).get(reverse("admin:outbox_outboxmessage_change", args=[row.pk])))
+
+
+def inbox_page(**columns):
+    row = test_inbox_pages.a_message(payload=PAYLOAD, **columns)
+    return Page(staff_client(INBOX_VIEW).get(reverse(INBOX_DETAIL, args=[row.pk])))
+
+
+PAGES = pytest.mark.parametrize("page_of", [outbox_page, inbox_page], ids=["outbox", "inbox"])
+
+
+@PAGES
+def test_payload_is_hidden_until_the_operator_asks_for_it(page_of):
+    page = page_of()
+
+    assert SECRET in page.text
+    (details,) = (attributes for attributes in page.all("details") if "message-folded" in attributes.get("class", ""))
+    assert "open" not in details
+
+
+@PAGES
+def test_payload_is_shown_as_the_function_returns_it(page_of, redacting):
+    redacting("mask")
+
+    page = page_of(headers={"tenant": "acme"})
+
+    assert SECRET not in page.text
+    for expected in ('"iban": "masked"', '"of": "shop.order.placed"', '"for": "acme"'):
+        assert expected in page.text
+
+
+@PAGES
+@pytest.mark.parametrize("name", ["change_and_fail", "return_no_json", "missing", "NOT_CALLABLE"])
+def test_function_that_fails_shows_nothing_of_the_payload_and_the_page_says_so(page_of, redacting, name, caplog):
+    redacting(name)
+
+    with caplog.at_level(logging.CRITICAL, logger="outbox.console.redaction"):
+        page = page_of()
+
+    assert SECRET not in page.text
+    assert f"The function {REDACTORS}.{name} failed to redact the payload" in page.text
+
+
+@PAGES
+def test_body_that_cannot_be_decoded_is_not_shown_if_it_would_have_to_be_redacted(page_of, redacting):
+    redacting("mask")
+
+    page = page_of(body=f"{SECRET}, not JSON".encode())
+
+    assert SECRET not in page.text
+    assert "The body cannot be decoded, so it cannot be redacted." in page.text
+
+
+@PAGES
+def test_copies_of_the_arguments_of_a_celery_task_in_its_headers_are_removed(page_of, redacting):
+    redacting("mask")
+
+    page = page_of(headers={"argsrepr": f"('{SECRET}',)", "kwargsrepr": f"{PAYLOAD}", "task": "shop.tasks.pay"})
+
+    assert SECRET not in page.text
+    assert "shop.tasks.pay" in page.text
+
+
+def test_stored_form_of_a_celery_message_has_no_arguments(redacting):
+    redacting("mask")
+
+    page = outbox_page(wire=json.dumps({"exchange": "", "headers": {"argsrepr": SECRET, "task": "shop.tasks.pay"}}))
+
+    assert SECRET not in page.text
+    assert "shop.tasks.pay" in page.text
+
+
+def test_both_payloads_of_a_conflict_are_redacted(redacting):
+    redacting("mask")
+
+    page = inbox_page(
+        state="done",
+        duplicates=1,
+        conflicts=1,
+        conflicting_id="m-2",
+        conflicting_body=json.dumps(PAYLOAD).encode(),
+        conflicting_at=utcnow(),
+    )
+
+    assert SECRET not in page.text
+    assert page.text.count('"iban": "masked"') == 2
+
+
+def test_dry_run_shows_redacted_payloads_and_statements_without_parameters(redacting, handles):
+    failing = [True]
+
+    def work(message):
+        if failing:
+            raise ValueError
+        the_effect(message)
+        publish("shop.reserved", PAYLOAD, biz_id="reserved-7", headers={"tenant": "acme"})
+
+    deliver(handles(work), an_envelope({**PAYLOAD, "order_id": 7}), given=options(MAX_ATTEMPTS=1))
+    failing.clear()
+    redacting("mask")
+    client = staff_client(INBOX_VIEW, DRY_RUN)
+
+    page = Page(act(client, "dry_run", the_row(), page=INBOX_LIST, confirmed="yes", seconds="10"))
+
+    assert SECRET not in page.text
+    for expected in ("It would be handled", "INSERT INTO", '"of": "shop.reserved"', '"for": "acme"'):
+        assert expected in page.text
+
+
+class TestCorrection:
+    """The page of a correction needs the payload as it is stored."""
+
+    @pytest.fixture(autouse=True)
+    def _dead(self, handles, redacting):
+        def fail(message):
+            raise ValueError
+
+        deliver(handles(fail), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+        redacting("mask")
+
+    def edit(self, client):
+        return act(client, "edit", the_row(), page=INBOX_LIST)
+
+    def test_correction_is_refused_without_the_permission_to_see_payloads_unredacted(self):
+        client = staff_client(INBOX_VIEW, EDIT)
+
+        assert not Page(client.get(reverse(INBOX_DETAIL, args=[the_row().pk]))).all("input", name="action", value="edit")
+        assert SECRET not in self.edit(client).content.decode()
+        assert InboxMessage.objects.count() == 1
+
+    def test_correction_shows_the_stored_payload_with_that_permission(self):
+        assert SECRET in Page(self.edit(staff_client(INBOX_VIEW, EDIT, UNREDACTED))).text
+
+    def test_correction_needs_no_such_permission_without_a_function(self, settings):
+        settings.OUTBOX = {}
+
+        assert SECRET in Page(self.edit(staff_client(INBOX_VIEW, EDIT))).text
+
+
+def test_inbox_has_a_function_of_its_own_if_it_names_one(settings):
+    settings.OUTBOX, settings.INBOX = {"REDACT": f"{REDACTORS}.change_and_fail"}, {"REDACT": f"{REDACTORS}.mask"}
+
+    assert '"iban": "masked"' in inbox_page().text
+    assert "failed to redact" in outbox_page().text
+
+
+def test_export_gets_the_redacted_payload_or_an_error():
+    assert Redaction(f"{REDACTORS}.mask").payload("t", PAYLOAD, {}) == {"iban": "masked", "of": "t", "for": ""}
+    assert Redaction("").payload("t", PAYLOAD, {}) == PAYLOAD
+    with pytest.raises(RedactionFailed) as failed:
+        Redaction(f"{REDACTORS}.change_and_fail").payload("t", dict(PAYLOAD), {})
+    assert SECRET not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (f"{REDACTORS}.maks", f"has no function 'maks'; did you mean '{REDACTORS}.mask'?"),
+        (f"{REDACTORS}.NOT_CALLABLE", "has no function 'NOT_CALLABLE'"),
+        ("tests.support.nowhere.mask", "No module named 'tests.support.nowhere'"),
+        ("mask", "is not a dotted path"),
+    ],
+)
+def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said):
+    settings.OUTBOX, settings.INBOX = {"REDACT": path}, {}
+    (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
+    assert (problem.id, said in problem.msg) == ("outbox.E006", True)
+
+    settings.OUTBOX, settings.INBOX = {}, {"REDACT": path}
+    (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
+    assert (problem.id, said in problem.msg) == ("inbox.E008", True)
+
+
+def test_check_accepts_a_function_that_can_be_loaded(settings):
+    settings.OUTBOX, settings.INBOX = {"REDACT": f"{REDACTORS}.mask"}, {}
+
+    assert not [found for found in run_checks() if "REDACT" in found.msg]

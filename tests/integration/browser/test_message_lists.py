@@ -1,0 +1,38 @@
+"""The lists of messages in a real browser: nothing is clipped, wide or narrow."""
+
+from datetime import timedelta
+
+import pytest
+
+from inbox.models import State as InboxState
+from outbox.states import State
+from tests.integration.admin.test_inbox_pages import a_message as inbox_message
+from tests.support.admin_pages import a_message as outbox_message
+from tests.support.browser import DESKTOP, PHONE
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+CLIPPED = """[...document.querySelectorAll('#result_list :is(td, th)')]
+    .filter(cell => cell.scrollWidth > cell.clientWidth + 1 || cell.getBoundingClientRect().right > innerWidth)
+    .map(cell => cell.className)"""
+ERROR = "OperationalError: could not obtain lock on row in relation stock_item"
+
+
+@pytest.mark.parametrize("app", ["inbox", "outbox"])
+def test_list_shows_age_and_error_completely_at_1280_and_390_pixels(operator, app):
+    names = {"topic": "t" * 100, "biz_id": "b" * 200}
+    if app == "inbox":
+        inbox_message(InboxState.RETRYING, last_error=ERROR, next_ago=-timedelta(minutes=3), attempts=12)
+        inbox_message(InboxState.DEAD, last_error="e" * 200, handler="h" * 100, quarantined=True, **names)
+    else:
+        outbox_message(State.RETRYING, last_error=ERROR, attempts=12)
+        outbox_message(State.DEAD, last_error="e" * 200, **names)
+
+    page = operator.visit(f"admin:{app}_{app}message_changelist")
+
+    for size in (DESKTOP, PHONE):
+        page.set_viewport_size(size)
+        assert operator.overflow() == 0
+        assert page.evaluate(CLIPPED) == []
+        assert page.locator("#result_list").get_by_text(ERROR).is_visible()
+        assert page.locator("#result_list").get_by_text("12 attempts").is_visible()
