@@ -125,7 +125,7 @@ class Endpoint:
         return Event(
             biz_id=_name("biz_id", self._value("biz_id", callback)),
             correlation_id="" if correlation_id is None else _name("correlate", correlation_id),
-            payload=payload if self.payload is None else self._value("payload", callback),
+            payload=payload if self.payload is None else self._part(callback),
         )
 
     def store(self, event: Event) -> Stored:
@@ -146,6 +146,11 @@ class Endpoint:
     def _is_content_of(self, earlier: PublishedMessage, event: Event) -> bool:
         stored = body_of(self.using, earlier.position)
         return stored is None or json.loads(stored) == json.loads(DjangoJSONEncoder().encode(event.payload))
+
+    def _part(self, callback: Callback) -> Any:
+        if (part := self._value("payload", callback)) is None:
+            raise Unreadable("payload finds nothing to publish")
+        return part
 
     def _value(self, argument: str, callback: Callback) -> Any:
         read = getattr(self, argument)

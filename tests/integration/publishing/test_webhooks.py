@@ -143,6 +143,11 @@ def test_event_that_a_function_cannot_read_is_answered_with_400():
     assert published() == []
 
 
+def test_event_without_the_part_to_publish_is_answered_with_400():
+    assert view(payload="data.object")(a_request()).status_code == 400
+    assert published() == []
+
+
 @override_settings(OUTBOX={"BODY_LIMIT_BYTES": LIMIT})
 def test_large_body_is_answered_with_413_before_it_is_read():
     class Unread:
