@@ -1,5 +1,5 @@
 from django.contrib import admin
 
-from demo_shop.payments.models import Alert, Payment, ProviderEvent
+from demo_shop.payments.models import Alert, Payment
 
-admin.site.register([Alert, Payment, ProviderEvent])
+admin.site.register([Alert, Payment])

@@ -1,4 +1,4 @@
-"""Goods that are reserved are to be paid."""
+"""Goods that are reserved are to be paid; what the provider says about a payment comes as a message, too."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ from inbox import Message, idempotent_handler
 @idempotent_handler("stock.reserved")
 def request_payment(message: Message) -> None:
     services.request_payment(message.payload["order"], Decimal(message.payload["total"]))
+
+
+@idempotent_handler("payment.notified")
+def accept_payment(message: Message) -> None:
+    """If the payment is not committed yet, this fails and is retried; a payment that nobody asked for becomes a dead letter."""
+    services.accept(message.biz_id, message.payload["payment"], Decimal(message.payload["amount"]))

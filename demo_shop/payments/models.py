@@ -1,4 +1,4 @@
-"""Money asked for, and what the provider said about it. Only the provider's own event id is unique."""
+"""Money asked for. What the provider says about it is a message, whose biz-id is the provider's event id."""
 
 from __future__ import annotations
 
@@ -19,21 +19,8 @@ class Payment(models.Model):
         return f"{self.amount} for {self.order} ({self.state})"
 
 
-class ProviderEvent(models.Model):
-    """What the provider told us, once per event however often it calls."""
-
-    event_id = models.CharField(max_length=128, unique=True)
-    payment = models.ForeignKey(Payment, on_delete=models.CASCADE, related_name="events")
-    amount = models.DecimalField(max_digits=10, decimal_places=2)
-    body = models.BinaryField("as it was signed")
-    received_at = models.DateTimeField(auto_now_add=True)
-
-    def __str__(self) -> str:
-        return self.event_id
-
-
 class Alert(models.Model):
-    """The provider contradicted itself or us; a person has to look."""
+    """The provider contradicted us; a person has to look."""
 
     payment = models.ForeignKey(Payment, on_delete=models.CASCADE, related_name="alerts")
     event_id = models.CharField(max_length=128)

@@ -17,12 +17,11 @@ from django.db import connections
 from django.test import Client
 
 from demo_shop.payments.models import Payment, State
-from demo_shop.payments.services import sign
-from demo_shop.payments.views import SIGNATURE_HEADER
+from demo_shop.payments.services import SIGNATURE_HEADER, sign
 from demo_shop.simulation.ledger import Deed, Ledger
 
 _HANDLERS_OF_PAYMENT_RECEIVED = 3
-_REFUSALS = {HTTPStatus.FORBIDDEN, HTTPStatus.CONFLICT}
+_REFUSALS = {HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT}
 
 
 class Provider:
@@ -81,7 +80,7 @@ class Provider:
         self._call(self._event(payment, amount=payment.amount + 1))
 
     def _event(self, payment: Payment, *, suffix: str = "", amount: Decimal | None = None) -> bytes:
-        event_id = f"evt-{payment.order}-{payment.pk}{suffix}"
+        event_id = f"evt-{payment.pk}{suffix}-{payment.order}"
         return json.dumps({"id": event_id, "payment": payment.pk, "amount": str(amount or payment.amount)}).encode()
 
     def _call(self, body: bytes, signature: str = "") -> None:

@@ -132,6 +132,12 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
     return found and UniqueMessage(*found)
 
 
+def body_of(alias: str, position: int) -> bytes | None:
+    """The serialised payload of a message; None if it has been purged."""
+    body = OutboxMessage.objects.using(alias).filter(pk=position).values_list("body", flat=True).first()
+    return None if body is None else bytes(body)
+
+
 def is_replaced(alias: str, position: int) -> bool:
     """Was this message given up, and another one with its topic and biz-id published?"""
     return OutboxMessage.objects.using(alias).filter(IS_REPLACED, pk=position).exists()

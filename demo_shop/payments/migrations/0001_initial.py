@@ -31,15 +31,4 @@ class Migration(migrations.Migration):
                 ('payment', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='alerts', to='payments.payment')),
             ],
         ),
-        migrations.CreateModel(
-            name='ProviderEvent',
-            fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('event_id', models.CharField(max_length=128, unique=True)),
-                ('amount', models.DecimalField(decimal_places=2, max_digits=10)),
-                ('body', models.BinaryField(verbose_name='as it was signed')),
-                ('received_at', models.DateTimeField(auto_now_add=True)),
-                ('payment', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='events', to='payments.payment')),
-            ],
-        ),
     ]

@@ -16,6 +16,8 @@ from tests.settings import *  # noqa: F403
 from tests.settings import INSTALLED_APPS as APPS
 
 INSTALLED_APPS = [*APPS, "tests.support.crash"]
+ROOT_URLCONF = "tests.support.crash.urls"
+ALLOWED_HOSTS = ["127.0.0.1"]
 
 
 def _options(kind: type, variable: str, **ours: float) -> dict[str, Any]:
