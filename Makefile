@@ -12,10 +12,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test proof check messages bench docs clean
+.PHONY: help venv demo test proof check messages screenshots bench docs clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.made ## make .venv
 
@@ -43,6 +43,9 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 
 messages: $(VENV)/.test ## update and compile the catalogs of translations
 	$(BIN)/python -m tests.support.messages
+
+screenshots: $(VENV)/.test ## take the pictures of the docs again
+	$(BIN)/python -m tests.support.screenshots
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)

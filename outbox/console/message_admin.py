@@ -107,6 +107,26 @@ class MessageAdmin(ActingAdmin):
     """Since when the message is here."""
     unsettled: ClassVar[Q]
     letters: ClassVar[Letters]
+    optional: ClassVar[frozenset[str]] = frozenset(
+        {
+            "key_name",
+            "error_text",
+            "failing",
+            "headers_text",
+            "form_text",
+            "created",
+            "deliver",
+            "due_exactly",
+            "expires",
+            "next_attempt",
+            "settled",
+            "source_name",
+            "correlation_id_name",
+            "causation_id_name",
+            "traceparent_name",
+        }
+    )
+    """Fields that are shown only with a value."""
 
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
@@ -211,6 +231,17 @@ class MessageAdmin(ActingAdmin):
     @admin.display(description=_("traceparent"))
     def traceparent_name(self, row: Any) -> SafeString:
         return identifier(row.traceparent)
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Without the optional fields that have no value."""
+        parts = super().get_fieldsets(request, obj)
+        if obj is None:
+            return parts
+        shown = [(title, {**options, "fields": self._with_value(options["fields"], obj)}) for title, options in parts]
+        return [part for part in shown if part[1]["fields"]]
+
+    def _with_value(self, fields: Sequence[str], row: Any) -> list[str]:
+        return [name for name in fields if name not in self.optional or str(getattr(self, name)(row)) != NOTHING]
 
     @admin.display(description=_("last error"))
     def error_headline(self, row: Any) -> SafeString:

@@ -79,7 +79,7 @@ class TestMessageList:
             client.get(reverse(LIST))
 
         statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
-        assert len(statements) == 5
+        assert len(statements) == 6
         assert all("LIMIT" in statement for statement in statements)
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 

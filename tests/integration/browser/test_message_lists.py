@@ -9,6 +9,7 @@ from outbox.states import State
 from tests.integration.admin.test_inbox_pages import a_message as inbox_message
 from tests.support.admin_pages import a_message as outbox_message
 from tests.support.browser import DESKTOP, PHONE
+from tests.support.layout import faults
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -32,7 +33,7 @@ def test_list_shows_age_and_error_completely_at_1280_and_390_pixels(operator, ap
 
     for size in (DESKTOP, PHONE):
         page.set_viewport_size(size)
-        assert operator.overflow() == 0
+        assert not faults(page)
         assert page.evaluate(CLIPPED) == []
         assert page.locator("#result_list").get_by_text(ERROR).is_visible()
         assert page.locator("#result_list").get_by_text("12 attempts").is_visible()
