@@ -48,7 +48,7 @@ def count_up_to_limit(alias: str, sources: Mapping[str, Sequence[str]], *, colum
         for clause in clauses:
             names.append(name)
             parts.append(
-                f"SELECT {len(names) - 1}, count(*), min(found.instant) "  # noqa: S608 - our own names
+                f"SELECT {len(names) - 1}, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
                 f"FROM (SELECT {column} AS instant {clause} LIMIT {LIMIT + 1}) found"
             )
     counts: dict[str, Count] = {name: Count() for name in sources}
@@ -77,9 +77,20 @@ def _sum(before: Count, number: int, oldest: datetime | None) -> Count:
     return Count(number=min(number, LIMIT), is_cut=before.is_cut or number > LIMIT, oldest=min(instants) if instants else None)
 
 
-def instant(value: Any) -> datetime | None:
-    """SQLite has instants as text, in UTC."""
-    return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+def earliest(alias: str, expression: str) -> str:
+    """The earliest of instants, as text for `instant`, without those that Python cannot represent."""
+    if not is_postgresql(connections[alias]):
+        return f"min({expression})"
+    return f"CAST(min({expression}) FILTER (WHERE isfinite({expression})) AS text)"
+
+
+def instant(text: str | None) -> datetime | None:
+    """The instant that a query returned as text, on SQLite in UTC without saying so. None if it is not an instant."""
+    try:
+        found = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 @contextmanager

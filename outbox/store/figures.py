@@ -7,7 +7,7 @@ from datetime import UTC, datetime, time
 from django.db import connections
 
 from outbox.database.connections import is_postgresql
-from outbox.database.counts import Count, count_up_to_limit, estimated, instant
+from outbox.database.counts import Count, count_up_to_limit, earliest, estimated, instant
 from outbox.database.minutes import database_time
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
@@ -59,7 +59,7 @@ def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
     """
     connection = connections[alias]
     with connection.cursor() as cursor:
-        cursor.execute(_HEADS.format(live=live(connection)))
+        cursor.execute(_HEADS.format(live=live(connection), earliest=earliest(alias, "available_at")))
         (head,) = cursor.fetchone()
     at = [instant(head), *(counted[state].oldest for state in WAITING)]
     return min((found for found in at if found is not None and found <= database_time(alias)), default=None)
@@ -67,8 +67,8 @@ def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
 
 _HEADS = (
     f"WITH RECURSIVE shards(shard) AS (SELECT 0 UNION ALL SELECT shard + 1 FROM shards WHERE shard < {SHARDS - 1}) "
-    "SELECT min((SELECT m.available_at FROM {live} m "
-    f"WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1)) FROM shards"
+    "SELECT {earliest} FROM (SELECT (SELECT m.available_at FROM {live} m "
+    f"WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1) AS available_at FROM shards) heads"
 )
 """The first message of the stream in each shard."""
 

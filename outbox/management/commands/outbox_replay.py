@@ -5,11 +5,14 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from outbox.conf import outbox_options
 from outbox.console.audit import actor_of_command
+from outbox.console.command import TranslatedCommand
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import Progress, age, instant, log_to_console, table
 from outbox.database.operation_models import OperationState
@@ -27,29 +30,29 @@ _POLL_SECONDS = 0.2
 _MOST_PER_SECOND = 100_000
 
 
-class Command(BaseCommand):
-    help = (
+class Command(TranslatedCommand):
+    help = gettext_lazy(
         "Send published messages again, with the same ids: those of the history that were published in a period, of a topic or "
         "of a biz-id; to every queue of their topic, or with --to-group to the queue of one handler."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--topic", help="messages of this topic")
-        parser.add_argument("--biz-id", help="messages of this biz-id")
-        parser.add_argument("--since", metavar="INSTANT", help="published since then: 2026-03-01T10:00")
-        parser.add_argument("--until", metavar="INSTANT", help="published before then")
-        parser.add_argument("--all", action="store_true", help="all messages of the history")
+        parser.add_argument("--topic", help=_("messages of this topic"))
+        parser.add_argument("--biz-id", help=_("messages of this biz-id"))
+        parser.add_argument("--since", metavar="INSTANT", help=_("published since then: 2026-03-01T10:00"))
+        parser.add_argument("--until", metavar="INSTANT", help=_("published before then"))
+        parser.add_argument("--all", action="store_true", help=_("all messages of the history"))
         parser.add_argument(
             "--to-group",
             default="",
             metavar="GROUP.HANDLER",
-            help="only to the queue of this handler: billing.orders.reserve_stock",
+            help=_("only to the queue of this handler: billing.orders.reserve_stock"),
         )
-        parser.add_argument("--rate", default="500/s", help="messages per second at most (default: %(default)s)")
-        parser.add_argument("--reason", default="", help="why, for people; kept with the operation and in the audit log")
-        parser.add_argument("--dry-run", action="store_true", help="only show what would be sent")
-        parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+        parser.add_argument("--rate", default="500/s", help=_("messages per second at most (default: %(default)s)"))
+        parser.add_argument("--reason", default="", help=_("why, for people; kept with the operation and in the audit log"))
+        parser.add_argument("--dry-run", action="store_true", help=_("only show what would be sent"))
+        parser.add_argument("--yes", action="store_true", help=_("do not ask for confirmation"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console("outbox", options["verbosity"])
@@ -61,36 +64,51 @@ class Command(BaseCommand):
         count = sum(group.messages for group in found if group.state == State.PUBLISHED)
         if options["dry_run"] or not count:
             return
-        if not options["yes"] and input(f"Send them again ({count:,})? [y/N] ").strip().lower() not in {"y", "yes"}:
-            raise CommandError("Nothing was sent.")
+        if not options["yes"] and not _agreed(count):
+            raise CommandError(_("Nothing was sent."))
         operation, is_new = plan(alias, replay, rate=rate, reason=options["reason"], actor=actor_of_command(__name__))
         if not is_new:
-            self.stdout.write(f"The same replay is operation {operation.pk}, which has not ended: it is continued.")
+            words = _("The same replay is operation %(number)s, which has not ended: it is continued.")
+            self.stdout.write(words % {"number": operation.pk})
         ended = run_until_signalled(partial(_execute, alias, operation), grace=outbox_options().SHUTDOWN_GRACE)
         self._report(ended)
 
     def _report(self, operation: Operation) -> None:
-        counts = f"Sent again: {operation.done:,} of {operation.total:,}."
+        counts = _("Sent again: %(done)s of %(total)s.") % {"done": f"{operation.done:,}", "total": f"{operation.total:,}"}
         if operation.is_open:
-            raise CommandError(
-                f"{counts} Operation {operation.pk} has not ended: the running relays continue it, and so does the same "
-                "command. It can be cancelled in the admin."
+            words = _(
+                "Operation %(number)s has not ended: the running relays continue it, and so does the same command. It can be "
+                "cancelled in the admin."
             )
-        reasons = "".join(f" Not sent: {count:,} ({reason})." for reason, count in operation.reasons.items())
-        self.stdout.write(f"{counts}{reasons}")
+            raise CommandError(f"{counts} {words % {'number': operation.pk}}")
+        not_sent = _("Not sent: %(count)s (%(reason)s).")
+        reasons = [not_sent % {"count": f"{count:,}", "reason": reason} for reason, count in operation.reasons.items()]
+        self.stdout.write(" ".join([counts, *reasons]))
         if operation.failed or operation.state != OperationState.FINISHED:
-            raise CommandError(f"Operation {operation.pk} is {operation.state}. {_why(operation)}.")
+            state = operation.get_state_display()
+            raise CommandError(
+                _("Operation %(number)s: %(state)s.") % {"number": operation.pk, "state": state} + _why(operation)
+            )
 
 
 def _why(operation: Operation) -> str:
     if operation.state == OperationState.CANCELLED:
-        return f"It was cancelled by {operation.cancelled_by}"
-    return operation.stopped_because or f"Messages that the broker did not accept: {operation.failed:,}"
+        return " " + _("It was cancelled by %(actor)s.") % {"actor": operation.cancelled_by}
+    refused = _("Messages that the broker did not accept: %(count)s.") % {"count": f"{operation.failed:,}"}
+    return f" {operation.stopped_because or refused}"
+
+
+def _agreed(count: int) -> bool:
+    question = _("Send them again (%(count)s)? [y/N]") % {"count": f"{count:,}"}
+    try:
+        return input(f"{question} ").strip().lower() in {"y", "yes"}
+    except EOFError:  # without a terminal
+        return False
 
 
 def _execute(alias: str, operation: Operation, stop: StopRequest) -> Operation:
     """Execute operations, or follow the relay that does, until this one has ended."""
-    progress = Progress("sent", operation.total)
+    progress = Progress(_("sent"), operation.total)
 
     def look(*_: object) -> Operation:
         now: Operation = operations.rows(alias).get(pk=operation.pk)
@@ -108,11 +126,10 @@ def _execute(alias: str, operation: Operation, stop: StopRequest) -> Operation:
 
 def _replay(options: dict[str, Any]) -> Replay:
     if not any(options[name] for name in _SELECTING):
-        raise CommandError(
-            "Select the messages: --topic, --biz-id, --since, --until, or --all. With --dry-run they are only shown."
-        )
+        words = _("Select the messages: --topic, --biz-id, --since, --until, or --all. With --dry-run they are only shown.")
+        raise CommandError(words)
     if options["to_group"] and not options["topic"]:
-        raise CommandError("--to-group needs --topic: a handler has one queue, for one topic.")
+        raise CommandError(_("--to-group needs --topic: a handler has one queue, for one topic."))
     since, until = instant("--since", options["since"]), instant("--until", options["until"])
     selection = Selection(topic=options["topic"], biz_id=options["biz_id"], since=since, until=until)
     return Replay(selection=selection, to_group=options["to_group"])
@@ -121,33 +138,36 @@ def _replay(options: dict[str, Any]) -> Replay:
 def _per_second(given: str) -> int:
     match = re.fullmatch(r"([1-9]\d{0,5})(/s)?", given)
     if not match or int(match[1]) > _MOST_PER_SECOND:
-        raise CommandError(
-            f"--rate is {given!r}: it must be a number of messages per second up to {_MOST_PER_SECOND:,}, 500/s."
-        )
+        words = _("--rate is %(given)s: it must be a number of messages per second up to %(most)s, 500/s.")
+        raise CommandError(words % {"given": repr(given), "most": f"{_MOST_PER_SECOND:,}"})
     return int(match[1])
 
 
 def _shown(found: list[Replayable], replay: Replay) -> str:
-    rows = [("topic", "state", "messages", "expired", "first", "last")]
+    rows = [(_("topic"), _("state"), _("messages"), _("expired"), _("first"), _("last"))]
     rows += [
         (group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", _ago(group.oldest), _ago(group.newest))
         for group in found
     ]
     published = [group for group in found if group.state == State.PUBLISHED]
     count, expired = sum(group.messages for group in published), sum(group.expired for group in published)
-    to = f"to {replay.to_group}" if replay.to_group else "to every queue of their topic"
     lines = [table(rows), ""] if found else []
-    lines.append(f"Published: {count:,}. Of these, {expired:,} have expired and are not sent. The others are sent {to}.")
+    words = _("Published: %(count)s. Of these, %(expired)s have expired and are not sent.")
+    to = _("The others are sent to every queue of their topic.")
+    if replay.to_group:
+        to = _("The others are sent to %(group)s.") % {"group": replay.to_group}
+    lines.append(f"{words % {'count': f'{count:,}', 'expired': f'{expired:,}'}} {to}")
     if others := sum(group.messages for group in found) - count:
-        lines.append(f"In another state and not sent: {others:,}; see outbox_restore.")
+        lines.append(_("In another state and not sent: %(count)s; see outbox_restore.") % {"count": f"{others:,}"})
     kept = outbox_options().KEEP_HISTORY
     since = replay.selection.since
     if kept is None:
-        lines.append("OUTBOX['KEEP_HISTORY'] is None: published messages are deleted at once and cannot be sent again.")
+        lines.append(_("OUTBOX['KEEP_HISTORY'] is None: published messages are deleted at once and cannot be sent again."))
     elif since is not None and utcnow() - since > kept:
-        lines.append(f"OUTBOX['KEEP_HISTORY'] is {kept}: messages that were published earlier than that have been deleted.")
+        words = _("OUTBOX['KEEP_HISTORY'] is %(time)s: messages that were published earlier than that have been deleted.")
+        lines.append(words % {"time": kept})
     return "\n".join(lines)
 
 
 def _ago(at: datetime) -> str:
-    return f"{age(at)} ago"
+    return _("%(time)s ago") % {"time": age(at)}

@@ -614,8 +614,9 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     handles(effect_on_the_other_database, name="tests.away", using="other")
     here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
     pool = Pool([], runner, size=2)
+    runner.turn()
+    assert runner.outages.is_ongoing("other")
     pool.start()
-    wait_until(lambda: runner.outages.is_ongoing("other"))
     with (
         ExitStack() as accepted,
         socket.create_server(("127.0.0.1", int(connections["other"].settings_dict["PORT"]))) as silent,

@@ -271,8 +271,8 @@ def test_neither_a_body_nor_a_secret_is_logged(caplog):
 urlpatterns = [path("hook/", view())]
 
 
-@override_settings(ROOT_URLCONF=__name__)
 def test_request_needs_no_csrf_token_and_no_login(settings):
+    settings.ROOT_URLCONF = __name__
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.contrib.auth.middleware.LoginRequiredMiddleware"]
     body = json.dumps(EVENT).encode()
 
