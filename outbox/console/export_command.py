@@ -85,4 +85,6 @@ class ExportCommand(TranslatedCommand):
 
 
 def _for_its_owner(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
+    descriptor = os.open(name, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # an existing file keeps its mode otherwise
+    return descriptor

@@ -18,6 +18,9 @@ from outbox.models import RelayLease
 from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
+RELAY = "relay"
+"""The lease of the relay that sends. Others are of housekeeping."""
+
 
 class LeaseLost(Exception):
     """The lease expired, for example while this process was suspended. Another relay may have claimed its messages."""
@@ -34,7 +37,7 @@ class Lease:
         name: of the lease.
     """
 
-    def __init__(self, alias: str, duration: timedelta, *, name: str = "relay") -> None:
+    def __init__(self, alias: str, duration: timedelta, *, name: str = RELAY) -> None:
         self._alias = alias
         self._name = name
         self._duration = duration

@@ -20,6 +20,7 @@ from outbox.models import SHARDS, Operation, OutboxMessage, PausedTopic, RelayLe
 from outbox.states import FIRST_DAY, State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, read_published
 from outbox.store.dialect import LOCK_SPACE
+from outbox.store.lease import RELAY
 
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 _PLANNING = "replay"
@@ -148,5 +149,5 @@ def stop_passes(alias: str) -> None:
 
 
 def _in_hand(alias: str) -> set[int]:
-    lease = RelayLease.objects.using(alias).filter(name="relay", expires_at__gt=DatabaseTime()).first()
+    lease = RelayLease.objects.using(alias).filter(name=RELAY, expires_at__gt=DatabaseTime()).first()
     return set(lease.in_hand) if lease else set()
