@@ -259,7 +259,7 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 @register()
 def check_starts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.W005: handlers with start_from whose database has no outbox, or no history, to read the past from."""
-    without_history = [
+    without_history: list[CheckMessage] = [
         Warning(
             f"The handler {handler.name} has start_from={handler.start_from!r}, but OUTBOX['KEEP_HISTORY'] is None, so "
             "there is no history and it gets new messages only.",

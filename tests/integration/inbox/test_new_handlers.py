@@ -281,6 +281,30 @@ class TestFromABroker:
         assert handled() == of_each_key(120)
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
 
+    def test_its_past_ends_where_its_queue_begins_while_as_many_are_published_as_are_read(self, handles, options, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 3)
+        read_past, published_meanwhile = replaying.read_past, []
+
+        def read_while_others_publish(*arguments):
+            if len(published_meanwhile) < 10:
+                published_meanwhile.append(published_many(3))
+                new_ones = OutboxMessage.objects.filter(state=State.READY)
+                new_ones.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+            return read_past(*arguments)
+
+        other = handles(lambda message: None, topic=TOPIC, name="other")
+        declare(other, options)
+        published_many(6)
+        relay_all()
+        OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
+        new = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        waiting_among("default", [new])
+        monkeypatch.setattr(replaying, "read_past", read_while_others_publish)
+        relay_all()
+
+        assert has_its_past(new)
+        assert HandlerStart.objects.get().handed_over == 6
+
     def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options):
         other = handles(lambda message: None, topic=TOPIC, name="other")
         declare(other, options)
