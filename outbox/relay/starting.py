@@ -152,16 +152,17 @@ class Starter:
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
         rows = replaying.read_past(self._alias, start.topic, start.read_from, start.round_at, start.position, _BATCH)
-        handed = start.handed_over + self._hand_over(name, rows)
+        before = int(start.handed_over)
+        handed = before + self._hand_over(name, rows)
         if len(rows) == _BATCH:
             self._starts.update(start, position=rows[-1].position, handed_over=handed)
         elif self._is_local:
-            self._hand_over_last(name, start, handed)
+            handed = self._hand_over_last(name, start, handed)
         else:
             self._complete(name, start, handed)
-        return len(rows)
+        return handed - before
 
-    def _hand_over_last(self, name: str, start: Any, handed: int) -> None:
+    def _hand_over_last(self, name: str, start: Any, handed: int) -> int:
         """Hand over what was published since the round began, while no pass runs, and complete the start."""
         replaying.stop_passes(self._alias)
         since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
@@ -171,8 +172,9 @@ class Starter:
             if len(rows) == _BATCH and monotonic() >= until:
                 # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.
                 self._starts.update(start, read_from=since, position=position, round_at=DatabaseTime(), handed_over=handed)
-                return
+                return handed
         self._complete(name, start, handed)
+        return handed
 
     def _complete(self, name: str, start: Any, handed: int) -> None:
         self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())
