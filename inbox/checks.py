@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options
+from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options, keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -258,8 +258,18 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 
 @register()
 def check_starts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W005: handlers with start_from whose database has no outbox to read the past from."""
-    return [
+    """inbox.W005: handlers with start_from whose database has no outbox, or no history, to read the past from."""
+    without_history: list[CheckMessage] = [
+        Warning(
+            f"The handler {handler.name} has start_from={handler.start_from!r}, but OUTBOX['KEEP_HISTORY'] is None, so "
+            "there is no history and it gets new messages only.",
+            hint="Set OUTBOX['KEEP_HISTORY'] before you deploy a handler that wants its past, or remove start_from.",
+            id="inbox.W005",
+        )
+        for handler in registry.all()
+        if handler.wants_past and has_outbox(handler.using) and not keeps_history()
+    ]
+    return without_history + [
         Warning(
             f"The handler {handler.name} has start_from={handler.start_from!r}, but the database {handler.using!r} has no "
             "outbox of this project, so it gets new messages only.",

@@ -193,6 +193,12 @@ def inbox_options() -> InboxOptions:
     return _latest[2]
 
 
+def keeps_history() -> bool:
+    """Does the outbox of this project keep published messages?"""
+    outbox = getattr(settings, "OUTBOX", None)
+    return not isinstance(outbox, dict) or outbox.get("KEEP_HISTORY", ...) is not None
+
+
 def _option_of_the_outbox(name: str, otherwise: str) -> str:
     """An option of the `OUTBOX` setting. The outbox app need not be installed.
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from django.db import DatabaseError, transaction
 
-from inbox.conf import inbox_options
+from inbox.conf import inbox_options, keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.handlers.handler import Handler
@@ -135,7 +135,8 @@ class LocalTransport:
             return ()
         waiting = waiting_among(self._alias, unknown)
         self._started.update(handler.name for handler in unknown if handler.name not in waiting)
-        return waiting
+        # Without history it would not get them later, so it gets them before the rest of its past.
+        return waiting if keeps_history() else ()
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
         """The handlers on another database, to which messages cannot be handed over."""

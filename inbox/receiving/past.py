@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from django.apps import apps
 from django.db import router
 
+from inbox.conf import keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.store import starts
@@ -25,5 +26,9 @@ def wanting_on(alias: str) -> list[Handler]:
 
 
 def waiting_among(alias: str, handlers: Iterable[Handler]) -> frozenset[str]:
-    """The names of those that wait for their past. A handler that is seen for the first time is recorded."""
-    return starts.waiting_among(alias, [Wanted(handler.name, handler.topic, handler.starts_at) for handler in handlers])
+    """The names of those that wait for their past. A handler that is seen for the first time is recorded.
+
+    Without history a new handler has no past, so its start is complete when it is recorded.
+    """
+    wanted = [Wanted(handler.name, handler.topic, handler.starts_at) for handler in handlers]
+    return starts.waiting_among(alias, wanted, has_past=keeps_history())

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from django.db import connections, transaction
+from django.db.models import QuerySet
 
 from inbox.models import HandlerStart, InboxMessage
 from outbox.database.connections import is_postgresql
@@ -21,16 +22,16 @@ class Wanted(NamedTuple):
     since: datetime | None
 
 
-def waiting_among(alias: str, wanted: Sequence[Wanted]) -> frozenset[str]:
+def waiting_among(alias: str, wanted: Sequence[Wanted], *, has_past: bool) -> frozenset[str]:
     """The names of those that wait for their past. A handler that is seen for the first time is recorded.
 
-    It waits from then on, unless it has messages here: then it is not new, and gets what is in its queue.
+    It waits from then on if there is a past and it has no messages here. With messages it is not new.
     """
     known = _known(alias, wanted)
     if missing := [one for one in wanted if one.handler not in known]:
         with transaction.atomic(using=alias):
             for one in missing:
-                _record(alias, one)
+                _record(alias, one, has_past=has_past)
         known = _known(alias, wanted)
     return frozenset(one.handler for one in wanted if known.get(one.handler) is None)
 
@@ -41,22 +42,27 @@ def _known(alias: str, wanted: Sequence[Wanted]) -> dict[str, datetime | None]:
     return dict(rows.values_list("handler", "complete_at"))
 
 
-def _record(alias: str, wanted: Wanted) -> None:
-    is_new = not InboxMessage.objects.using(alias).filter(handler=wanted.handler).exists()
+def _record(alias: str, wanted: Wanted, *, has_past: bool) -> None:
+    waits = has_past and not InboxMessage.objects.using(alias).filter(handler=wanted.handler).exists()
     start = HandlerStart(
         handler=wanted.handler,
         topic=wanted.topic,
         since=wanted.since,
         read_from=wanted.since,
         asked_at=DatabaseTime(),
-        complete_at=None if is_new else DatabaseTime(),
+        complete_at=None if waits else DatabaseTime(),
     )
     HandlerStart.objects.using(alias).bulk_create([start], ignore_conflicts=True)
 
 
 def waiting(alias: str) -> list[str]:
     """The names of all handlers that wait for their past."""
-    return list(HandlerStart.objects.using(alias).filter(complete_at=None).order_by("pk").values_list("handler", flat=True))
+    return list(incomplete(alias).values_list("handler", flat=True))
+
+
+def incomplete(alias: str) -> QuerySet[HandlerStart]:
+    """The starts of all handlers that wait for their past."""
+    return HandlerStart.objects.using(alias).filter(complete_at=None).order_by("pk")
 
 
 def lock(alias: str, handler: str) -> HandlerStart | None:

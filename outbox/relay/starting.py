@@ -7,7 +7,10 @@ other, and no message is handed over twice.
 The seam: before history is read, a relay waits until every pass that was running has ended. So each message was published
 before, and is read in history, or is sent later, and is in the handler's queue. With `local://` there is no queue, and the
 passes leave the handler out. There the last step locks all shards, so that no pass runs, hands over what was published since
-history was read, and completes the start.
+history was read, in batches, and completes the start. If that takes too long, another round hands over the rest.
+
+A round reads what was settled before its instant. All of that is committed when it begins, so the messages of a key are stored
+in their order.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from django.utils.module_loading import import_string
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage
+from outbox.database.minutes import database_time
 from outbox.database.now import DatabaseTime
 from outbox.database.schema import is_missing
 from outbox.kernel.clock import monotonic
@@ -39,11 +43,12 @@ from outbox.store.claiming import DamagedRow, RelayedMessage
 logger = logging.getLogger(__name__)
 
 _BATCH = 200
-_LAST = 2_000
-"""Maximum messages of the last step, during which no pass runs."""
+_LONGEST_STOP_SECONDS = 2.0
+"""The last step begins no further batch after this time, because no pass runs meanwhile."""
+_MARGIN = timedelta(seconds=5)
 _POLL_SECONDS = 2.0
 _CLOCK_STEP = timedelta(seconds=2)
-"""What was published since an instant is read from this much earlier, in case the database's clock is set back."""
+"""The database's clock may be set back by this much."""
 _STARTS = "inbox.starting.starts_on"
 
 
@@ -95,7 +100,7 @@ class Starter:
     def _hand_over_all(self, name: str, stop: StopRequest) -> int:
         count = 0
         with self._errors_logged():
-            while not stop and (handed := self._step(name)) is not None:
+            while not stop and (handed := self._step(name, stop)) is not None:
                 count += handed
         return count
 
@@ -114,40 +119,62 @@ class Starter:
                     "relay: unexpected error in the past of a new handler on %r; it is continued later.", self._alias
                 )
 
-    def _step(self, name: str) -> int | None:
+    def _step(self, name: str, stop: StopRequest) -> int | None:
         """One batch of one handler: its number of messages; None if there is nothing to do now."""
-        with transaction.atomic(using=self._alias):
+        with self._bound():
             if (start := self._starts.lock(name)) is None:
                 return None
             if start.round_at is not None:
                 return self._hand_over_batch(name, start)
         replaying.wait_for_passes(self._alias)
-        with transaction.atomic(using=self._alias):
+        if not self._is_local:
+            # The round ends at its instant, which must be later than that of each message before, see `_CLOCK_STEP`.
+            stop.wait(_CLOCK_STEP.total_seconds())
+            if stop:
+                return None
+        round_at = database_time(self._alias)
+        # What was settled before this instant is visible from the first batch on, so no batch overtakes a part of it.
+        replaying.wait_for_passes(self._alias)
+        with self._bound():
             if (start := self._starts.lock(name)) is None or start.round_at is not None:
                 return 0
-            self._starts.update(start, round_at=DatabaseTime())
+            self._starts.update(start, round_at=round_at)
         logger.info("relay: the past of the handler %s begins to be handed over.", name)
         return 0
 
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        """A transaction that the server ends if this process is frozen."""
+        with transaction.atomic(using=self._alias):
+            replaying.bound_step(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
+            yield
+
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
-        rows = replaying.read_past(self._alias, start.topic, start.read_from, start.position, _BATCH)
-        handed = start.handed_over + self._hand_over(name, rows)
+        rows = replaying.read_past(self._alias, start.topic, start.read_from, start.round_at, start.position, _BATCH)
+        before = int(start.handed_over)
+        handed = before + self._hand_over(name, rows)
         if len(rows) == _BATCH:
             self._starts.update(start, position=rows[-1].position, handed_over=handed)
-            return len(rows)
-        if not self._is_local:
+        elif self._is_local:
+            handed = self._hand_over_last(name, start, handed)
+        else:
             self._complete(name, start, handed)
-            return len(rows)
+        return handed - before
+
+    def _hand_over_last(self, name: str, start: Any, handed: int) -> int:
+        """Hand over what was published since the round began, while no pass runs, and complete the start."""
         replaying.stop_passes(self._alias)
-        since = start.round_at - _CLOCK_STEP
-        last = replaying.read_past(self._alias, start.topic, since, 0, _LAST + 1)
-        if len(last) > _LAST:
-            # Another round, which takes less time than the one before.
-            self._starts.update(start, read_from=since, position=0, round_at=None, handed_over=handed)
-            return len(rows)
-        self._complete(name, start, handed + self._hand_over(name, last))
-        return len(rows) + len(last)
+        since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
+        while rows := replaying.read_past(self._alias, start.topic, since, None, position, _BATCH):
+            handed += self._hand_over(name, rows)
+            position = rows[-1].position
+            if len(rows) == _BATCH and monotonic() >= until:
+                # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.
+                self._starts.update(start, read_from=since, position=position, round_at=DatabaseTime(), handed_over=handed)
+                return handed
+        self._complete(name, start, handed)
+        return handed
 
     def _complete(self, name: str, start: Any, handed: int) -> None:
         self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections
 from django.db.models import Count, Max, Min, Q, QuerySet
 
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic
 from outbox.kernel.identity import process_name
@@ -114,11 +115,30 @@ def _day(instant: datetime) -> int:
     return (instant - (instant.utcoffset() or timedelta())).toordinal() - _EPOCH_ORDINAL
 
 
-def read_past(alias: str, topic: str, since: datetime | None, after: int, most: int) -> list[RelayedMessage]:
+def read_past(
+    alias: str, topic: str, since: datetime | None, until: datetime | None, after: int, most: int
+) -> list[RelayedMessage]:
     """The first published messages of a topic behind a position, in the order of publishing."""
-    chosen = _chosen(alias, Selection(topic=topic, since=since)).filter(state=State.PUBLISHED, pk__gt=after)
+    chosen = _chosen(alias, Selection(topic=topic, since=since, until=until)).filter(state=State.PUBLISHED, pk__gt=after)
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
     return read_published(alias, positions) if positions else []
+
+
+def bound_step(alias: str, longest: timedelta) -> None:
+    """Let the server end the open transaction if this process is frozen; it may hold all shards.
+
+    It must be the transaction's first statement, because it sets the isolation level: with REPEATABLE READ, what was published
+    while it waited for a lock would not be seen.
+    """
+    # In the transaction of a test the settings would remain.
+    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
+        return
+    milliseconds = int(longest.total_seconds() * 1000)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}"
+        )
 
 
 def wait_for_passes(alias: str) -> None:
@@ -128,8 +148,9 @@ def wait_for_passes(alias: str) -> None:
         django.db.OperationalError: a relay of a SQLite database has not settled its messages in time.
     """
     if claims_by_locks(alias):
-        for shard in range(SHARDS):
-            with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+        # Each statement is its own transaction, so a process that is frozen here holds no lock.
+        with connections[alias].cursor() as cursor:
+            for shard in range(SHARDS):
                 cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
         return
     begun = _in_hand(alias)

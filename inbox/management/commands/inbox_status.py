@@ -11,7 +11,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.store import accounting, heartbeats, operating, pausing
+from inbox.store import accounting, heartbeats, operating, pausing, starts
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 
@@ -62,6 +62,10 @@ class Command(StatusCommand):
             "consumers": [_as_json(consumer) for consumer in heartbeats.consumers.rows(alias)],
             "unattended": unattended(alias),
             "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
+            "starting_handlers": [
+                {"handler": row.handler, "topic": row.topic, "since": iso(row.asked_at), "handed_over": row.handed_over}
+                for row in starts.incomplete(alias)
+            ],
         }
         if options["conflicts"]:
             found["conflicts"] = [
@@ -101,6 +105,9 @@ class Command(StatusCommand):
             drawn.append(processes(gettext("consumer"), consumers, _COLUMNS, _state))
         if paused := list(pausing.paused_handlers(alias)):
             drawn.append(_paused(paused))
+        if starting := list(starts.incomplete(alias)):
+            head = (gettext("waits for its past"), gettext("since"), gettext("handed over"))
+            drawn.append(table([head, *((row.handler, age(row.asked_at), f"{row.handed_over:,}") for row in starting)]))
         if names := unattended(alias):
             drawn.append(
                 gettext("No consumer is running for: %(names)s. %(remedy)s")

@@ -74,6 +74,7 @@ class TestStatus:
             "consumers": [],
             "unattended": [],
             "paused_handlers": [],
+            "starting_handlers": [],
         }
 
     def test_status_counts_states_and_duplicates(self, handles, dead):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
 from django.core.checks import run_checks
 from django.core.management import call_command
-from django.db import transaction
+from django.db import Error, transaction
 from django.test import override_settings
+from psycopg import IsolationLevel
 
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
 from inbox.models import HandlerStart, InboxMessage
+from inbox.receiving.past import waiting_among
 from inbox.store import starts
 from outbox import Draft, publish_many
 from outbox.database.now import DatabaseTime
@@ -23,6 +27,8 @@ from outbox.models import OutboxMessage
 from outbox.relay import starting
 from outbox.relay.service import serve
 from outbox.states import State
+from outbox.store import replaying
+from tests.support.aliases import the_default_at
 from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import effects, the_effect
@@ -45,6 +51,12 @@ def published_many(count, since=0, topic=TOPIC):
 
 def relay_all():
     call_command("outbox_relay", drain=True)
+
+
+def status(**options):
+    output = io.StringIO()
+    call_command("inbox_status", stdout=output, **options)
+    return output.getvalue()
 
 
 def notes(message):
@@ -155,7 +167,7 @@ class TestLocally:
 
     def test_two_relays_hand_over_nothing_twice_while_new_messages_keep_coming(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 10)
-        monkeypatch.setattr(starting, "_LAST", 20)
+        monkeypatch.setattr(starting, "_LONGEST_STOP_SECONDS", 0.0)
         handles(lambda message: None, topic=TOPIC, name="other")
         published_many(90)
         relay_all()
@@ -170,10 +182,81 @@ class TestLocally:
         assert handled() == of_each_key(180)
         assert InboxMessage.objects.filter(handler=handler.name).count() == 180
 
+    def test_without_history_it_gets_new_messages_at_once(self, handles, settings):
+        settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        published()
+
+        relay_all()
+
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 1
+        assert has_its_past(handler)
+        (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
+        assert "KEEP_HISTORY" in warning.msg
+
+    def test_a_handler_that_waits_when_history_ends_loses_nothing_new(self, handles, settings):
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        assert waiting_among("default", [handler]) == {"new"}
+        settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
+        published()
+
+        relay_all()
+
+        assert InboxMessage.objects.filter(handler=handler.name).count() == 1
+
+    def test_status_lists_the_handlers_that_wait_for_their_past(self, handles):
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        assert waiting_among("default", [handler]) == {"new"}
+
+        (shown,) = json.loads(status(json=True))["starting_handlers"]
+
+        assert (shown["handler"], shown["topic"], shown["handed_over"]) == ("new", TOPIC, 0)
+        assert "waits for its past" in status()
+
+
+def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolation_level(handles, monkeypatch):
+    stop_passes = replaying.stop_passes
+
+    def stopped_late(alias):
+        monkeypatch.setattr(replaying, "stop_passes", stop_passes)
+        with in_threads(publish_one):
+            pass
+        stop_passes(alias)
+
+    def publish_one():
+        published()
+        OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+
+    monkeypatch.setattr(replaying, "stop_passes", stopped_late)
+    repeatable = the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ})
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}), repeatable:
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        relay_all()
+
+    assert InboxMessage.objects.filter(handler=handler.name).count() == 1
+
+
+def test_the_server_ends_the_transaction_of_a_relay_that_is_frozen_with_all_shards():
+    other = OpenTransaction()
+
+    def freeze_until_the_other_has_all_shards():
+        with transaction.atomic():
+            replaying.bound_step("default", timedelta(milliseconds=50))
+            replaying.stop_passes("default")
+            other.does(replaying.stop_passes, "default").result(SECONDS)
+
+    try:
+        with pytest.raises(Error):
+            freeze_until_the_other_has_all_shards()
+    finally:
+        other.rolls_back()
+        other.ends()
+
 
 class TestFromABroker:
     @pytest.fixture
-    def options(self, rabbitmq_url):
+    def options(self, rabbitmq_url, monkeypatch):
+        monkeypatch.setattr(starting, "_CLOCK_STEP", timedelta())
         given = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE}
         options = broker_options(rabbitmq_url, EXCHANGE=EXCHANGE)
         with override_settings(OUTBOX=given, INBOX={"BROKER_URL": rabbitmq_url, "GROUP": options.GROUP}):
@@ -197,6 +280,30 @@ class TestFromABroker:
 
         assert handled() == of_each_key(120)
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
+
+    def test_its_past_ends_where_its_queue_begins_while_as_many_are_published_as_are_read(self, handles, options, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 3)
+        read_past, published_meanwhile = replaying.read_past, []
+
+        def read_while_others_publish(*arguments):
+            if len(published_meanwhile) < 10:
+                published_meanwhile.append(published_many(3))
+                new_ones = OutboxMessage.objects.filter(state=State.READY)
+                new_ones.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+            return read_past(*arguments)
+
+        other = handles(lambda message: None, topic=TOPIC, name="other")
+        declare(other, options)
+        published_many(6)
+        relay_all()
+        OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
+        new = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        waiting_among("default", [new])
+        monkeypatch.setattr(replaying, "read_past", read_while_others_publish)
+        relay_all()
+
+        assert has_its_past(new)
+        assert HandlerStart.objects.get().handed_over == 6
 
     def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options):
         other = handles(lambda message: None, topic=TOPIC, name="other")
