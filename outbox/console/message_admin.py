@@ -237,10 +237,10 @@ class MessageAdmin(ActingAdmin):
         parts = super().get_fieldsets(request, obj)
         if obj is None:
             return parts
-        shown = [(title, {**options, "fields": self._with_value(options["fields"], obj)}) for title, options in parts]
-        return [part for part in shown if part[1]["fields"]]
+        shown = [(title, self._with_value(options["fields"], obj)) for title, options in parts]
+        return [(title, {"fields": fields}) for title, fields in shown if fields]
 
-    def _with_value(self, fields: Sequence[str], row: Any) -> list[str]:
+    def _with_value(self, fields: Any, row: Any) -> list[str]:
         return [name for name in fields if name not in self.optional or str(getattr(self, name)(row)) != NOTHING]
 
     @admin.display(description=_("last error"))
