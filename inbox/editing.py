@@ -109,6 +109,10 @@ def _why_not(stored: InboxMessage) -> str:
         )
     if is_undecided(stored.biz_id):
         return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
+    return _why_not_by_its_handler(stored) or _why_not_after_steps(stored)
+
+
+def _why_not_by_its_handler(stored: InboxMessage) -> str:
     handler = registry.get(stored.handler)
     if handler is None:
         return f"This process has no handler {stored.handler!r}, which is needed to identify the corrected message."
@@ -117,7 +121,7 @@ def _why_not(stored: InboxMessage) -> str:
             "It is the row of a join's run, which has no payload of its own, and another row would not belong to the run. Use "
             "the page of the run to enter missing messages, to wait longer, or to start without them."
         )
-    return _why_not_after_steps(stored)
+    return ""
 
 
 def _why_not_after_steps(stored: InboxMessage) -> str:
