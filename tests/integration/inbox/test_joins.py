@@ -277,7 +277,7 @@ class TestAtTheSameMoment:
             with InAThread(lambda: comes(TOPICS[1])):
                 assert first_has_locked.wait(A_WHILE)
                 comes(TOPICS[2])
-            run_to_the_end()
+            drain()
             assert effects() == [("monday", ALL)]
 
     def test_last_message_while_the_row_of_the_run_is_locked_is_deferred_and_not_lost(self, joins):
