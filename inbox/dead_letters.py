@@ -51,7 +51,7 @@ def store_dead(alias: str, values: Mapping[str, Any], reason: str) -> State | No
     One that is older than the maximum message age is quarantined: it may have been handled here, and its row purged since.
 
     Raises:
-        Refused: this service has no such handler, or not on this database.
+        Refused: this service has no such handler, or not on this database; or it is a join.
     """
     row = {name: value for name, value in values.items() if name != _STEPS}
     if not row.get("quarantined") and (why := _why_quarantined(row)):
@@ -62,6 +62,8 @@ def store_dead(alias: str, values: Mapping[str, Any], reason: str) -> State | No
     handler = registry.get(row["handler"])
     if not may_exist(row["handler"]):
         raise Refused(_("this project has no handler %(handler)s") % {"handler": row["handler"]})
+    if handler is not None and handler.all_of:
+        raise Refused(_("it is the row of a join's run, and the messages of the run are not in the file"))
     if handler is not None and handler.using != alias:
         raise Refused(_("the database of its handler is %(alias)s; use --database") % {"alias": handler.using})
     return dead_letters.store_dead(alias, row, values[_STEPS], reason)

@@ -109,9 +109,19 @@ def _why_not(stored: InboxMessage) -> str:
         )
     if is_undecided(stored.biz_id):
         return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
-    if registry.get(stored.handler) is None:
+    return _why_not_by_its_handler(stored) or _why_not_after_steps(stored)
+
+
+def _why_not_by_its_handler(stored: InboxMessage) -> str:
+    handler = registry.get(stored.handler)
+    if handler is None:
         return f"This process has no handler {stored.handler!r}, which is needed to identify the corrected message."
-    return _why_not_after_steps(stored)
+    if handler.all_of:
+        return (
+            "It is the row of a join's run, which has no payload of its own, and another row would not belong to the run. Use "
+            "the page of the run to enter missing messages, to wait longer, or to start without them."
+        )
+    return ""
 
 
 def _why_not_after_steps(stored: InboxMessage) -> str:

@@ -19,12 +19,14 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, SETTLED, State
 from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin, by
 from outbox.console.audit import Subject, actor_of, posted, record
-from outbox.console.display import NOTHING, Tone, age, as_payload, badge, headline, identifier, moment, stacked, visible
+from outbox.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
+from outbox.console.redaction import Redaction
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
 _OPEN = [state for state in State if state not in SETTLED]
@@ -90,6 +92,7 @@ class OpenFilter(admin.SimpleListFilter):
 class RunAdmin(ActingAdmin):
     """The open runs first: what each waits for."""
 
+    kind = "run"
     noun = _("run")
     nouns = _("runs")
     nothing = _("No run is open.")
@@ -140,7 +143,7 @@ class RunAdmin(ActingAdmin):
         return (queryset.filter(run_id=term) | queryset.filter(handler=term) if term else queryset), False
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
-        subject = Subject(kind=str(self.noun), id=row.row.message_id, name=self.subject(row))
+        subject = Subject(kind=self.kind, id=row.row.message_id, name=self.subject(row))
         record(_APP, alias, actor_of(request), action, [subject], posted(request))
 
     def subject(self, row: Any) -> str:
@@ -263,7 +266,7 @@ class RunAdmin(ActingAdmin):
                 identifier(part.message_id),
                 age(part.stored_at, row.database_now),
                 visible(part.entered_by),
-                as_payload(bytes(part.body), "application/json").as_html() if part.body else "",
+                self._shown(part) if part.body else "",
             )
             for part in row.parts.all()
         )
@@ -271,6 +274,11 @@ class RunAdmin(ActingAdmin):
             '<div class="message-block">{}</div>',
             format_html_join("", '<p class="message-note">{} {} {} {}</p>{}', lines),
         )
+
+    def _shown(self, part: Part) -> SafeString:
+        redaction = Redaction(inbox_options().redact)
+        shown = redaction.shown(bytes(part.body), "application/json", topic=part.topic, headers=part.headers)
+        return folded(gettext("Show the payload"), shown.as_html())
 
 
 def _extend(alias: str, pk: Any, *, given: Mapping[str, Any], by: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.apps import AppConfig
-from django.core.checks import CheckMessage, Error, register
+from django.core.checks import CheckMessage, Error, Warning, register
 from django.db import connections, router
 
 from inbox.handlers.handler import Handler
@@ -16,13 +16,14 @@ from inbox.joins.models import Run
 
 @register()
 def check_cycles(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox_joins.E001: a join that waits for a message which is published only after it has run."""
+    """inbox_joins.W001: a join that waits for a message which, as far as is declared, is published only after it has run."""
     return [
-        Error(
-            f"The join {join.name} can never run: it waits for {topic!r}, which only {', '.join(sorted(names))} publishes, "
-            "and that runs only after it.",
-            hint="Remove the topic from all_of=, or correct the publishes= of these handlers.",
-            id="inbox_joins.E001",
+        Warning(
+            f"The join {join.name} can never run, as far as is declared: it waits for {topic!r}, which only "
+            f"{', '.join(sorted(names))} publishes, and that runs only after it.",
+            hint="Remove the topic from all_of=, or correct the publishes= of these handlers. Silence this check if "
+            "other code, such as a view, publishes the first of these messages.",
+            id="inbox_joins.W001",
         )
         for join in _joins()
         for topic, names in _never_published(join)

@@ -69,7 +69,10 @@ def collect(join: Definition, message: Message) -> None:
     state, attempts = store.state_of(alias, run)
     if state not in DUE:
         _report_late(join, message, f"its run is {State(state).label.lower()}" if state else "its run was purged")
-    elif attempts == 0 and not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
+    elif attempts > 0:
+        if store.may_lack_messages(alias, run):
+            _report_late(join, message, "an attempt of its run began without it")
+    elif not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
         raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
 
 

@@ -1,7 +1,8 @@
 """All SQL of joins: runs, their parts, and the due time of their inbox rows.
 
 A run is *opened* by its first part, together with its inbox row, which is due at the deadline. A transaction that adds a part
-locks the run first, so that of two last parts, the later one sees the earlier. The lock is held for a few statements, never
+locks the run first, so that of two last parts, the later one sees the earlier; or, if its snapshot is older, fails with a
+serialization error and is run again, because the lock is an UPDATE. The lock is held for a few statements, never
 while a user's function runs. The row of a run is locked after the run, or alone, so these locks cannot deadlock.
 """
 
@@ -15,6 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections, router
+from django.db.models import Q
 
 from inbox.handlers.message import Message
 from inbox.joins.models import Part, Run
@@ -73,8 +75,10 @@ def lock(alias: str, handler: str, run_id: str) -> Locked | None:
             return Locked(*row) if row else None
         # One round trip: bound the wait, lock, restore the transaction's own lock_timeout.
         cursor.execute(
-            f"{BOUND}, locked AS (SELECT r.id, r.row_id FROM bound, {_RUNS} r WHERE r.handler = %s AND r.run_id = %s "
-            f"FOR UPDATE OF r) SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
+            # FOR UPDATE would not do: it changes nothing, so a later REPEATABLE READ transaction would get no error.
+            f"{BOUND}, locked AS (UPDATE {_RUNS} r SET started_by = r.started_by FROM bound "
+            "WHERE r.handler = %s AND r.run_id = %s RETURNING r.id, r.row_id) "
+            f"SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
             [as_bound(LONGEST_LOCK_WAIT), handler, run_id],
         )
         ((pk, row_id, _),) = cursor.fetchall()
@@ -162,6 +166,12 @@ def state_of(alias: str, run: Locked) -> tuple[str, int]:
     """The state and the attempts of the run's inbox row."""
     found = InboxMessage.objects.using(alias).filter(pk=run.row).values_list("state", "attempts").first()
     return found or ("", 0)
+
+
+def may_lack_messages(alias: str, run: Locked) -> bool:
+    """Do its attempts not wait for missing messages? The deadline has passed, or an operator has started it."""
+    runs = Run.objects.using(alias).filter(pk=run.pk)
+    return runs.filter(Q(deadline_at__lte=DatabaseTime()) | ~Q(started_by="")).exists()
 
 
 def collected(alias: str, handler: str, run_id: str) -> Collected | None:

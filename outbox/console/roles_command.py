@@ -12,6 +12,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 
 from outbox.console.command import TranslatedCommand
+from outbox.database.schema import parts_of
 
 
 class RolesCommand(TranslatedCommand):
@@ -31,8 +32,7 @@ class RolesCommand(TranslatedCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
         config = apps.get_app_config(self.app)
-        # Also those of optional packages of the app.
-        parts = [one for one in apps.get_app_configs() if f"{one.name}.".startswith(f"{config.name}.")]
+        parts = parts_of(self.app)
         for part in parts:
             create_permissions(part, verbosity=0, using=alias)
         every = Permission.objects.using(alias).filter(content_type__app_label__in=[part.label for part in parts])

@@ -20,6 +20,7 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
 if TYPE_CHECKING:
+    from django.apps import AppConfig
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model
 
@@ -31,7 +32,7 @@ _LABELS = ("outbox", "inbox")
 
 
 def require_schema(alias: str, *labels: str) -> None:
-    """Check before a command runs that the tables of these apps are migrated for this version.
+    """Check before a command runs that the tables of these apps, and of their optional packages, are migrated for this version.
 
     Raises:
         CommandError: the alias does not exist, or its database is not migrated. An unavailable database is not an error here.
@@ -39,8 +40,19 @@ def require_schema(alias: str, *labels: str) -> None:
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
     for label in labels:
-        if problem := why_unmigrated(alias, label):
+        problem = why_unmigrated(alias, label)
+        for part in parts_of(label):
+            # Its tables may be in another database.
+            allowed = any(router.allow_migrate_model(alias, model) for model in part.get_models())
+            problem = problem or (why_unmigrated(alias, part.label) if allowed and part.label != label else "")
+        if problem:
             raise CommandError(problem)
+
+
+def parts_of(label: str) -> list[AppConfig]:
+    """The app and its installed optional packages."""
+    name = apps.get_app_config(label).name
+    return [part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{name}.")]
 
 
 def why_unmigrated(alias: str, label: str, *, begun: bool = False) -> str:
@@ -108,9 +120,10 @@ def is_missing(error: BaseException) -> bool:
 def describe_missing(error: BaseException, alias: str) -> str:
     """What is missing at run time, as after a deploy in the wrong order, and which migration to run."""
     for label in _LABELS:
-        with suppress(DatabaseError, InterfaceError):
-            if apps.is_installed(label) and (problem := why_unmigrated(alias, label, begun=True)):
-                return problem
+        for part in parts_of(label) if apps.is_installed(label) else ():
+            with suppress(DatabaseError, InterfaceError):
+                if problem := why_unmigrated(alias, part.label, begun=True):
+                    return problem
     said = str(error).partition("\n")[0]
     return f"The database {alias!r} is not migrated for this version: {said}. Run `python manage.py migrate` on it."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from django.core.checks import WARNING
 from django.test import override_settings
 
 from inbox.handlers.decorator import idempotent_handler
@@ -42,24 +43,28 @@ def test_join_that_waits_for_what_others_publish_passes(declare):
     assert check_tables(None) == []
 
 
-def test_join_that_waits_for_its_own_message_is_an_error(declare):
+def test_join_that_waits_for_its_own_message_is_a_warning(declare):
     declare("report", "a.exported", "report.built", publishes=["report.built"])
     (problem,) = check_cycles(None)
-    assert problem.id == "inbox_joins.E001"
-    assert "The join report can never run: it waits for 'report.built', which only report publishes" in problem.msg
+    assert problem.id == "inbox_joins.W001"
+    assert problem.level == WARNING
+    assert (
+        "The join report can never run, as far as is declared: it waits for 'report.built', which only report publishes"
+        in problem.msg
+    )
 
 
-def test_two_joins_that_wait_for_each_other_are_errors(declare):
+def test_two_joins_that_wait_for_each_other_are_warned_of(declare):
     declare("first", "a", "second.done", publishes=["first.done"])
     declare("second", "a", "first.done", publishes=["second.done"])
-    assert names() == [("inbox_joins.E001", "first"), ("inbox_joins.E001", "second")]
+    assert names() == [("inbox_joins.W001", "first"), ("inbox_joins.W001", "second")]
 
 
-def test_cycle_through_plain_handlers_is_an_error(declare):
+def test_cycle_through_plain_handlers_is_a_warning(declare):
     declare("report", "a", "mail.sent", publishes=["report.built"])
     declare("render", "report.built", publishes=["report.rendered"])
     declare("mail", "report.rendered", publishes=["mail.sent"])
-    assert names() == [("inbox_joins.E001", "report")]
+    assert names() == [("inbox_joins.W001", "report")]
 
 
 def test_topic_with_another_publisher_is_no_cycle(declare):

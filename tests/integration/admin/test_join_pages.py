@@ -81,6 +81,21 @@ def test_page_of_a_run_shows_the_messages_that_have_come(waiting):
         assert words in text
 
 
+def test_payloads_are_folded_and_redacted(waiting, settings):
+    settings.INBOX = {"REDACT": "tests.support.redactors.mask"}
+    page = Page(staff_client(VIEW).get(reverse(RUN, args=[waiting.pk])))
+
+    assert '"rows": "masked"' in page.text
+    assert any("message-folded" in attributes.get("class", "") for attributes in page.all("details"))
+
+
+def test_audit_log_has_the_same_kind_in_every_language(dead, settings):
+    settings.LANGUAGE_CODE = "de"
+    on_the_list(staff_client(VIEW, EXTEND), "extend", dead, minutes=30, **CONFIRMED)
+
+    assert AuditEntry.objects.get().kind == "run"
+
+
 def test_page_shows_the_run_of_a_join_that_is_not_registered(waiting):
     registry.remove("tests.report")
     assert "monday" in the_list().text

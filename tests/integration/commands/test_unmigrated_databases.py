@@ -104,6 +104,14 @@ def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(comma
         migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"])
 
 
+def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_to_run(command):
+    migrate_to(("inbox_joins", None))
+    try:
+        assert "Run `python manage.py migrate inbox_joins`" in refusal(command("inbox_consume"))
+    finally:
+        migrate_to(NEWEST["inbox_joins"])
+
+
 def test_database_that_is_newer_than_the_code_is_accepted(command):
     tables = ("outbox_outboxmessage", "outbox_relayheartbeat", "inbox_inboxmessage")
     for table in tables:

@@ -7,11 +7,14 @@ import random
 import threading
 from datetime import timedelta
 
+import psycopg
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
 
-from inbox.errors import NotCallable
+from inbox.dead_letters import letters, store_dead
+from inbox.editing import editable
+from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.joins import deciding, store
@@ -24,7 +27,9 @@ from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish
+from outbox.console.dead_letters import Refused
 from outbox.testing import run_relay
+from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
 from tests.support.waiting import A_WHILE
@@ -246,6 +251,35 @@ class TestAtTheSameMoment:
         run_to_the_end()
         assert effects() == [("monday", ALL)]
 
+    @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite runs one writing transaction at a time")
+    @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+    def test_last_two_messages_start_the_run_under_stricter_isolation(self, joins, level, monkeypatch):
+        joins(report)
+        comes(TOPICS[0])
+        first_has_locked, second_has_begun = threading.Event(), threading.Event()
+        locks, lock = [], store.lock
+
+        def in_turn(*given):
+            locks.append(given)
+            if len(locks) == 1:
+                locked = lock(*given)
+                first_has_locked.set()
+                assert second_has_begun.wait(A_WHILE)
+                return locked
+            if len(locks) == 2:
+                # Its snapshot is older than the commit of the first.
+                assert InboxMessage.objects.exists()
+                second_has_begun.set()
+            return lock(*given)
+
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
+            monkeypatch.setattr(store, "lock", in_turn)
+            with InAThread(lambda: comes(TOPICS[1])):
+                assert first_has_locked.wait(A_WHILE)
+                comes(TOPICS[2])
+            drain()
+            assert effects() == [("monday", ALL)]
+
     def test_last_message_while_the_row_of_the_run_is_locked_is_deferred_and_not_lost(self, joins):
         joins(report)
         comes(TOPICS[0])
@@ -323,6 +357,26 @@ class TestAtTheDeadline:
         run_to_the_end()
         assert len(effects()) == 1
 
+    def test_message_that_comes_while_its_run_is_called_without_it_is_reported(self, joins, caplog):
+        def waits(join):
+            report(join)
+            began.set()
+            if connection.vendor == "postgresql":
+                assert go.wait(A_WHILE)
+
+        began, go = threading.Event(), threading.Event()
+        joins(waits, on_missing="call", topics=TOPICS[:2])
+        comes(TOPICS[0])
+        travel(timedelta(hours=3))
+        with InAThread(drain):
+            assert began.wait(A_WHILE)
+            assert comes(TOPICS[1]) is Received.HANDLED
+            go.set()
+        run_to_the_end()
+
+        assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]}")]
+        assert f"of topic {TOPICS[1]} came too late for the run monday" in caplog.text
+
     def test_run_whose_last_message_has_come_after_the_deadline_runs_when_it_is_retried(self, joins):
         joins(report)
         for topic in TOPICS[:2]:
@@ -377,6 +431,17 @@ class TestDecisions:
         drain()
         assert the_run().row.state == "dead"
         return the_run()
+
+    def test_payload_of_the_row_of_a_run_cannot_be_corrected(self, dead):
+        with pytest.raises(NotEditable, match="the row of a join's run"):
+            editable(dead.row)
+
+    def test_exported_row_of_a_run_is_not_imported(self, dead):
+        (line,) = letters.lines(InboxMessage.objects.filter(pk=dead.row_id))
+        values = letters.read(line)
+        InboxMessage.objects.filter(pk=dead.row_id).delete()
+        with pytest.raises(Refused, match="the row of a join's run"):
+            store_dead("default", values, "imported")
 
     def test_completed_run_is_called_with_the_entered_messages(self, dead):
         assert deciding.complete("default", dead.pk, {topic: {"rows": 0} for topic in TOPICS[1:]}, by="by anna")
