@@ -147,6 +147,7 @@ class TestLease:
 class TestCancel:
     def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
+        assert Lease("default", DURATION, name="housekeeping").take()
         take(ours)
 
         assert not operating.cancel("default", message.position)
