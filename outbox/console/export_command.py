@@ -85,4 +85,6 @@ class ExportCommand(TranslatedCommand):
 
 
 def _for_its_owner(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
+    file = os.open(name, flags, 0o600)
+    os.fchmod(file, 0o600)  # a file that existed keeps its mode otherwise
+    return file

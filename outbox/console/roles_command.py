@@ -9,6 +9,7 @@ from django.contrib.auth.management import create_permissions
 from django.contrib.auth.models import Group, Permission
 from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db.models import Q
 from django.utils.translation import gettext as _
 
 from outbox.console.command import TranslatedCommand
@@ -17,7 +18,7 @@ from outbox.console.command import TranslatedCommand
 class RolesCommand(TranslatedCommand):
     """See the module's docstring. It may be run again, and then sets the permissions that this version has.
 
-    The permission to see payloads unredacted is given by hand.
+    The permissions to see payloads unredacted and to export are given by hand.
 
     Attributes:
         app: whose permissions.
@@ -36,7 +37,7 @@ class RolesCommand(TranslatedCommand):
         for part in parts:
             create_permissions(part, verbosity=0, using=alias)
         every = Permission.objects.using(alias).filter(content_type__app_label__in=[part.label for part in parts])
-        operating = every.exclude(codename__startswith="unredacted_")
+        operating = every.exclude(Q(codename__startswith="unredacted_") | Q(codename__startswith="export_"))
         roles = {"viewer": every.filter(codename__startswith="view_"), "operator": operating}
         with transaction.atomic(using=alias):
             for role, permissions in roles.items():

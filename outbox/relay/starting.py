@@ -126,7 +126,7 @@ class Starter:
             if (start := self._starts.lock(name)) is None or start.round_at is not None:
                 return 0
             self._starts.update(start, round_at=DatabaseTime())
-        logger.info("relay: the past of the handler %s begins to be handed over.", name)
+        logger.info("relay: begins to hand over the history of topic %s to handler %s.", start.topic, name)
         return 0
 
     def _hand_over_batch(self, name: str, start: Any) -> int:

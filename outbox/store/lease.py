@@ -18,6 +18,14 @@ from outbox.models import RelayLease
 from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
+_RELAY = "relay"
+
+
+def in_hand(alias: str) -> set[int]:
+    """The positions that the holder of the lease `relay` has claimed and not settled."""
+    lease = RelayLease.objects.using(alias).filter(name=_RELAY, expires_at__gt=DatabaseTime()).first()
+    return set(lease.in_hand) if lease else set()
+
 
 class LeaseLost(Exception):
     """The lease expired, for example while this process was suspended. Another relay may have claimed its messages."""
@@ -34,7 +42,7 @@ class Lease:
         name: of the lease.
     """
 
-    def __init__(self, alias: str, duration: timedelta, *, name: str = "relay") -> None:
+    def __init__(self, alias: str, duration: timedelta, *, name: str = _RELAY) -> None:
         self._alias = alias
         self._name = name
         self._duration = duration
