@@ -128,7 +128,7 @@ class OutboxOptions:
 
     @cached_property
     def keeps(self) -> timedelta:
-        """How long what is history is kept. Without KEEP_HISTORY that is what was not published, or is still to be told of."""
+        """How long history is kept. Without KEEP_HISTORY it has unpublished messages and those with pending callbacks only."""
         return self.KEEP_HISTORY or _KEPT_UNPUBLISHED
 
     @cached_property

@@ -15,5 +15,5 @@ def request_payment(message: Message) -> None:
 
 @idempotent_handler("payment.notified")
 def accept_payment(message: Message) -> None:
-    """If the payment is not committed yet, this fails and is retried; a payment that nobody asked for becomes a dead letter."""
+    """If the payment is not committed yet, this fails and is retried; one that was never requested becomes a dead letter."""
     services.accept(message.biz_id, message.payload["payment"], Decimal(message.payload["amount"]))

@@ -24,13 +24,13 @@ def request_payment(order: str, amount: Decimal) -> Payment:
 
 @transaction.atomic
 def accept(event_id: str, payment_id: int, amount: Decimal) -> None:
-    """Tell the shop that a payment was received, or a person that its amount is wrong.
+    """Publish that a payment was received, or record an alert if its amount is wrong.
 
-    Two events that tell of the same payment are both told, under the same biz-id: that they are one fact is for the inbox of
-    each listener to see.
+    Two events about the same payment are both published, under the same biz-id. The inbox of each handler suppresses the
+    second one.
 
     Raises:
-        Payment.DoesNotExist: the payment is not committed yet, or nobody asked for it.
+        Payment.DoesNotExist: the payment is not committed yet, or was never requested.
     """
     payment = Payment.objects.select_for_update().get(pk=payment_id)
     if amount != payment.amount:

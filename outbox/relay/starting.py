@@ -139,7 +139,7 @@ class Starter:
             if (start := self._starts.lock(name)) is None or start.round_at is not None:
                 return 0
             self._starts.update(start, round_at=round_at)
-        logger.info("relay: the past of the handler %s begins to be handed over.", name)
+        logger.info("relay: begins to hand over the history of its topic to the handler %s.", name)
         return 0
 
     @contextmanager

@@ -200,6 +200,8 @@ class TestOutbox:
     def test_exported_file_is_readable_by_its_owner_only(self, tmp_path):
         a_dead_letter()
         file = tmp_path / "letters.jsonl"
+        file.touch()
+        file.chmod(0o644)
         run("outbox_export", output=str(file))
         assert file.stat().st_mode & 0o777 == 0o600
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import sys
 import threading
@@ -49,6 +50,14 @@ LONGER = timedelta(seconds=1)
 AMPLE = timedelta(seconds=A_WHILE)
 """For a handler that must end in time even when the machine stalls."""
 SHORT = timedelta(milliseconds=200)
+
+
+@pytest.fixture(autouse=True)
+def _no_callbacks_of_the_garbage_collector():
+    """Python ignores an exception in one of them, and pytest reports that. Hypothesis has one."""
+    kept, gc.callbacks[:] = gc.callbacks[:], []
+    yield
+    gc.callbacks[:] = kept
 
 
 def spin(seconds):

@@ -5,14 +5,14 @@ import uuid
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from outbox.database.now import DatabaseTime
 from outbox.models import RelayLease
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, operating
-from outbox.store.lease import Lease, LeaseLost
+from outbox.store.lease import Lease, LeaseLost, in_hand
 from outbox.store.settling import Settlement
 from tests.support.relaying import (
     connected,
@@ -242,3 +242,13 @@ class TestRelay:
             wait_until(lambda: not waiting())
 
         assert len(peer.published) == len(set(ids(peer.published))) == 20
+
+
+def test_message_that_is_being_sent_is_not_cancelled_while_other_leases_are_held(ours):
+    message = published()
+    assert Lease("default", DURATION, name="housekeeping").take()
+    assert positions(take(ours)) == [message.position]
+
+    assert in_hand("default") == {message.position}
+    if connection.vendor == "sqlite":
+        assert not operating.cancel("default", message.position)
