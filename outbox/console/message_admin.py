@@ -15,7 +15,7 @@ from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.urls import NoReverseMatch, reverse
-from django.utils.html import format_html
+from django.utils.html import format_html, strip_tags
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -241,7 +241,7 @@ class MessageAdmin(ActingAdmin):
         return [(title, {"fields": fields}) for title, fields in shown if fields]
 
     def _with_value(self, fields: Any, row: Any) -> list[str]:
-        return [name for name in fields if name not in self.optional or str(getattr(self, name)(row)) != NOTHING]
+        return [name for name in fields if name not in self.optional or strip_tags(getattr(self, name)(row)) != NOTHING]
 
     @admin.display(description=_("last error"))
     def error_headline(self, row: Any) -> SafeString:

@@ -217,6 +217,14 @@ class TestDetailPage:
         for instant in (row.created_at, row.available_at, row.settled_at):
             assert instant.isoformat() in shown_instants
 
+    def test_fields_and_sections_without_a_value_are_left_out(self):
+        without, with_key = self.page(a_message(State.READY)).text, self.page(a_message(State.READY, key="customer-4")).text
+
+        assert "Ordering key" in with_key
+        assert "Correlation id" not in with_key
+        assert "Origin" not in with_key
+        assert "Ordering key" not in without
+
     def test_detail_page_is_read_only(self):
         row = a_message(State.DEAD)
         client = staff_client(VIEW, RESTORE, CANCEL)
