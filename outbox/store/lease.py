@@ -18,8 +18,13 @@ from outbox.models import RelayLease
 from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
-RELAY = "relay"
-"""The lease of the relay that sends. Others are of housekeeping."""
+_RELAY = "relay"
+
+
+def in_hand(alias: str) -> set[int]:
+    """The positions that the holder of the lease `relay` has claimed and not settled."""
+    lease = RelayLease.objects.using(alias).filter(name=_RELAY, expires_at__gt=DatabaseTime()).first()
+    return set(lease.in_hand) if lease else set()
 
 
 class LeaseLost(Exception):
@@ -37,7 +42,7 @@ class Lease:
         name: of the lease.
     """
 
-    def __init__(self, alias: str, duration: timedelta, *, name: str = RELAY) -> None:
+    def __init__(self, alias: str, duration: timedelta, *, name: str = _RELAY) -> None:
         self._alias = alias
         self._name = name
         self._duration = duration

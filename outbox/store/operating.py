@@ -12,11 +12,10 @@ from django.db.models import QuerySet
 
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.faults import is_collision
-from outbox.database.now import DatabaseTime
-from outbox.models import OutboxMessage, RelayLease
+from outbox.models import OutboxMessage
 from outbox.states import CANCEL, LIVE, PUBLISH_NOW, RESCHEDULE, State, Transition
 from outbox.store.dialect import LIVE_PART, LOCK_SPACE, TABLE, each_topic
-from outbox.store.lease import RELAY
+from outbox.store.lease import in_hand
 from outbox.store.transitions import move
 
 OPERATORS_WAIT = timedelta(seconds=10)
@@ -108,5 +107,4 @@ def _in_hand(alias: str, position: int) -> bool:
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM {LIVE_PART} WHERE id = %s", [position])
         return False
-    lease = RelayLease.objects.using(alias).filter(name=RELAY, expires_at__gt=DatabaseTime()).first()
-    return lease is not None and position in lease.in_hand
+    return position in in_hand(alias)

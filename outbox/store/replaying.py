@@ -21,7 +21,7 @@ from outbox.models import SHARDS, Operation, OutboxMessage, PausedTopic, RelayLe
 from outbox.states import FIRST_DAY, State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, read_published
 from outbox.store.dialect import LOCK_SPACE
-from outbox.store.lease import RELAY
+from outbox.store.lease import in_hand
 
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 _PLANNING = "replay"
@@ -153,9 +153,9 @@ def wait_for_passes(alias: str) -> None:
             for shard in range(SHARDS):
                 cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
         return
-    begun = _in_hand(alias)
+    begun = in_hand(alias)
     until = monotonic() + _LONGEST_PASS_SECONDS
-    while begun & _in_hand(alias):
+    while begun & in_hand(alias):
         if monotonic() > until:
             raise OperationalError("a relay has not settled its messages")
         time.sleep(_POLL_SECONDS)
@@ -167,8 +167,3 @@ def stop_passes(alias: str) -> None:
         return  # the write lock of the open transaction
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM generate_series(0, {SHARDS - 1}) shard")
-
-
-def _in_hand(alias: str) -> set[int]:
-    lease = RelayLease.objects.using(alias).filter(name=RELAY, expires_at__gt=DatabaseTime()).first()
-    return set(lease.in_hand) if lease else set()
