@@ -29,10 +29,12 @@ def _empty(connection, tables):
     """A process or thread that a test has stopped may still read: PostgreSQL ends one of the two when they deadlock."""
     for may_repeat in (True, True, False):
         try:
-            return connection.ops.execute_sql_flush(connection.ops.sql_flush(no_style(), tables, allow_cascade=True))
+            connection.ops.execute_sql_flush(connection.ops.sql_flush(no_style(), tables, allow_cascade=True))
         except OperationalError as error:
             if not may_repeat or "deadlock" not in str(error):
                 raise
+        else:
+            break
 
 
 def _used_tables(connection):
