@@ -441,6 +441,7 @@ MUTATIONS = {
     "done does not promote the next": (
         BLOCK,
         lambda patch: (
+            patch.setattr(sentinel, "settle_and_claim", lambda on, settle, given, *order: (settle.execute(on, given).hit, [])),
             patch.setattr(sentinel, "promote_next", do_nothing),
             patch.setattr(sentinel, "claim_next", do_nothing),
         ),
