@@ -1,7 +1,5 @@
 """Actions of the admin in a real browser: pausing, the audit log, failure groups, and running processes."""
 
-from datetime import timedelta
-
 import pytest
 
 import inbox.models
@@ -15,10 +13,12 @@ from tests.support.browser import DESKTOP, PHONE
 from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
-from tests.support.workers import GROUP, Process, as_environment
+from tests.support.waiting import wait_until
+from tests.support.workers import Process
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
+PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
 WORDS = {"reason": "asked by the customer", "delay": "30m", "payload": '{"amount": 12.5}'}
 """What is filled into the fields of the confirmation pages."""
 
@@ -106,13 +106,14 @@ def test_failure_group_takes_a_note_and_its_operation_is_cancelled(operator):
     assert all("csrfmiddlewaretoken=" in body for _path, body in operator.posted)
 
 
-@pytest.fixture
-def environment(process_environment, rabbitmq_url):
-    given = as_environment(
-        OUTBOX={"BROKER_URL": rabbitmq_url},
-        INBOX={"GROUP": GROUP, "MAX_ATTEMPTS": 1, "POLL_INTERVAL": timedelta(seconds=0.1)},
-    )
-    return {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
+def until_state(operator, name, state):
+    """Reload the list, which shows the last heartbeat, until its only process is in this state."""
+
+    def shown():
+        page = operator.visit(f"admin:{name}_changelist")
+        return page.locator(".field-state", has_text=state).count()
+
+    wait_until(shown)
 
 
 def test_running_processes_execute_an_operation_and_follow_requests(operator, environment, tmp_path):
@@ -136,24 +137,15 @@ def test_running_processes_execute_an_operation_and_follow_requests(operator, en
         published(topic=JOB, payload={})
         relay.until(lambda: not OutboxMessage.objects.filter(state=State.READY).exists())
 
-        for action, becomes in (("pause", "Paused"), ("resume", "Working")):
-            for name in ("inbox_consumerheartbeat", "outbox_relayheartbeat"):
-                page = operator.visit(f"admin:{name}_changelist")
-                page.locator(".field-state", has_text="Working" if action == "pause" else "Paused").wait_for()
-                row = (ConsumerHeartbeat if name.startswith("inbox") else RelayHeartbeat).objects.get()
-                choose(page, row, action)
-            for name in ("inbox_consumerheartbeat", "outbox_relayheartbeat"):
-                model = ConsumerHeartbeat if name.startswith("inbox") else RelayHeartbeat
-                relay.until(lambda model=model: model.objects.exclude(acknowledged_at=None).exists())
-                page = operator.visit(f"admin:{name}_changelist")
-                page.locator(".field-state", has_text=becomes).wait_for()
-                require_good_layout(page)
-        for name, action, process in (
-            ("inbox_consumerheartbeat", "drain", consumer),
-            ("outbox_relayheartbeat", "stop", relay),
-        ):
+        for action, before, after in (("pause", "Working", "Paused"), ("resume", "Paused", "Working")):
+            for name, model in PROCESSES.items():
+                until_state(operator, name, before)
+                choose(operator.page, model.objects.get(), action)
+            for name in PROCESSES:
+                until_state(operator, name, after)
+                require_good_layout(operator.page)
+        for (name, model), action, process in zip(PROCESSES.items(), ("drain", "stop"), (consumer, relay), strict=True):
             page = operator.visit(f"admin:{name}_changelist")
-            choose(page, (ConsumerHeartbeat if name.startswith("inbox") else RelayHeartbeat).objects.get(), action)
+            choose(page, model.objects.get(), action)
             assert process.ends() == 0
-            page = operator.visit(f"admin:{name}_changelist")
-            page.locator(".field-state", has_text="Stopped").wait_for()
+            until_state(operator, name, "Stopped")

@@ -7,24 +7,11 @@ from outbox.kernel.statistics import ALL
 from outbox.models import MinuteStatistics as OutboxStatistics
 from tests.support.apps.worker import JOB
 from tests.support.relaying import published
-from tests.support.workers import GROUP, Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 OVERVIEW = "admin:outbox_overview_changelist"
 CHARTS = 4
-
-
-@pytest.fixture
-def running(process_environment, rabbitmq_url, tmp_path):
-    """A relay and a consumer."""
-    given = as_environment(OUTBOX={"BROKER_URL": rabbitmq_url}, INBOX={"GROUP": GROUP})
-    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
-    relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
-    with consumer, relay:
-        consumer.until(lambda: "receiving from" in consumer.said())
-        yield consumer
 
 
 def settled(running):

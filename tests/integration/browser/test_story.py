@@ -1,7 +1,5 @@
 """What an operator does on a bad day, in a real browser: a handler fails in a real consumer, and the message is corrected."""
 
-from datetime import timedelta
-
 import pytest
 
 from inbox.models import InboxMessage, State
@@ -9,30 +7,15 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.layout import faults
 from tests.support.relaying import published
-from tests.support.workers import GROUP, OF_THE_WORKERS, Process, as_environment
+from tests.support.workers import OF_THE_WORKERS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 OVERVIEW = "admin:outbox_overview_changelist"
 
 
-@pytest.fixture
-def running(process_environment, rabbitmq_url, tmp_path, handles):
-    """A relay, and a consumer that gives every message one attempt. The web process knows the handler, too."""
-    handles(print, name=OF_THE_WORKERS.name, topic=JOB)
-    given = as_environment(
-        OUTBOX={"BROKER_URL": rabbitmq_url},
-        INBOX={"GROUP": GROUP, "MAX_ATTEMPTS": 1, "POLL_INTERVAL": timedelta(seconds=0.1)},
-    )
-    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
-    relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
-    with consumer, relay:
-        consumer.until(lambda: "receiving from" in consumer.said())
-        yield consumer
-
-
-def test_operator_finds_a_failed_message_in_two_clicks_corrects_it_and_sees_its_effect(operator, running):
+def test_operator_finds_a_failed_message_in_two_clicks_corrects_it_and_sees_its_effect(operator, running, handles):
+    handles(print, name=OF_THE_WORKERS.name, topic=JOB)  # the web process knows the handler, too
     sent = published(topic=JOB, payload={"do": "what it cannot"})
     running.until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
     original = InboxMessage.objects.get()
