@@ -675,8 +675,12 @@ OF_PAUSED_TOPICS = {
 MUTATIONS |= OF_PAUSED_TOPICS
 
 
-SEEDS = sorted(range(48), key=lambda seed: seed not in {2, 6, 8, 9, 11, 17, 20, 25, 27, 28, 29, 30, 32, 40, 45})
-"""First those that find the most difficult mutations."""
+FOUND_BY = {
+    "unread messages are ignored": (9,),
+    "floors do not wait for writers": (30, 32, 38, 44, 8),
+    "the claim begins where the look did": (4, 24),
+}
+"""The seeds to begin with, for mutations that few seeds find."""
 
 
 @pytest.mark.proof
@@ -685,7 +689,7 @@ SEEDS = sorted(range(48), key=lambda seed: seed not in {2, 6, 8, 9, 11, 17, 20, 
 def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)
 
-    for seed in SEEDS:
+    for seed in dict.fromkeys([*FOUND_BY.get(mutation, ()), *range(48)]):
         if wrong_in(peer, seed, pausing=mutation in OF_PAUSED_TOPICS):
             return
         OutboxMessage.objects.all().delete()
