@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import django
@@ -31,17 +33,45 @@ import kombu.transport.pyamqp
 import kombu.transport.redis  # noqa: F401 - so that no child has to
 from django.apps import apps
 from django.conf import settings
+from django.core.checks import run_checks
 from django.db import connections
 from django.utils.functional import empty
 
 from tests.support.processes import NUMBER
 
+COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}
+CELERY = (
+    "celery.bin.celery",
+    "celery.app.control",
+    "celery.apps.worker",
+    "celery.concurrency.prefork",
+    "celery.concurrency.solo",
+    "celery.concurrency.thread",
+    "celery.fixups.django",
+    "celery.worker.components",
+    "celery.worker.consumer",
+)
+
 
 def main() -> None:
     django.setup()
+    _do_what_every_command_does()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     # This is the child, and it ends as any Python program ends.
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _do_what_every_command_does() -> None:
+    run_checks()
+    _import_for_all(f"{app}.management.commands.{command}" for app, command in COMMANDS.items() if apps.is_installed(app))
+
+
+def _import_for_all(modules: Iterable[str]) -> None:
+    """Here, so that no child has to; nor does its garbage collector visit them, which would copy their memory."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -50,7 +80,7 @@ def _serve(requests: socket.socket) -> list[str]:
         request, (answers, output) = _next_request(requests)
         _reap_keepers()
         if request["command"][0] == "celery":
-            importlib.import_module("celery.bin.worker")  # here, so that the next one need not
+            _import_for_all(CELERY)
         if os.fork():
             os.close(answers)
             os.close(output)
