@@ -1,15 +1,25 @@
-"""Actions of the admin in a real browser: pausing, the audit log, failure groups, and running processes."""
+"""Every action of the admin in a real browser: the pages on the way, the posted forms, the audit log, and running processes."""
+
+import json
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
+from django.contrib import admin
 
 import inbox.models
+import outbox.models
+from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, FailureNote, InboxMessage, Operation, PausedHandler
 from outbox.database.now import DatabaseTime
-from outbox.models import OutboxMessage, PausedTopic, RelayHeartbeat
+from outbox.models import OutboxMessage, PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
-from tests.support.admin_pages import NASTY
+from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
+from tests.support.admin_pages import NASTY, a_message
 from tests.support.apps.worker import JOB
 from tests.support.browser import DESKTOP, PHONE
+from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
@@ -19,8 +29,78 @@ from tests.support.workers import Process
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
 PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
-WORDS = {"reason": "asked by the customer", "delay": "30m", "payload": '{"amount": 12.5}'}
+AUDIT = {"outbox": outbox.models.AuditEntry, "inbox": inbox.models.AuditEntry, "inbox_joins": inbox.models.AuditEntry}
+EVERY = {
+    (model._meta.label, action)
+    for model, model_admin in admin.site._registry.items()
+    if model._meta.app_label in AUDIT
+    for action in model_admin.actions or ()
+}
+WORDS = {
+    "reason": "asked by the customer",
+    "delay": "30m",
+    "payload": '{"amount": 12.5}',
+    "payloads": json.dumps({topic: {} for topic in TOPICS[1:]}),
+}
 """What is filled into the fields of the confirmation pages."""
+
+
+def a_hostile(state, **given):
+    names = {"topic": NASTY, "biz_id": NASTY, "last_error": NASTY, "payload": {NASTY: NASTY}}
+    return a_message(state, ago=timedelta(minutes=5), due_ago=-timedelta(minutes=5), **names, **given)
+
+
+def a_callback():
+    times = {"settled_at": DatabaseTime(), "available_at": DatabaseTime()}
+    message = a_hostile(State.PUBLISHED, settled_at=DatabaseTime())
+    return PendingCallback.objects.create(message=message, event="published", callback=NASTY, **times)
+
+
+def an_alert(model):
+    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
+    return model.objects.create(condition=NASTY[:64], object=NASTY, summary=NASTY, state="raised", **times)
+
+
+def a_paused(model, **given):
+    return model.objects.create(paused_by=NASTY, reason=NASTY, paused_at=DatabaseTime(), **given)
+
+
+def a_process(model, make, **given):
+    return model.objects.get(pk=make(host=NASTY, **given).id)
+
+
+def a_dead_letter(biz_id, **given):
+    return failing(CHARGE, biz_id, (NASTY, NASTY, NASTY), dead=True, **given)
+
+
+def a_run(run_id):
+    comes(TOPICS[0], run_id)
+    return Run.objects.get(run_id=run_id)
+
+
+def rows_to_act_on():
+    """What makes a row for each action."""
+    found = {("outbox.OutboxMessage", action): partial(a_hostile, State.DEAD) for action in ("restore", "export")}
+    for action in ("publish_now", "reschedule", "cancel"):
+        found["outbox.OutboxMessage", action] = found["outbox.ScheduledMessage", action] = partial(a_hostile, State.SCHEDULED)
+    for action in ("commit", "roll_back", "ask_again"):
+        found["outbox.OutboxMessage", action] = found["outbox.PreparedMessage", action] = partial(a_hostile, State.STUCK)
+    found["outbox.PausedTopic", "resume"] = partial(a_paused, PausedTopic, topic=NASTY)
+    found["inbox.PausedHandler", "resume"] = partial(a_paused, PausedHandler, handler=NASTY)
+    for action in ("pause", "resume", "drain", "stop"):
+        mode = {"mode": "paused"} if action == "resume" else {}
+        found["outbox.RelayHeartbeat", action] = partial(a_process, RelayHeartbeat, a_relay, **mode)
+        found["inbox.ConsumerHeartbeat", action] = partial(a_process, ConsumerHeartbeat, a_consumer, **mode)
+    for action in ("call_now", "discard"):
+        found["outbox.PendingCallback", action] = a_callback
+    for model in (outbox.models.Alert, inbox.models.Alert):
+        found[model._meta.label, "acknowledge"] = partial(an_alert, model)
+    for action in ("retry", "edit", "dry_run", "skip", "export"):
+        found["inbox.InboxMessage", action] = partial(a_dead_letter, f"{NASTY} {action}")
+    found["inbox.InboxMessage", "override_maximum_age"] = partial(a_dead_letter, NASTY, quarantined=True)
+    for action in ("complete", "extend", "start"):
+        found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
+    return found
 
 
 def require_good_layout(page):
@@ -45,6 +125,38 @@ def choose(page, row, action):
                 field.fill(value)
         page.locator("form input[type=submit]").click()
         page.wait_for_load_state()
+
+
+@pytest.mark.timeout(400)
+def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles, joins):  # noqa: F811
+    handles(lambda message: None, name=CHARGE, topic=PLACED)
+    joins(report)
+    makers = rows_to_act_on()
+    assert set(makers) == EVERY
+
+    for (label, action), make in makers.items():
+        row = make()
+        app, model = label.lower().split(".")
+        page = operator.visit(f"admin:{app}_{model}_changelist")
+        logged, posted = AUDIT[app].objects.count(), len(operator.posted)
+        if action == "export":
+            with page.expect_download() as download:
+                choose(page, row, action)
+            assert str(row.message_id) in Path(download.value.path()).read_text()
+        else:
+            choose(page, row, action)
+        if action == "dry_run":
+            page.get_by_text("The message is as it was.").wait_for()
+            assert InboxMessage.objects.get(pk=row.pk).state == "dead"
+        elif action != "export":
+            page.locator(".messagelist .success").wait_for()
+        assert AUDIT[app].objects.filter(action=action).exists(), (label, action)
+        assert AUDIT[app].objects.count() == logged + 1, (label, action)
+        assert len(operator.posted) > posted
+        if not isinstance(row, (OutboxMessage, InboxMessage, Run)):
+            row.delete()  # the next one has the same name
+
+    assert all("csrfmiddlewaretoken=" in body for _path, body in operator.posted)
 
 
 def test_topic_and_handler_are_paused_by_a_form(operator, handles):

@@ -34,8 +34,6 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
 from tests.support.waiting import A_WHILE
 
-pytestmark = [pytest.mark.every_database]
-
 TOPICS = ["orders.exported", "stock.exported", "prices.exported"]
 NAME = "tests.report"
 
@@ -79,6 +77,7 @@ ALL = ",".join(TOPICS)
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
 class TestAllCome:
     @pytest.mark.parametrize("order", list(itertools.permutations(TOPICS)))
     def test_join_runs_once_when_the_last_message_has_come_in_any_order(self, joins, order):
@@ -225,6 +224,7 @@ class TestAllCome:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
 class TestAtTheSameMoment:
     def test_last_two_messages_at_the_same_moment_start_the_run_once(self, joins):
         joins(report, topics=TOPICS[:2])
@@ -251,7 +251,32 @@ class TestAtTheSameMoment:
         run_to_the_end()
         assert effects() == [("monday", ALL)]
 
-    @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite runs one writing transaction at a time")
+    def test_last_message_while_the_row_of_the_run_is_locked_is_deferred_and_not_lost(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        comes(TOPICS[1])
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with transaction.atomic():
+                InboxMessage.objects.select_for_update().get(topic=store.TOPIC)
+                held.set()
+                release.wait(A_WHILE)
+
+        with InAThread(hold):
+            assert held.wait(A_WHILE)
+            if connection.vendor == "postgresql":
+                assert comes(TOPICS[2]) is Received.STORED
+            release.set()
+        comes(TOPICS[2])
+        run_to_the_end()
+        assert effects() == [("monday", ALL)]
+
+
+@pytest.mark.django_db(transaction=True)
+class TestUnderStricterIsolation:
+    """SQLite runs one writing transaction at a time."""
+
     @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
     def test_last_two_messages_start_the_run_under_stricter_isolation(self, joins, level, monkeypatch):
         joins(report)
@@ -280,29 +305,9 @@ class TestAtTheSameMoment:
             drain()
             assert effects() == [("monday", ALL)]
 
-    def test_last_message_while_the_row_of_the_run_is_locked_is_deferred_and_not_lost(self, joins):
-        joins(report)
-        comes(TOPICS[0])
-        comes(TOPICS[1])
-        held, release = threading.Event(), threading.Event()
-
-        def hold():
-            with transaction.atomic():
-                InboxMessage.objects.select_for_update().get(topic=store.TOPIC)
-                held.set()
-                release.wait(A_WHILE)
-
-        with InAThread(hold):
-            assert held.wait(A_WHILE)
-            if connection.vendor == "postgresql":
-                assert comes(TOPICS[2]) is Received.STORED
-            release.set()
-        comes(TOPICS[2])
-        run_to_the_end()
-        assert effects() == [("monday", ALL)]
-
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
 class TestAtTheDeadline:
     def test_run_past_its_deadline_is_a_dead_letter_that_names_the_missing_messages(self, joins):
         joins(report)
@@ -422,6 +427,7 @@ class TestAtTheDeadline:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
 class TestDecisions:
     @pytest.fixture
     def dead(self, joins):
@@ -501,6 +507,7 @@ class TestDecisions:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
 class TestWithTheHelpersForTests:
     def test_published_messages_reach_the_join_through_the_local_transport(self, joins):
         joins(report)
@@ -532,6 +539,7 @@ class TestWithTheHelpersForTests:
             run_handler(joins(report), {"run_id": "monday"})
 
 
+@pytest.mark.every_database
 class TestDeclaring:
     @pytest.mark.parametrize(
         ("arguments", "words"),
