@@ -485,7 +485,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description=_("last error, or reason"))
     def error_headline(self, row: Any) -> SafeString:
-        """The reason why a handler deferred its message is no error."""
+        """In grey if it is the reason why a handler deferred its message, which is not an error."""
         shown = super().error_headline(row)
         return format_html('<span class="message-quiet">{}</span>', shown) if _is_deferred(row) else shown
 

@@ -120,7 +120,7 @@ def processing(
     Call it only if `is_recording`.
 
     Args:
-        expected: exceptions that are no error.
+        expected: exceptions that are not errors.
         particular: further attributes; `__` stands for the dot in a name.
     """
     first = messages[0]
