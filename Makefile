@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # More workers than processors: a test waits most of its time. Each has servers of its own.
-WORKERS ?= 5
+WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Every worker and every process of a test would compile all modules again.
