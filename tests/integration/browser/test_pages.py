@@ -69,7 +69,7 @@ def content():
     return found
 
 
-def walk(operator, paths, *, scheme="light"):
+def walk(operator, paths, *, schemes=("light",)):
     """Open the pages one after another: what is wrong with them."""
     wrong = []
     for path in paths:
@@ -78,10 +78,11 @@ def walk(operator, paths, *, scheme="light"):
             charts.locator("canvas").nth(1).wait_for()
         if page.locator("img[src='x'], #content script:not([src])").count():
             wrong.append(f"{path}: an injected element")
-        page.emulate_media(color_scheme=scheme)
-        for size in (PHONE, DESKTOP):
-            page.set_viewport_size(size)
-            wrong += [f"{path} at {size['width']} px, {scheme}: {fault}" for fault in faults(page)]
+        for scheme in schemes:
+            page.emulate_media(color_scheme=scheme)
+            for size in (PHONE, DESKTOP):
+                page.set_viewport_size(size)
+                wrong += [f"{path} at {size['width']} px, {scheme}: {fault}" for fault in faults(page)]
     page.goto("about:blank")
     return wrong
 
@@ -97,9 +98,8 @@ def test_lists_fit_a_phone_and_a_desktop_show_hostile_texts_as_text_and_change_n
 
 
 @pytest.mark.proof
-def test_every_page_fits_a_phone_and_a_desktop(operator, world):
-    """The lists in the dark theme; the test above has them in the light one."""
-    wrong = [*walk(operator, lists(), scheme="dark"), *walk(operator, rows("all"))]
+def test_every_page_fits_a_phone_and_a_desktop_in_light_and_dark(operator, world):
+    wrong = walk(operator, [*lists(), *rows("all")], schemes=("light", "dark"))
 
     assert not wrong, "\n".join(wrong)
 
