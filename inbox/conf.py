@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
@@ -195,21 +196,25 @@ def inbox_options() -> InboxOptions:
 
 def keeps_history() -> bool:
     """Does the outbox of this project keep published messages?"""
-    outbox = getattr(settings, "OUTBOX", None)
-    return not isinstance(outbox, dict) or outbox.get("KEEP_HISTORY", ...) is not None
+    return _given_to_the_outbox("KEEP_HISTORY", ...) is not None
 
 
 def _option_of_the_outbox(name: str, otherwise: str) -> str:
-    """An option of the `OUTBOX` setting. The outbox app need not be installed.
+    """An option of the `OUTBOX` setting.
 
     Raises:
         ImproperlyConfigured: it is not a string.
     """
-    outbox = getattr(settings, "OUTBOX", None)
-    given = outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise
+    given = _given_to_the_outbox(name, otherwise)
     if not isinstance(given, str):
         raise ImproperlyConfigured(f"OUTBOX[{name!r}] is {kind(given)}: it must be a str.")
     return given
+
+
+def _given_to_the_outbox(name: str, otherwise: Any) -> Any:
+    """What the `OUTBOX` setting says. The outbox app need not be installed."""
+    outbox = getattr(settings, "OUTBOX", None)
+    return outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise
 
 
 def _why_no_management_url(url: str) -> str | None:

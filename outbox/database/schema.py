@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from importlib import import_module
+from operator import attrgetter
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
@@ -40,19 +41,17 @@ def require_schema(alias: str, *labels: str) -> None:
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
     for label in labels:
-        problem = why_unmigrated(alias, label)
         for part in parts_of(label):
-            # Its tables may be in another database.
-            allowed = any(router.allow_migrate_model(alias, model) for model in part.get_models())
-            problem = problem or (why_unmigrated(alias, part.label) if allowed and part.label != label else "")
-        if problem:
-            raise CommandError(problem)
+            # The tables of an optional package may be in another database.
+            is_here = part.label == label or any(router.allow_migrate_model(alias, model) for model in part.get_models())
+            if is_here and (problem := why_unmigrated(alias, part.label)):
+                raise CommandError(problem)
 
 
 def parts_of(label: str) -> list[AppConfig]:
-    """The app and its installed optional packages."""
+    """The app, and after it its installed optional packages."""
     name = apps.get_app_config(label).name
-    return [part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{name}.")]
+    return sorted((part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{name}.")), key=attrgetter("name"))
 
 
 def why_unmigrated(alias: str, label: str, *, begun: bool = False) -> str:
