@@ -21,6 +21,8 @@ import inbox.joins
 import inbox.metrics
 import inbox.signals
 import inbox.testing
+import inbox.webhooks
+import inbox.webhooks.checks
 import outbox
 import outbox.checks
 import outbox.metrics
@@ -67,9 +69,9 @@ def default_of(field):
 
 def commands():
     return {
-        path.stem: side
+        path.stem: ".".join(path.relative_to(ROOT).parts[:-3])
         for side in SIDES
-        for path in (ROOT / side / "management" / "commands").glob("*.py")
+        for path in (ROOT / side).rglob("management/commands/*.py")
         if path.stem != "__init__"
     }
 
@@ -100,8 +102,10 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (outbox.checks, inbox.checks, inbox.joins.checks)
-        for found in re.findall(r'id="((?:outbox|inbox|inbox_joins)\.[EWI]\d{3})"', Path(module.__file__).read_text())
+        for module in (outbox.checks, inbox.checks, inbox.joins.checks, inbox.webhooks.checks)
+        for found in re.findall(
+            r'id="((?:outbox|inbox|inbox_joins|inbox_webhooks)\.[EWI]\d{3})"', Path(module.__file__).read_text()
+        )
     }
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
@@ -109,7 +113,7 @@ def test_every_check_is_documented_and_no_other():
 
 @pytest.mark.parametrize(
     "package",
-    [outbox, inbox, inbox.joins, outbox.testing, inbox.testing, outbox.webhooks],
+    [outbox, inbox, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks],
     ids=lambda package: package.__name__,
 )
 def test_every_public_name_is_documented_and_no_other(package):
