@@ -12,6 +12,7 @@ from email.utils import format_datetime
 
 import pytest
 from django.core.exceptions import ValidationError
+from django.core.management import call_command
 from django.db import transaction
 
 from inbox.handlers.registry import registry
@@ -379,10 +380,10 @@ def _dripping():
 
     def drip(client):
         with client:
-            client.sendall(b"HTTP/1.1 200 OK\r\n")
+            client.sendall(b"HTTP/1.1 200 OK\r\nX-A: ")
             while not ended.wait(0.05):
                 try:
-                    client.sendall(b"X-A: 1\r\n")
+                    client.sendall(b"1")
                 except OSError:
                     return
 
@@ -469,6 +470,25 @@ class TestProcess:
                 go.set()
                 wait_until(lambda: set(states("slow")) == {"done"})
         assert len(set(slow.ids)) == 20
+
+    def test_command_sends_what_is_due_and_ends(self, offers, receiver):
+        offers(TOPIC)
+        an_endpoint(receiver)
+        offered({"order": 1}, {"order": 2})
+        call_command("inbox_webhooks", drain=True)
+        assert states() == ["done", "done"]
+
+    def test_leases_may_be_in_redis(self, offers, receiver, settings, redis_url):
+        settings.INBOX = {**settings.INBOX, "LEASE_STORE": redis_url}
+        offers(TOPIC)
+        an_endpoint(receiver)
+        receiver.answer = lambda request: Reply(500 if len(receiver.requests) < 2 else 200)
+        offered()
+        for _ in range(2):
+            make_due()
+            call_command("inbox_webhooks", drain=True)
+        assert states() == ["done"]
+        assert len(receiver.requests) == 2
 
     def test_new_endpoint_gets_messages_without_a_restart(self, offers, receiver):
         offers(TOPIC)
