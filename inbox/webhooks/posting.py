@@ -85,6 +85,7 @@ class _Limit:
         self._ends_at = monotonic() + timeout.total_seconds()
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
+        self._was_cut_off = False
 
     @property
     def seconds_left(self) -> float:
@@ -92,7 +93,7 @@ class _Limit:
 
     @property
     def is_over(self) -> bool:
-        return self.seconds_left <= 0
+        return self._was_cut_off or self.seconds_left <= 0
 
     def holds(self, used: socket.socket) -> None:
         """Raises TimeoutError if the time is over."""
@@ -117,6 +118,7 @@ class _Limit:
 
     def _shut_down(self) -> None:
         with self._lock, suppress(OSError):
+            self._was_cut_off = True
             if self._socket is not None:
                 # Of the class socket, because that of an SSLSocket would let the reading thread go on unencrypted.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
