@@ -106,7 +106,7 @@ def send(url, topic, payload, *, body=None, **properties):
 
 
 def mark_redelivered(handler, options):
-    """Have the broker deliver what is in the queue to a consumer that goes away, so that it will be delivered again."""
+    """Have the broker deliver what is in the queue to a consumer that disconnects, so that it will be delivered again."""
     with kombu.Connection(options.broker_url) as connection:
         while connection.default_channel.basic_get(queue_name(handler, options)) is not None:
             pass

@@ -61,7 +61,7 @@ def registered():
 class TestDurations:
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [30, 0.5, "30s", True], ids=repr)
-    def test_what_is_no_timedelta_is_refused_with_the_right_form(self, option, value):
+    def test_value_that_is_not_a_timedelta_is_refused_with_the_right_form(self, option, value):
         with pytest.raises(TypeError, match=rf"^{option} is {value!r}: .*such as timedelta\(seconds=[\d.]+\)"):
             DURATIONS[option](value)
 
@@ -89,7 +89,7 @@ class TestDurations:
 class TestCounts:
     @pytest.mark.parametrize("option", COUNTS)
     @pytest.mark.parametrize("value", [2.5, "2", True, timedelta(1)], ids=repr)
-    def test_what_is_no_whole_number_is_refused(self, option, value):
+    def test_value_that_is_not_a_whole_number_is_refused(self, option, value):
         with pytest.raises(TypeError, match=rf"^{option} is .*whole number, such as 2"):
             COUNTS[option](value)
 
@@ -143,7 +143,7 @@ class TestValues:
             Backoff(factor=factor)
 
     @pytest.mark.parametrize("factor", ["2", True, A_SECOND], ids=repr)
-    def test_a_factor_that_is_no_number_is_refused(self, factor):
+    def test_factor_that_is_not_a_number_is_refused(self, factor):
         with pytest.raises(TypeError, match=r"^factor is .*such as 2"):
             Backoff(factor=factor)
 

@@ -152,7 +152,7 @@ class TestLocally:
 
         assert InboxMessage.objects.get(handler=handler.name).state == "done"
 
-    def test_messages_that_are_not_published_are_no_part_of_the_past(self, handles):
+    def test_unpublished_messages_are_not_handed_to_a_new_handler_as_history(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         cancelled = published()
         set_columns(cancelled, state=State.CANCELLED, settled_at=DatabaseTime())

@@ -175,7 +175,7 @@ class TestRunHandler:
         with pytest.raises(ValueError, match="needs at least one message"):
             run_handler(handler(lambda message: None))
 
-    def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):
+    def test_function_that_is_not_a_handler_of_the_topic_is_refused(self, handler):
         function = handler(lambda message: None)
 
         with pytest.raises(LookupError, match=r"handles 'tests\.run_handler', but the topic of the message is 'tests\.other'"):

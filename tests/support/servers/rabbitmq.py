@@ -89,7 +89,7 @@ class RabbitServer(PrivateServer):
         return f"amqp://{USER}:{USER}@{LOOPBACK}:{self.port}/{vhost}"
 
     def new_vhost(self) -> str:
-        """The URL of a fresh virtual host: no queue, no exchange but the built-in ones, nobody connected."""
+        """The URL of a fresh virtual host: no queue, no exchange but the built-in ones, no connection."""
         name = f"test-{secrets.token_hex(6)}"
         self.create_vhost(name)
         return self.url_of(name)

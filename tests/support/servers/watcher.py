@@ -1,8 +1,8 @@
 """Ends the servers of a process that died.
 
-Run as a script, it reads orders from its standard input (one JSON object a line) until the owner is gone: by the end of
+Run as a script, it reads orders from its standard input (one JSON object a line) until the owner has ended: by the end of
 the pipe, or by having a new parent when a forked child of the owner still holds the pipe. Then it ends every process it
-was told of, with its descendants, and removes every directory it was told of.
+was given, with its descendants, and removes every directory it was given.
 
 Standard library only, and nothing of this package: it runs isolated, with any working directory.
 """
@@ -82,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 def born(pid: int) -> str:
-    """What tells this process from a later one with the same number."""
+    """What distinguishes this process from a later one with the same number."""
     return " ".join(_stat(pid)[19:20])
 
 
@@ -107,7 +107,7 @@ def _stat(pid: int) -> list[str]:
 
 
 class Charge:
-    """What there is to end and to remove once the owner is gone."""
+    """What to end and to remove once the owner has ended."""
 
     def __init__(self) -> None:
         self.processes: dict[int, tuple[int, str]] = {}

@@ -131,6 +131,6 @@ class TestRefused:
             idempotent_task(name="tests.refused", retry=Retry(), **{option: 3})(fail)
 
     @pytest.mark.parametrize("retry", [5, True, {"max_attempts": 5}], ids=repr)
-    def test_what_is_no_retry_is_refused_with_the_right_form(self, retry):
+    def test_value_that_is_not_a_retry_is_refused_with_the_right_form(self, retry):
         with pytest.raises(TypeError, match=r"^retry is .*such as Retry\(max_attempts=5\)"):
             idempotent_task(name="tests.refused", retry=retry)(fail)

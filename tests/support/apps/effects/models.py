@@ -24,7 +24,7 @@ class Unique(models.Model):
 
 
 class Account(models.Model):
-    """Somebody's money at one bank; each bank has a database of its own."""
+    """The balance of an account at one bank; each bank has a database of its own."""
 
     owner = models.CharField(max_length=100, unique=True)
     balance = models.IntegerField()
