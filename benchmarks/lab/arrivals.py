@@ -28,7 +28,7 @@ GROWTH_BYTES = 1 << 20
 
 
 def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
-    """An empty quorum queue bound to the outbox's exchange; what was in the old one is gone."""
+    """An empty quorum queue bound to the outbox's exchange; the old one is deleted with its messages."""
     with connected(project.broker_url) as connection:
         channel = connection.channel()
         channel.exchange_declare(EXCHANGE, "topic", durable=True, auto_delete=False)
@@ -154,7 +154,7 @@ class Arrivals:
 
 
 def collect(project: Project, arrivals: Arrivals, read: Callable[[Arrivals, Any], object] = Arrivals.take) -> Arrivals:
-    """Take everything that is in the queue now. `read` notes one message, by default one of the outbox's."""
+    """Take everything that is in the queue now. `read` records one message, by default one of the outbox's."""
     expected = arrivals.taken + queued(project)
     consume(at_consumer(project, arrivals, expected), lambda message: read(arrivals, message))
     return arrivals

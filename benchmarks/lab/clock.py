@@ -1,6 +1,6 @@
 """The database's clock and ours, on the same machine, related to each other.
 
-Instants that are promised are the database's; arrivals are noted by `time.monotonic`, which nobody can set.
+Instants that are promised are the database's; arrivals are timed by `time.monotonic`, which cannot be set.
 """
 
 from __future__ import annotations

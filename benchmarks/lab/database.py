@@ -1,7 +1,7 @@
 """One project's database, seen from outside: emptied, filled, and asked when what was settled.
 
 Rows are written by COPY with the values that `publish()` wrote for a specimen, so that they are what it writes today whatever
-columns it has. Only what tells messages apart is replaced: ids, topic, key, shard, body, instants, and the
+columns it has. Only what distinguishes messages is replaced: ids, topic, key, shard, body, instants, and the
 state of those that are due later.
 """
 

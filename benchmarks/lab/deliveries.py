@@ -158,7 +158,7 @@ def judged(project: Project, side: str, count: int, found: Sequence[tuple[int, f
     faults = {
         "without an effect": count - len(set(numbers) & set(range(count))),
         "with a second effect": len(numbers) - len(set(numbers)),
-        "nobody sent": len(set(numbers) - set(range(count))),
+        "never sent": len(set(numbers) - set(range(count))),
         "before an earlier one of their key": _disordered(numbers) if ordered else 0,
         "still in the queue": sum(project.queue_lengths().values()),
     }

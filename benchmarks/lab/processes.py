@@ -70,7 +70,7 @@ class Process:
         return 0
 
     def order(self, **words: Any) -> None:
-        """Tell it what to do next, as a line of JSON."""
+        """Send it the next request, as a line of JSON."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(words).encode() + b"\n")
         self._popen.stdin.flush()
@@ -131,7 +131,7 @@ class Process:
         return self._ended is not None
 
     def close(self) -> None:
-        """Gone, whatever it was doing."""
+        """Ended, in whatever state it is."""
         if self._popen.returncode is None:
             self._popen.kill()
             self._popen.wait()

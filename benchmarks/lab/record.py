@@ -44,7 +44,7 @@ class Verdict:
         side: which series.
         correct: every committed message arrived exactly once and in the order of its key.
         detail: what was counted, or what is wrong.
-        producer_rate: committed messages per second, by whoever wrote them.
+        producer_rate: committed messages per second, of the producer.
         capacity: relayed messages per second.
     """
 
@@ -75,14 +75,14 @@ class Record:
         self.ratios.append(Ratio(name or f"{over} / {under}", over, under, reach))
 
     def mention(self, verdict: Verdict) -> None:
-        """Keep the verdict on a run of somebody else's, whatever it is."""
+        """Record the verdict on the run of a peer, whatever it is."""
         self.verdicts.append(verdict)
 
     def judge(self, verdict: Verdict) -> None:
         """Keep the verdict on one of our own runs.
 
         Raises:
-            Incorrect: it is not correct; there is no point in measuring how fast wrong can be.
+            Incorrect: it is not correct; the rate of an incorrect run has no meaning.
         """
         self.mention(verdict)
         if not verdict.correct:

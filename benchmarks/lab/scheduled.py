@@ -1,4 +1,4 @@
-"""Messages that are due later: very many in the far future, and some that fall due while somebody looks."""
+"""Messages that are due later: very many in the far future, and some that fall due during the measurement."""
 
 from __future__ import annotations
 

@@ -166,10 +166,10 @@ def _movement(project: Project) -> Hashable:
 
 
 def _account(project: Project) -> str:
-    """What a server has lost may be the reason why nothing moves: an account that fails must not take its place."""
+    """What a server has lost may be the reason why nothing moves: an account that fails must not hide it."""
     try:
         return account(project)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in the message
+    except Exception as error:  # noqa: BLE001 - whatever it is, the message reports it
         return f"no account, because of {type(error).__name__}: {error}"
 
 
