@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 
 from tests.support import ROOT
-from tests.support.projects import run_in
+from tests.support.projects import run_in, titled_blocks
 
 SETTINGS = """\
 SECRET_KEY = "x"
@@ -19,14 +19,6 @@ INSTALLED_APPS = ["outbox", "inbox", "orders"]
 DATABASES = {{"default": {database!r}}}
 """
 PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"
-
-
-def titled_blocks(page):
-    """The Python files of a page, by name; blocks of one title follow each other in one file."""
-    files, written = {}, (ROOT / "docs" / page).read_text()
-    for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
-        files[name] = files.get(name, "") + text
-    return files
 
 
 def examples():
