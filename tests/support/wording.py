@@ -1,7 +1,7 @@
 """Find the words that `wording.txt` replaces, in everything that people read: `python -m tests.support.wording`.
 
-Read are: the pages in Markdown without their code; docstrings, comments, texts with a space in them and the names of tests in
-Python; the English texts of the catalogs. Names between backquotes are not read.
+It reads the pages in Markdown without their code, the docstrings, comments, texts with a space and names of tests in Python, and
+the English texts of the catalogs. It skips names between backquotes.
 """
 
 from __future__ import annotations

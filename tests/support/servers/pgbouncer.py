@@ -1,4 +1,4 @@
-"""A private PgBouncer in front of a private PostgreSQL: many clients take turns on few server connections."""
+"""A private PgBouncer in front of a private PostgreSQL: many clients share few server connections."""
 
 from __future__ import annotations
 

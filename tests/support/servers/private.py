@@ -1,6 +1,6 @@
-"""A server process that belongs to this one: on a free port, waited for, killed, restarted, and never left behind.
+"""A server process that belongs to this one: on a free port, started, killed, restarted, and always ended.
 
-What is started runs in a session of its own, so that Ctrl-C reaches the tests and not the servers. Two things end it:
+It runs in a session of its own, so that Ctrl-C reaches the tests and not the servers. Two things end it:
 this process's exit, or, when this process is killed, the watcher.
 
 This module does not know which server it runs; the modules beside it do.
@@ -47,7 +47,7 @@ class Account:
             shutil.chown(directory, self.name)
 
     def can_reach(self, path: Path) -> bool:
-        """Whether strangers may walk to `path`: a checkout below a home directory is usually closed to them."""
+        """Whether other users can reach `path`: usually they cannot read a checkout below a home directory."""
         return self.name is None or all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
 
 
@@ -98,13 +98,13 @@ class PrivateServer(ABC):
         return self
 
     def stop(self) -> None:
-        """End it the polite way, and the other way when it takes too long."""
+        """Ask it to end, and kill it when that takes too long."""
         if self.is_running:
             watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
         self._reap()
 
     def kill(self) -> None:
-        """SIGKILL for the server and all its processes at once: what a power cut leaves, minus the disk."""
+        """SIGKILL for the server and all its processes at once: as a power cut does, except for the disk."""
         if self.is_running:
             watcher.kill_tree(self.pid)
         self._reap()

@@ -54,7 +54,7 @@ def kill_tree(pid: int) -> None:
 
 
 def end_tree(pid: int, ask_with: int, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ask `pid` to end, wait for it, and kill what is left of its family."""
+    """Ask `pid` to end, wait for it, and kill the remaining descendants."""
     family = [pid, *descendants(pid)]
     send(pid, ask_with)
     deadline = time.monotonic() + grace_seconds
@@ -71,7 +71,7 @@ def send(pid: int, number: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie has ended: only its parent has not looked yet."""
+    """A zombie has ended: its parent has not read its status yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
