@@ -71,7 +71,7 @@ class TestDurations:
 
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [timedelta(), -A_SECOND], ids=str)
-    def test_what_is_not_longer_than_zero_is_refused(self, option, value):
+    def test_duration_of_zero_or_less_is_refused(self, option, value):
         with pytest.raises(ValueError, match=rf"^{option} is .*longer than zero"):
             DURATIONS[option](value)
 
@@ -219,7 +219,7 @@ class TestRetry:
     def test_a_retry_that_says_nothing_is_the_policy_of_the_settings(self):
         assert Retry().over(DEFAULT) is DEFAULT
 
-    def test_what_a_retry_leaves_out_is_as_the_settings_have_it(self):
+    def test_omitted_part_of_a_retry_has_the_value_of_the_settings(self):
         assert Retry(max_attempts=3).over(DEFAULT) == RetryPolicy(
             max_attempts=3, base=DEFAULT.base, factor=DEFAULT.factor, cap=DEFAULT.cap
         )

@@ -103,7 +103,7 @@ class TestLocally:
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
         assert InboxMessage.objects.filter(handler=other.name).count() == 21
 
-    def test_from_an_instant_it_sees_what_was_published_since(self, handles):
+    def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         old, _new = published(payload={"n": 1}), published(payload={"n": 2})
         relay_all()

@@ -196,7 +196,7 @@ class TestDeliver:
 
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestRedeliver:
-    def test_what_has_been_handled_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
+    def test_redelivery_of_a_handled_message_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
         handles(the_effect, topic=TOPIC)
         message = a_message()
         deliver(message)
@@ -206,7 +206,7 @@ class TestRedeliver:
         assert effects() == ["a"]
         assert assert_duplicate(TOPIC).redeliveries == 1
 
-    def test_what_has_not_been_handled_is(self, handles, redeliver, assert_handled):
+    def test_redelivery_of_an_unhandled_message_runs(self, handles, redeliver, assert_handled):
         handles(the_effect, topic=TOPIC, biz_id="name")
 
         redeliver(a_message())

@@ -75,7 +75,7 @@ def test_examples_pass_in_the_test_runner_of_django(project):
 
 
 @pytest.mark.every_database
-def test_failure_that_the_page_shows_is_what_is_said(project):
+def test_failure_has_the_text_that_the_page_shows(project):
     page = (ROOT / "docs" / "how-to" / "test-your-code.md").read_text()
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (project / "orders" / "tests" / "test_placing.py").write_text(

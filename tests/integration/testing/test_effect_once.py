@@ -92,7 +92,7 @@ class TestAnEffectInTheTransaction:
 
         assert_effect_once(one_effect, a_message(key="k"), effect=count)
 
-    def test_what_a_handler_publishes_is_published_once(self, handles):
+    def test_message_that_a_handler_publishes_is_published_once(self, handles):
         def chain(message):
             publish("tests.second", message.payload)
 

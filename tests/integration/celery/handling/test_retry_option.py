@@ -42,7 +42,7 @@ class TestMapping:
         assert (task.max_retries, task.autoretry_for, task.dont_autoretry_for) == (4, (Exception,), (Reject,))
         assert (task.retry_backoff, task.retry_backoff_max, task.default_retry_delay) == (60, 600, 60)
 
-    def test_what_is_left_out_is_as_the_settings_of_the_inbox_have_it(self, declared, settings):
+    def test_omitted_option_has_the_value_of_the_inbox_settings(self, declared, settings):
         settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
 
         task = declared(fail, retry=Retry())
