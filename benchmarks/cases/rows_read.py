@@ -23,7 +23,7 @@ from benchmarks.lab.scheduled import early, schedule_far, schedule_soon
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
 from benchmarks.lab.waiting import until, wait_for
-from benchmarks.lab.workload import TOPICS, many_topics, nobody
+from benchmarks.lab.workload import TOPICS, many_topics, no_customer
 
 SCHEDULED, BURST, SHORT = "scheduled", "scheduled burst", "short delays"
 READY, READY_BURST = "ready", "ready burst"
@@ -63,7 +63,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         BURST: lambda: schedule_soon(database, count, BURST_SECONDS),
         SHORT: lambda: act(project, "delaying_publisher", 0, count, PER_SECOND, 0),
         READY: lambda: _feed(project, count),
-        READY_BURST: lambda: database.copy(count, nobody, topics=many_topics),
+        READY_BURST: lambda: database.copy(count, no_customer, topics=many_topics),
     }
     for _ in plan.each_run(record.name):
         for side, write in writers.items():

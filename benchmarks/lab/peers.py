@@ -1,4 +1,4 @@
-"""Peers in virtual environments of their own, made when first needed and again when what they hold has changed."""
+"""Peers in virtual environments of their own, which are created at first use and again when their requirements have changed."""
 
 from __future__ import annotations
 

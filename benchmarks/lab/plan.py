@@ -1,4 +1,4 @@
-"""How much is measured: in full, or just enough to see that everything works."""
+"""The size of the measurements: full, or just enough to see that everything works."""
 
 from __future__ import annotations
 

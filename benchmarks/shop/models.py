@@ -4,7 +4,7 @@ from django.db import models
 
 
 class Account(models.Model):
-    """What a business transaction changes."""
+    """The row that a business transaction changes."""
 
     balance = models.BigIntegerField(default=0)
 
