@@ -29,7 +29,7 @@ def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContex
 
 
 def consuming(project: Project, consumers: int = 1, *, concurrency: int = 0) -> AbstractContextManager[list[Process]]:
-    """This number of processes with the handler of `benchmarks.shop`, each with this number of threads; 0 is the inbox's default."""
+    """Processes with the handler of `benchmarks.shop`, each with this number of threads; 0 is the inbox's default."""
     return _workers([*CONSUMER, *(["--concurrency", str(concurrency)] if concurrency else [])], project, consumers)
 
 

@@ -31,7 +31,7 @@ def schedule_far(database: Database, count: int) -> float:
 
 
 def schedule_soon(database: Database, count: int, seconds: float) -> float:
-    """Commit messages 0 to `count` - 1 of several topics, due one by one over this number of seconds; return when the first is due, in seconds."""
+    """Commit messages 0 to `count` - 1 of several topics, due one by one over this time; return when the first is due."""
     begin = database.now() + SPARE_SECONDS + count / ROWS_PER_SECOND
     with database.connection.transaction():
         database.copy(count, no_customer, topics=many_topics, due=lambda number: begin + number * seconds / count)

@@ -1,8 +1,8 @@
 """Wait for the processes of a benchmark, and fail as soon as the awaited result is impossible.
 
 A wait has no time limit as long as it makes progress. It fails when a process has ended, when there was no progress for
-`STALLED_SECONDS`, and after `LOOK_SECONDS` without progress when no work is left that could make any. The error reports what was
-awaited, how far it came, and the counts of the database, the broker and the handlers.
+`STALLED_SECONDS`, and after `LOOK_SECONDS` without progress when no work is left that could make any. The error reports what
+was awaited, how far it came, and the counts of the database, the broker and the handlers.
 """
 
 from __future__ import annotations

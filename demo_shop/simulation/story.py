@@ -159,7 +159,9 @@ class _Day:
                 stop.wait(max(_LOOK_EVERY_SECONDS, worked / _PART_OF_A_PROCESSOR_FOR_LOOKING))
 
     def look(self) -> tuple[Facts, Traffic]:
-        return census.take(self._ledger, self._processes.results(), wanted=self._options.orders, kills_wanted=self._options.kills)
+        return census.take(
+            self._ledger, self._processes.results(), wanted=self._options.orders, kills_wanted=self._options.kills
+        )
 
     def _look_and_show(self) -> tuple[Facts, Traffic]:
         facts, traffic = self.look()

@@ -102,7 +102,8 @@ def warnings(pins: Sequence[Pin] | None, link: Link | None = None) -> Iterator[A
     for pin in pins or ():
         if pin.open_for is not None and pin.open_for >= _LONG:
             words = _(
-                "%(what)s has held back the vacuum horizon for %(duration)s: dead rows are not removed, and relays read past them."
+                "%(what)s has held back the vacuum horizon for %(duration)s: dead rows are not removed, and relays "
+                "read past them."
             )
             yield Attention(text=words % {"what": _named(pin), "duration": duration(pin.open_for)}, link=link)
         elif pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:

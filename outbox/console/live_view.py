@@ -1,8 +1,8 @@
 """A text that is drawn again and again in a terminal, like `top`: `outbox_status --watch`.
 
-It uses the terminal's alternate screen, so the previous contents of the screen return at the end. It is drawn again when the window
-is resized. The text is read on a thread of its own: "q" and Ctrl-C end the view also while a database does not answer. A failed
-reading leaves the last text on the screen, below a line that says why. Without a terminal the texts follow each other.
+It uses the terminal's alternate screen, so the previous contents of the screen return at the end. It is drawn again when the
+window is resized. The text is read on a thread of its own: "q" and Ctrl-C end the view also while a database does not answer. A
+failed reading leaves the last text on the screen, below a line that says why. Without a terminal the texts follow each other.
 
 Plain escape sequences of ECMA-48 and xterm; no library.
 """

@@ -406,8 +406,9 @@ def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
 def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:
     """The parts to send after `sent`, in reverse order.
 
-    The broker has read the messages before the first suspected one, but their confirms were lost with the connection. They are sent
-    first, so that they are confirmed before the next connection is lost. Then come the halves of the suspected ones, and the rest.
+    The broker has read the messages before the first suspected one, but their confirms were lost with the connection. They are
+    sent first, so that they are confirmed before the next connection is lost. Then come the halves of the suspected ones, and
+    the rest.
     """
     suspected = set(sent.suspected)
     first = next(index for index, row in enumerate(rows) if row.position in suspected)

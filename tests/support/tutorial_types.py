@@ -1,4 +1,4 @@
-"""Check the types of the tutorial's project with mypy and pyright, as its reader would: `python -m tests.support.tutorial_types`."""
+"""Check the types of the tutorial's project with mypy and pyright: `python -m tests.support.tutorial_types`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ check_untyped_defs = true
 [tool.django-stubs]
 django_settings_module = "shop.settings"
 """
-CHECKERS = (("mypy", "--no-incremental", "orders"), ("pyright", "orders"))
+CHECKERS = (("mypy", "--no-incremental", "orders"), ("pyright", "--pythonpath", sys.executable, "orders"))
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Find the words that `wording.txt` replaces, in everything that people read: `python -m tests.support.wording`.
 
-It reads the pages in Markdown without their code, the docstrings, comments, texts with a space and names of tests in Python, and
-the English texts of the catalogs. It skips names between backquotes.
+It reads the pages in Markdown without their code, the docstrings, comments, texts with a space and names of tests in Python,
+and the English texts of the catalogs. It skips names between backquotes.
 """
 
 from __future__ import annotations
@@ -48,21 +48,28 @@ class Found:
 
 def words() -> list[Word]:
     lines = [line for line in WORDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return [
-        Word(re.compile(rf"\b(?:{pattern.strip()})\b", re.IGNORECASE), instead.strip())
-        for pattern, _, instead in (line.partition("->") for line in lines)
-    ]
+    return [_word(*line.split("->")) for line in lines]
+
+
+def _word(pattern: str, instead: str) -> Word:
+    """A space in a pattern is also the end of a line."""
+    anywhere = pattern.strip().replace(" ", r"\s")
+    return Word(re.compile(rf"\b(?:{anywhere})\b", re.IGNORECASE), instead.strip())
 
 
 def findings(files: Iterable[Path], root: Path = ROOT) -> Iterator[Found]:
     patterns = words()
     for path in files:
         for line, text in _texts(path):
-            prose = re.sub(r"`[^`]*`", lambda code: "`" + "\n" * code[0].count("\n") + "`", text)
+            prose = re.sub(r"[ \t]*\n[ \t]*", "\n", re.sub(r"`[^`]*`", _only_its_lines, text))
             for word in patterns:
                 for match in word.pattern.finditer(prose):
                     found = " ".join(match[0].split())
                     yield Found(str(path.relative_to(root)), line + prose.count("\n", 0, match.start()), found, word.instead)
+
+
+def _only_its_lines(code: re.Match[str]) -> str:
+    return "`" + "\n" * code[0].count("\n") + "`"
 
 
 def read_by_people(root: Path = ROOT) -> list[Path]:
@@ -76,7 +83,7 @@ def _texts(path: Path) -> Iterator[Text]:
 
 
 def _of_markdown(source: str) -> Iterator[Text]:
-    yield 1, re.sub(r"^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), source, flags=re.MULTILINE | re.DOTALL)
+    yield 1, re.sub(r"^ *```.*?^ *```", _only_its_lines, source, flags=re.MULTILINE | re.DOTALL)
 
 
 def _of_python(source: str) -> Iterator[Text]:
@@ -94,7 +101,7 @@ def _of_python(source: str) -> Iterator[Text]:
 def _comments(source: str) -> Iterator[Text]:
     """Each block of comments as one text, because a sentence may go on in the next line."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = [(token.start[0], token.string.lstrip("#")) for token in tokens if token.type == tokenize.COMMENT]
+    lines = [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
     for _, block in groupby(enumerate(lines), key=lambda numbered: numbered[1][0] - numbered[0]):
         numbers, texts = zip(*(line for _, line in block), strict=True)
         yield numbers[0], "\n".join(texts)

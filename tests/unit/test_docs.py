@@ -172,9 +172,7 @@ BACK = {"amended by": "amends", "amends": "amended by", "superseded by": "supers
 def relations(path):
     """What the status of a decision says about others: the word and the other page."""
     status = path.read_text().splitlines()[2].partition("**Status.** ")[2].lower()
-    return {
-        (part.split(" [")[0], other) for part in status.split("; ") for other in re.findall(r"\((0[\w-]+\.md)\)", part)
-    }
+    return {(part.split(" [")[0], other) for part in status.split("; ") for other in re.findall(r"\((0[\w-]+\.md)\)", part)}
 
 
 @pytest.mark.parametrize("path", decisions(), ids=lambda path: path.stem)
