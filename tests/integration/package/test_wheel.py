@@ -12,6 +12,8 @@ import pytest
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.proof  # pip installs the build backend
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
