@@ -148,7 +148,7 @@ class UnindexedFilter(admin.SimpleListFilter):
 
 
 class AgeFilter(UnindexedFilter):
-    """By age, also of what is not settled yet."""
+    """By age, also of messages that are not settled yet."""
 
     title = _("age")
     parameter_name = "age"
