@@ -311,10 +311,12 @@ def test_example_files_and_their_pages_query_metrics_that_exist():
     assert queried <= {*meter.instruments}
 
 
-def test_log_lines_on_the_page_of_symptoms_are_those_of_the_code():
+def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():
     """A line on the page has … where the code has a value."""
-    tables = re.findall(r"^## Lines in the log.*?(?=^## |\Z)", how_to("troubleshoot"), re.MULTILINE | re.DOTALL)
+    page = how_to("troubleshoot")
+    tables = re.findall(r"^## Lines in the log.*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     lines = [line for table in tables for line in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
+    lines += [error for symptom in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for error in re.findall(r'"(.+?)"', symptom)]
     texts = "\n".join(
         node.value
         for side in OURS
@@ -323,5 +325,5 @@ def test_log_lines_on_the_page_of_symptoms_are_those_of_the_code():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 
-    assert len(lines) > 15
+    assert len(lines) > 20
     assert [line for line in lines if not all(part.strip() in texts for part in line.split("…"))] == []
