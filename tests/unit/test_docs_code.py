@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -195,6 +196,20 @@ def test_python_blocks_run():
     )
 
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_json_and_yaml_block_can_be_read():
+    """What is included from a file (`--8<--`) is tested with that file."""
+    readers = {"json": json.loads, "yaml": yaml.safe_load}
+    written = [block for block in blocks(*readers) if "--8<--" not in block.code]
+    wrong = []
+    for block in written:
+        try:
+            readers[block.language](block.source)
+        except (ValueError, yaml.YAMLError) as error:
+            wrong.append(f"{block.place}: {error}")
+
+    assert wrong == []
 
 
 def test_every_option_that_a_page_names_exists():
