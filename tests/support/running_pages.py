@@ -18,6 +18,7 @@ import operator
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Iterable
 from datetime import timedelta
@@ -122,6 +123,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     for alias, app in product(WITH_OUTBOX, ("outbox", "inbox")):
         call_command("migrate", app, verbosity=0, database=alias)
+    well_known()  # imported once, and not in every fork
     sys.meta_path.append(ReadersModules())
     failed = [_run_apart(list(of_page)) for _, of_page in groupby(blocks("python"), key=operator.attrgetter("page"))]
     return int(any(failed))
@@ -132,12 +134,14 @@ def _run_apart(of_page: list[Block]) -> bool:
     sys.stdout.flush()
     if child := os.fork():
         return os.waitpid(child, 0)[1] != 0
-    failed = False
+    failed = True
     try:
         names: dict = {}
         failed = sum(_has_failed(block, names) for block in of_page) > 0
-        sys.stdout.flush()
+    except Exception:  # noqa: BLE001 - a fork must not go on with its parent's work
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(failed)
 
 
