@@ -190,6 +190,13 @@ def test_index_of_the_decisions_has_each_with_its_title():
     assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
 
 
+def test_every_how_to_page_has_at_most_1200_words():
+    pages = sorted(DOCS.glob("how-to/*.md"))
+    words = {path.name: [word for word in prose(path).split() if word.strip("|-:")] for path in pages}
+
+    assert {name: len(found) for name, found in words.items() if len(found) > 1_200} == {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One row of the features page."""
