@@ -42,7 +42,7 @@ def allowed_addresses(host: str, port: int, *, is_encrypted: bool, private: Sequ
     found = list(dict.fromkeys(str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
     allowed = [text for text in found if _is_allowed(ip_address(text), is_encrypted=is_encrypted, private=private)]
     if not allowed:
-        # The addresses are not named: whoever owns the endpoint may read this and learn about our network.
+        # The addresses are not named: the owner of the endpoint may read this, and would learn about our network.
         why = "none is public" if is_encrypted else "http:// is allowed for private networks only"
         raise NotAllowed(
             f"The host {host} has no address that requests may be sent to: {why}. If it is right, add its network to "

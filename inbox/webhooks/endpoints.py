@@ -19,9 +19,11 @@ from typing import Any
 from django.db import transaction
 from django.db.models import F, Q
 
+from inbox.conf import inbox_options
 from inbox.webhooks.models import Endpoint, State
 from inbox.webhooks.signing import new_secret
 from outbox.database.now import DatabaseTime
+from outbox.kernel.redactors import redacted_error
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ def succeeded(alias: str, endpoint: Endpoint) -> None:
 
 def failed(alias: str, endpoint: Endpoint, reason: str) -> None:
     """A request has failed. The endpoint is paused after several consecutive failures, longer after each further one."""
-    reason = printable(reason, ERROR_LENGTH)
+    reason = _stored(reason)
     with transaction.atomic(using=alias):
         row = _of(alias, endpoint.pk)
         row.update(failures=F("failures") + 1, reason=reason)
@@ -102,7 +104,7 @@ def resume_due(alias: str) -> None:
 
 def disable(alias: str, pk: int, reason: str) -> bool:
     """active | paused → disabled. False: it is disabled."""
-    return _to(alias, pk, [State.ACTIVE, State.PAUSED], State.DISABLED, reason=printable(reason, ERROR_LENGTH), probe_at=None)
+    return _to(alias, pk, [State.ACTIVE, State.PAUSED], State.DISABLED, reason=_stored(reason), probe_at=None)
 
 
 def enable(alias: str, pk: int) -> bool:
@@ -121,7 +123,12 @@ def rotate(alias: str, pk: int) -> bool:
 
 
 def _pause(alias: str, pk: int, pause: timedelta, reason: str) -> bool:
-    return _to(alias, pk, [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=printable(reason, ERROR_LENGTH))
+    return _to(alias, pk, [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=_stored(reason))
+
+
+def _stored(reason: str) -> str:
+    """It may contain the beginning of an answer."""
+    return printable(redacted_error(inbox_options().redact_errors, reason), ERROR_LENGTH)
 
 
 def _to(alias: str, pk: int, states: Sequence[State], became: State, **columns: Any) -> bool:

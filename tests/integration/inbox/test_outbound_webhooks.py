@@ -303,7 +303,7 @@ class TestAnswers:
         assert states() == ["done"]
         assert len(set(receiver.ids)) == 1
 
-    def test_gone_disables_the_endpoint_and_its_other_messages_wait_until_it_is_enabled(self, offers, receiver):
+    def test_status_410_disables_the_endpoint_and_its_other_messages_wait_until_it_is_enabled(self, offers, receiver):
         offers(TOPIC)
         an_endpoint(receiver)
         offered(*({"order": number} for number in range(3)))
