@@ -69,10 +69,9 @@ def succeeded(alias: str, endpoint: Endpoint) -> None:
 
 def failed(alias: str, endpoint: Endpoint, reason: str) -> None:
     """A request has failed. The endpoint is paused after several consecutive failures, longer after each further one."""
-    reason = _stored(reason)
     with transaction.atomic(using=alias):
         row = _of(alias, endpoint.pk)
-        row.update(failures=F("failures") + 1, reason=reason)
+        row.update(failures=F("failures") + 1, reason=_stored(reason))
         failures = row.values_list("failures", flat=True).get()
         if failures < FAILURES:
             return
@@ -80,18 +79,20 @@ def failed(alias: str, endpoint: Endpoint, reason: str) -> None:
         was_active = _pause(alias, endpoint.pk, pause, reason)
     if was_active:
         logger.warning(
-            "webhooks: endpoint %s is paused for %.0f s after %d failures in a row: %s. Its messages wait.",
+            "webhooks: endpoint %s is paused for %.0f s after %d failures in a row; its messages wait. Last failure: %s",
             endpoint.name,
             pause.total_seconds(),
             failures,
-            reason,
+            _stored(reason),
         )
 
 
 def asked_to_wait(alias: str, endpoint: Endpoint, pause: timedelta, reason: str) -> None:
     """The endpoint has asked for a pause. That is not a failure."""
     if _pause(alias, endpoint.pk, pause, reason):
-        logger.info("webhooks: endpoint %s asks for a pause of %.0f s: %s", endpoint.name, pause.total_seconds(), reason)
+        logger.info(
+            "webhooks: endpoint %s asks for a pause of %.0f s: %s", endpoint.name, pause.total_seconds(), _stored(reason)
+        )
 
 
 def resume_due(alias: str) -> None:

@@ -28,7 +28,7 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.loop import StopRequest
 from outbox.testing import run_relay
 from outbox.webhooks import InvalidSignature, StandardWebhooks
-from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due
+from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.waiting import A_WHILE, wait_until
@@ -71,12 +71,12 @@ def offered(*orders, topic=TOPIC):
     return messages
 
 
-def send(known=None):
+def send(known=None, given=OPTIONS):
     """What the process does: the messages that are due now, for the endpoints that are active now."""
     if known is None:
         known = EndpointHandlers(["default"])
         known.refresh()
-    return Runner(OPTIONS, handlers=known.all, reports_unknown=False).drain(StopRequest())
+    return Runner(given, handlers=known.all, reports_unknown=False).drain(StopRequest())
 
 
 @contextmanager
@@ -286,6 +286,17 @@ class TestAnswers:
         assert len(row.last_error) < 1000
         assert receiver.paths == ["/hooks"]
         assert the_endpoint().failures == 1
+
+    def test_answer_is_redacted_before_it_is_stored(self, offers, receiver, settings):
+        settings.INBOX = {**settings.INBOX, "REDACT_ERRORS": "tests.support.redactors.mask_ibans"}
+        offers(TOPIC)
+        an_endpoint(receiver)
+        offered()
+        receiver.answer = lambda request: Reply(400, {}, b"unknown account DE89370400440532013000")
+        send(given=options(REDACT_ERRORS="tests.support.redactors.mask_ibans"))
+
+        for text in (rows().get().last_error, rows().get().traceback, the_endpoint().reason):
+            assert "unknown account DE…" in text
 
     def test_message_that_fails_too_often_is_a_dead_letter_that_an_operator_retries(self, offers, receiver):
         offers(TOPIC)
