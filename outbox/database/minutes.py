@@ -66,7 +66,7 @@ class MinuteRow(models.Model):
         return f"{self.subject} in {self.minute:%Y-%m-%d %H:%M}"
 
 
-def minute_indexes(app: str) -> Sequence[models.Index]:
+def minute_indexes(app: str) -> tuple[models.Index, ...]:
     """The indexes of a subclass of `MinuteRow`, named after its package: a project may change the label, but not migrations."""
     return (
         models.Index(fields=["subject", "minute"], name=f"{app}_minute_subject"),
