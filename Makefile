@@ -44,8 +44,9 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 messages: $(VENV)/.test ## update and compile the catalogs of translations
 	$(BIN)/python -m tests.support.messages
 
-screenshots: $(VENV)/.test ## take the pictures of the docs again
+screenshots: $(VENV)/.test ## take the pictures of the docs again, and record the demo
 	$(BIN)/python -m tests.support.screenshots
+	$(BIN)/python -m tests.support.recording
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)
