@@ -66,7 +66,7 @@ class Terminal:
         """Type it, and do not wait."""
         # A command must not read the next block as its input.
         assert self._process.stdin is not None
-        self._process.stdin.write(f"failed=0; trap 'failed=$?' ERR\n{{ :\n{text}\n}} </dev/null\necho '{_END}' $failed\n")
+        self._process.stdin.write(f"failed=0; trap 'failed=$?' ERR\n{{ :\n{text}\n}} </dev/null\necho; echo '{_END}' $failed\n")
         self._process.stdin.flush()
 
     def run(self, text: str) -> list[str]:
@@ -78,7 +78,8 @@ class Terminal:
         end = next(number for number, line in enumerate(printed) if line.startswith(_END))
         if printed[end] != f"{_END} 0":
             raise Stumbled(f"A command has failed:\n{text}\n" + "\n".join(printed))
-        return printed[:end]
+        # The empty line is ours, unless the output did not end with a line.
+        return printed[: end - 1] if printed[end - 1] == "" else printed[:end]
 
     def wait_until(self, condition, seconds: float, what: str) -> None:
         with self._changed:
