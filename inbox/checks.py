@@ -18,7 +18,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.receiving.past import has_outbox
-from outbox.console.redaction import why_no_redactor
+from outbox.console.redaction import unloadable_redactors
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -118,22 +118,16 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 
 @register()
 def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E008: REDACT names a function that cannot be loaded. The outbox reports its own, if it is installed."""
+    """inbox.E008: REDACT or REDACT_ERRORS names a function that cannot be loaded. The outbox reports its own, if installed."""
     try:
-        given = inbox_options()
+        options = inbox_options()
     except ImproperlyConfigured:
         return []
-    is_ours = given.REDACT or not apps.is_installed("outbox")
-    if not given.redact or not is_ours or not (reason := why_no_redactor(given.redact)):
-        return []
-    return [
-        Error(
-            f"{'INBOX' if given.REDACT else 'OUTBOX'}['REDACT'] is {given.redact!r}, which cannot be loaded: {reason}.",
-            hint="The admin shows no payloads until it can. Set it to the dotted path of a function that takes the topic, the "
-            "payload and the headers.",
-            id="inbox.E008",
-        )
-    ]
+    given = {"INBOX['REDACT']": options.REDACT, "INBOX['REDACT_ERRORS']": options.REDACT_ERRORS}
+    if not apps.is_installed("outbox"):
+        inherited = {"REDACT": options.redact, "REDACT_ERRORS": options.redact_errors}
+        given |= {f"OUTBOX['{name}']": path for name, path in inherited.items() if not given[f"INBOX['{name}']"]}
+    return unloadable_redactors(given, check_id="inbox.E008")
 
 
 @register()

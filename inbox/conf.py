@@ -33,6 +33,7 @@ _MAY_BE_EMPTY = {
     "KEEP_BODIES",
     "ALERTS",
     "REDACT",
+    "REDACT_ERRORS",
 }
 
 
@@ -67,6 +68,8 @@ class InboxOptions:
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "" takes
             `OUTBOX["REDACT"]`.
+        REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
+            `outbox.kernel.redactors`; "" takes `OUTBOX["REDACT_ERRORS"]`.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
@@ -99,6 +102,7 @@ class InboxOptions:
     OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     REDACT: str = ""
+    REDACT_ERRORS: str = ""
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -159,6 +163,10 @@ class InboxOptions:
         return self.REDACT or _option_of_the_outbox("REDACT", "")
 
     @cached_property
+    def redact_errors(self) -> str:
+        return self.REDACT_ERRORS or _option_of_the_outbox("REDACT_ERRORS", "")
+
+    @cached_property
     def group(self) -> str:
         return self.GROUP or str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0] or "django"
 
@@ -189,7 +197,7 @@ def inbox_options() -> InboxOptions:
             read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
         except options.InvalidOptions as error:
             raise ImproperlyConfigured(str(error)) from error
-        _ = read.broker_url, read.exchange, read.redact
+        _ = read.broker_url, read.exchange, read.redact, read.redact_errors
         _latest = given, outbox, read
     return _latest[2]
 

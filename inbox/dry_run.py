@@ -21,7 +21,7 @@ from inbox.errors import HandlerTimeout, InboxError, Reject, RetryLater, Transac
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.outcomes import failure_from
+from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
@@ -200,7 +200,8 @@ class _Run:
         if outcome == "timed out":
             said = f"it took longer than {self._limit.total_seconds():g} s"
         self._result.outcome = outcome
-        self._result.failure = failure_from(error, error=said, retry_after=None, attempts=self._stored.attempts + 1)
+        failure = failure_from(error, error=said, retry_after=None, attempts=self._stored.attempts + 1)
+        self._result.failure = redacted(failure, inbox_options())
 
     def _bound(self, alias: str) -> None:
         """Have PostgreSQL end the transaction of a handler that cannot be interrupted."""

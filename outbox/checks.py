@@ -18,7 +18,7 @@ from django.utils.module_loading import module_has_submodule
 
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.console.redaction import why_no_redactor
+from outbox.console.redaction import unloadable_redactors
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -97,21 +97,13 @@ def _why_no_transport(url: str) -> str | None:
 
 @register()
 def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.E006: REDACT names a function that cannot be loaded."""
+    """outbox.E006: REDACT or REDACT_ERRORS names a function that cannot be loaded."""
     try:
-        path = outbox_options().REDACT
+        options = outbox_options()
     except ImproperlyConfigured:
         return []
-    if not path or not (reason := why_no_redactor(path)):
-        return []
-    return [
-        Error(
-            f"OUTBOX['REDACT'] is {path!r}, which cannot be loaded: {reason}.",
-            hint="The admin shows no payloads until it can. Set it to the dotted path of a function that takes the topic, the "
-            "payload and the headers.",
-            id="outbox.E006",
-        )
-    ]
+    given = {"OUTBOX['REDACT']": options.REDACT, "OUTBOX['REDACT_ERRORS']": options.REDACT_ERRORS}
+    return unloadable_redactors(given, check_id="outbox.E006")
 
 
 @register(Tags.database)

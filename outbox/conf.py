@@ -19,7 +19,18 @@ from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
-_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL", "ALERTS", "REDACT"}
+_NO_AMOUNTS = {
+    "BROKER_URL",
+    "EXCHANGE",
+    "SOURCE",
+    "DELAY_LEVELS",
+    "DOORBELL",
+    "LISTEN_ALIAS",
+    "TRAIL",
+    "ALERTS",
+    "REDACT",
+    "REDACT_ERRORS",
+}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _KEPT_UNPUBLISHED = timedelta(days=7)
 """A person may want to know of a message that was not published, or restore it."""
@@ -58,6 +69,8 @@ class OutboxOptions:
         OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "": none.
+        REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
+            `outbox.kernel.redactors`; "": none.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
         WATCHDOG: a relay process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
@@ -94,6 +107,7 @@ class OutboxOptions:
     OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     REDACT: str = ""
+    REDACT_ERRORS: str = ""
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)

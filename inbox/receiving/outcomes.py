@@ -6,6 +6,7 @@ import logging
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -26,6 +27,7 @@ from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failu
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 from outbox.database.faults import is_collision
 from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
+from outbox.kernel.redactors import redacted_error
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import describe
 
@@ -201,6 +203,23 @@ def failure_of(
     Args:
         row: the message's row, if it was stored before this attempt.
     """
+    return redacted(_decided(handler, error, attempt, options, row), options)
+
+
+def redacted(failure: Failure, options: InboxOptions) -> Failure:
+    """The failure with the texts that may be stored and shown."""
+    path = options.redact_errors
+    if not path:
+        return failure
+    return replace(
+        failure,
+        error=redacted_error(path, failure.error),
+        own_frames=redacted_error(path, failure.own_frames),
+        traceback=redacted_error(path, failure.traceback),
+    )
+
+
+def _decided(handler: Handler, error: BaseException, attempt: int, options: InboxOptions, row: int | None) -> Failure:
     policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))

@@ -9,24 +9,21 @@ cannot be decoded is not shown either.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
+from django.core.checks import CheckMessage, Error
 from django.utils.translation import gettext
 
 from outbox.console.display import Shown, as_json, as_payload
 from outbox.kernel.body import Undecodable, decode_payload
-from outbox.kernel.text import describe
+from outbox.kernel.redactors import load, why_not_loaded
 
 logger = logging.getLogger(__name__)
 
-Redactor = Callable[[str, Any, dict[str, Any]], Any]
-"""Takes the topic, the decoded payload and the headers; returns what may be shown."""
 _OF_CELERY = ("argsrepr", "kwargsrepr")
 """Headers in which Celery repeats the arguments of a task."""
 _REMOVED = "…"
@@ -36,27 +33,18 @@ class RedactionFailed(Exception):
     """The function could not be loaded, raised, or returned something that is not JSON. The text is for a page."""
 
 
-def why_no_redactor(path: str) -> str | None:
-    """Why no function can be loaded by this dotted path, or None if one can."""
-    try:
-        _load(path)
-    except Exception as error:  # noqa: BLE001 - an import runs code of the project
-        return describe(error)
-    return None
-
-
-def _load(path: str) -> Redactor:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ImportError("it is not a dotted path like 'myproject.redact.payload'")
-    module = import_module(module_name)
-    function: Any = getattr(module, name, None)
-    if callable(function):
-        redactor: Redactor = function
-        return redactor
-    close = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], n=1)
-    remedy = f"; did you mean '{module_name}.{close[0]}'?" if close else ""
-    raise ImportError(f"the module {module_name} has no function {name!r}{remedy}")
+def unloadable_redactors(given: Mapping[str, str], *, check_id: str) -> list[CheckMessage]:
+    """An error for each setting that names a function that cannot be loaded."""
+    return [
+        Error(
+            f"{setting} is {path!r}, which cannot be loaded: {reason}.",
+            hint="Until it can, no payload is shown (REDACT), or no error is stored (REDACT_ERRORS). Set it to the dotted path "
+            "of a function.",
+            id=check_id,
+        )
+        for setting, path in given.items()
+        if path and (reason := why_not_loaded(path))
+    ]
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class Redaction:
         if not self.path:
             return payload
         try:
-            redacted = _load(self.path)(topic, payload, dict(headers) if isinstance(headers, Mapping) else {})
+            redacted = load(self.path)(topic, payload, dict(headers) if isinstance(headers, Mapping) else {})
             json.dumps(redacted)
         except Exception as error:
             logger.exception("The function %s failed to redact a payload of topic %s; it is not shown.", self.path, topic)

@@ -23,6 +23,7 @@ from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.outage import OutageLog
+from outbox.kernel.redactors import redacted_error
 from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
@@ -122,7 +123,7 @@ def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
 
 
 def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
-    reason = f"{type(error).__name__}: {describe(error)}"
+    reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
     if took >= options.CALLBACK_TIMEOUT:
         limit = options.CALLBACK_TIMEOUT.total_seconds()
         reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"

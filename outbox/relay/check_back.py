@@ -21,6 +21,7 @@ from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.outage import OutageLog
+from outbox.kernel.redactors import redacted_error
 from outbox.kernel.text import describe
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
@@ -107,11 +108,12 @@ class _Check:
             answer = checkers.ask(message)
         except BaseException as error:
             # Including SystemExit. An error is not counted as an answer, or a broken deployment would exhaust CHECK_LIMIT.
+            reason = redacted_error(self.options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
             logger.warning(
-                "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
+                "The checker gave no answer about %s and is asked again: %s.", _named(message), reason, exc_info=True
             )
             drop_unusable_connections()
-            preparing.record_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            preparing.record_no_answer(self.alias, self.row.pk, f"no answer: {reason}")
             return
         drop_unusable_connections()
         if answer is Answer.UNKNOWN:

@@ -1,51 +1,85 @@
-"""The code blocks of a page of the documentation."""
+"""The code blocks of README and docs."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+from tests.support import ROOT
+
+DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"
+_BLOCK = re.compile(r"^( *)```(\w+)(?: title=\"([^\"]*)\")?[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_MANAGE = re.compile(r"\bmanage\.py (\w+)((?:[ \t]+(?:\"[^\"]*\"|'[^']*'|[^\s\"'|;&<>#(){}]+)+)*)")
 _APPEND = " (append)"
+_LIST = re.compile(r"\[[^\[\]\n]*manage\.py[^\[\]\n]*\]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A code block.
+    """A code block: its page, its first line there, what its first line says, and the code without the page's indentation."""
 
-    Attributes:
-        title: of its fence, "" if it has none. That of a file is its path, with "(append)" if the text belongs at its end.
-        line: where it begins.
-    """
-
+    page: Path
+    line: int
     language: str
     title: str
-    text: str
-    line: int
+    code: str
+
+    @property
+    def source(self) -> str:
+        return textwrap.dedent(self.code)
+
+    @property
+    def is_fragment(self) -> bool:
+        """Is it a part of another block, and indented like that?"""
+        return self.code.startswith(" ")
+
+    @property
+    def is_signature(self) -> bool:
+        """Does it state how functions are declared? That is not Python."""
+        try:
+            ast.parse(self.source)
+        except SyntaxError:
+            return True
+        return False
 
     @property
     def file(self) -> str:
-        """The path of the file that it shows; "" if it shows none."""
+        """The path of the file that its title names; "" if it names none."""
         name = self.title.removesuffix(_APPEND)
         return name if self.language == "python" and name.endswith(".py") else ""
 
     def applied_to(self, content: str) -> str:
         """The content of its file after the reader has done what the page says."""
-        return f"{content}\n{self.text}" if self.title.endswith(_APPEND) else self.text
+        return f"{content}\n{self.code}" if self.title.endswith(_APPEND) else self.code
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(page: Path) -> Iterator[Block]:
-    """The code blocks of a page, in order."""
-    written = page.read_text(encoding="utf-8")
-    for found in _BLOCK.finditer(written):
-        yield Block(
-            language=found["language"],
-            title=found["title"] or "",
-            text=found["text"],
-            line=written.count("\n", 0, found.start()) + 1,
-        )
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(*languages: str) -> Iterator[Block]:
+    """The blocks in one of these languages, page by page."""
+    return (block for page in pages() for block in blocks_of(page) if block.language in languages)
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of one page."""
+    text = page.read_text()
+    for found in _BLOCK.finditer(text):
+        indent, language, title, code = found.groups()
+        line = text.count("\n", 0, found.start()) + 2
+        code = "".join(each.removeprefix(indent) for each in code.splitlines(keepends=True))
+        yield Block(page=page, line=line, language=language, title=title or "", code=code)
 
 
 def titled_files(page: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -55,7 +89,14 @@ def titled_files(page: Path, given: Mapping[str, str] | None = None) -> dict[str
         given: the files before.
     """
     files = dict(given or {})
-    for block in blocks(page):
+    for block in blocks_of(page):
         if block.file:
             files[block.file] = block.applied_to(files.get(block.file, ""))
     return files
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The commands of `manage.py` in this shell code, unit, Dockerfile or YAML, each with its arguments."""
+    text = _LIST.sub(lambda found: re.sub(r'[\[\]",]', " ", found[0]).replace("  ", " "), text.replace("\\\n", " "))
+    for command, arguments in _MANAGE.findall(re.sub(r"manage\.py +", "manage.py ", text)):
+        yield [command, *shlex.split(arguments)]

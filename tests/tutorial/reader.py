@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.pages import Block, blocks
+from tests.support.pages import Block, blocks_of
 from tests.support.servers.private import watch
 
 LONGEST_COMMAND_SECONDS = 300
@@ -150,8 +150,8 @@ class Reader:
             stop: with Ctrl-C in the other terminals, at the end of the page.
         """
         left = dict(by_hand or {})
-        for block in blocks(page):
-            for text in [text for text in left if text in block.text]:
+        for block in blocks_of(page):
+            for text in [text for text in left if text in block.code]:
                 left.pop(text)()
             try:
                 self._do(block)
@@ -180,16 +180,16 @@ class Reader:
             case "python", _ if block.file:
                 self._write(block)
             case "bash", "":
-                self._typed = self._with_ports(block.text)
+                self._typed = self._with_ports(block.code)
                 self._printed = self._first.run(self._typed)
             case "bash", title:
                 self._others[title] = Terminal(self.directory, self._environment)
-                self._others[title].start(self._with_ports(block.text))
+                self._others[title].start(self._with_ports(block.code))
             case "text", "output":
-                self._compare(block.text)
+                self._compare(block.code)
             case "text", title if title in self._others:
                 terminal = self._others[title]
-                terminal.wait_until(lambda: _shows(terminal.lines, block.text), LONGEST_WAIT_SECONDS, block.text)
+                terminal.wait_until(lambda: _shows(terminal.lines, block.code), LONGEST_WAIT_SECONDS, block.code)
             case _:
                 raise Stumbled(f"what should a reader do with a block of {block.language} titled {block.title!r}?")
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.support import ROOT
-from tests.support.pages import blocks, titled_files
+from tests.support.pages import blocks_of, titled_files
 from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(400)]
@@ -119,4 +119,4 @@ def in_a_project(reader_of, environment, name, ports=None):
 def test_every_page_of_the_tutorial_is_followed():
     followed = {"celery.md", "dead-letter.md", "existing-project.md", "postgresql.md", "rabbitmq.md"}
 
-    assert {page.name for page in (DOCS / "tutorial").glob("*.md") if list(blocks(page))} == followed
+    assert {page.name for page in (DOCS / "tutorial").glob("*.md") if list(blocks_of(page))} == followed

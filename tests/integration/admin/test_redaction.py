@@ -180,6 +180,67 @@ class TestCorrection:
         assert SECRET in Page(self.edit(staff_client(INBOX_VIEW, EDIT))).text
 
 
+def refuse(message):
+    raise ValueError(f"cannot book {message.payload['iban']}") from LookupError(f"no account {SECRET}")
+
+
+class TestErrors:
+    """`REDACT_ERRORS` changes errors and tracebacks before they are stored, so no page, command or export has to."""
+
+    @pytest.fixture
+    def redacting_errors(self, settings):
+        def use(name):
+            settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "REDACT_ERRORS": f"{REDACTORS}.{name}"}
+
+        return use
+
+    def test_error_frames_and_traceback_of_a_handler_are_stored_redacted(self, redacting_errors, handles, caplog):
+        redacting_errors("mask_ibans")
+
+        deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+
+        row = the_row()
+        assert row.last_error == "ValueError: cannot book DE…"
+        assert "LookupError: no account DE…" in row.traceback
+        stored = json.dumps([row.last_error, row.traceback, row.failures])
+        assert SECRET not in stored
+        assert "test_redaction.py" in stored
+        assert SECRET not in caplog.text
+
+    @pytest.mark.parametrize("name", ["echo_and_fail", "return_no_text", "missing"])
+    def test_function_that_fails_lets_nothing_be_stored_but_class_and_place(self, redacting_errors, handles, name, caplog):
+        redacting_errors(name)
+
+        with caplog.at_level(logging.CRITICAL, logger="outbox.kernel.redactors"):
+            deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+
+        row = the_row()
+        assert row.last_error.startswith(f"The function {REDACTORS}.{name} failed to redact this error")
+        assert (row.error_class, "refuse" in row.error_place) == ("ValueError", True)
+        assert SECRET not in json.dumps([row.last_error, row.traceback, row.failures])
+
+    def test_dry_run_shows_the_redacted_error(self, redacting_errors, handles):
+        deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+        InboxMessage.objects.update(last_error="", traceback="", failures=None)
+        redacting_errors("mask_ibans")
+
+        client = staff_client(INBOX_VIEW, DRY_RUN)
+        page = Page(act(client, "dry_run", the_row(), page=INBOX_LIST, confirmed="yes", seconds="10"))
+
+        assert "cannot book DE…" in page.text
+        assert f"cannot book {SECRET}" not in page.text
+
+    def test_inbox_has_a_function_of_its_own_if_it_names_one(self, settings, handles):
+        settings.OUTBOX, settings.INBOX = (
+            {"REDACT_ERRORS": f"{REDACTORS}.missing"},
+            {"REDACT_ERRORS": f"{REDACTORS}.mask_ibans"},
+        )
+
+        deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1, REDACT_ERRORS=f"{REDACTORS}.mask_ibans"))
+
+        assert the_row().last_error == "ValueError: cannot book DE…"
+
+
 def test_inbox_has_a_function_of_its_own_if_it_names_one(settings):
     settings.OUTBOX, settings.INBOX = {"REDACT": f"{REDACTORS}.change_and_fail"}, {"REDACT": f"{REDACTORS}.mask"}
 
@@ -204,12 +265,13 @@ def test_export_gets_the_redacted_payload_or_an_error():
         ("mask", "is not a dotted path"),
     ],
 )
-def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said):
-    settings.OUTBOX, settings.INBOX = {"REDACT": path}, {}
+@pytest.mark.parametrize("option", ["REDACT", "REDACT_ERRORS"])
+def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said, option):
+    settings.OUTBOX, settings.INBOX = {option: path}, {}
     (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
     assert (problem.id, said in problem.msg) == ("outbox.E006", True)
 
-    settings.OUTBOX, settings.INBOX = {}, {"REDACT": path}
+    settings.OUTBOX, settings.INBOX = {}, {option: path}
     (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
     assert (problem.id, said in problem.msg) == ("inbox.E008", True)
 

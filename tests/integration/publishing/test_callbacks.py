@@ -187,6 +187,19 @@ class TestCallbackEffect:
 
         assert effects() == ["order-17"]
 
+    def test_error_of_a_callback_is_stored_redacted(self, add_callback, settings):
+        settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "REDACT_ERRORS": "tests.support.redactors.mask_ibans"}
+
+        def refuse(message):
+            raise LookupError("no account DE02120300000000202051")
+
+        add_callback(refuse)
+        published()
+
+        relay()
+
+        assert pending().last_error == "LookupError: no account DE…"
+
     def test_failed_callback_is_rolled_back_logged_and_called_again(self, add_callback, caplog):
         calls = add_callback(lambda message: failing(message) if message.call == 1 else Effect.objects.create(name="done"))
         unharmed = add_callback()
