@@ -107,7 +107,7 @@ class EndpointAdmin(ActingAdmin):
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         if obj is None:
             return AddForm.Meta.fields
-        may_see = request.user.has_perm("inbox_webhooks.secret_endpoint")
+        may_see = request.user.has_perm(f"{self.opts.app_label}.secret_endpoint")
         return [name for name in self.shown if may_see or name != "shown_secret"]
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
@@ -156,22 +156,22 @@ class EndpointAdmin(ActingAdmin):
         return gettext("it is %(state)s now") % {"state": row.get_state_display().lower()}
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.add_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.add_endpoint")
 
     def has_test_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.test_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.test_endpoint")
 
     def has_edit_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.edit_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.edit_endpoint")
 
     def has_rotate_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.rotate_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.rotate_endpoint")
 
     def has_enable_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.enable_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.enable_endpoint")
 
     def has_disable_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_webhooks.disable_endpoint")
+        return request.user.has_perm(f"{self.opts.app_label}.disable_endpoint")
 
     @admin.action(permissions=["test"], description=_("Send a test message…"))
     def test(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:

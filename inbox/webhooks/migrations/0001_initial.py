@@ -4,6 +4,7 @@ from django.db import migrations, models
 
 import inbox.webhooks.models
 import inbox.webhooks.signing
+from outbox.database.labels import label_of
 
 
 class Migration(migrations.Migration):
@@ -11,7 +12,7 @@ class Migration(migrations.Migration):
     initial = True
 
     dependencies = [
-        ('inbox', '0001_initial'),
+        (label_of('inbox'), '0001_initial'),
     ]
 
     operations = [
