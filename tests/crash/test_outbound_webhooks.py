@@ -73,8 +73,9 @@ def test_a_process_killed_while_it_sends_is_followed_by_another_that_sends_the_s
     local.end(relay)
     local.dies_at(point, lambda **how: local.command(COMMAND, **how))
     travel(timedelta(minutes=1, seconds=1))  # the lease of the dead process
-    local.command(COMMAND)
+    survivor = local.command(COMMAND)
     local.wait_until(lambda: handled("partner") == 1, "the message is sent")
+    local.end(survivor)
 
     assert receiver.ids == [message] * times
     assert len({request.body for request in receiver.requests}) == 1
