@@ -17,6 +17,7 @@ from django.dispatch import Signal
 
 import inbox
 import inbox.checks
+import inbox.http
 import inbox.joins
 import inbox.metrics
 import inbox.signals
@@ -113,7 +114,7 @@ def test_every_check_is_documented_and_no_other():
 
 @pytest.mark.parametrize(
     "package",
-    [outbox, inbox, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks],
+    [outbox, inbox, inbox.http, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks],
     ids=lambda package: package.__name__,
 )
 def test_every_public_name_is_documented_and_no_other(package):
