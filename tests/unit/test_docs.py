@@ -183,7 +183,10 @@ def test_documented_signature_of_a_function_is_that_of_the_code(package, name):
     written = {"timedelta": timedelta}
     exec(f"from __future__ import annotations\n{source}", written)
 
-    assert inspect.signature(written[name]) == inspect.signature(getattr(package, name))
+    signature = inspect.signature(getattr(package, name))
+    assert inspect.signature(written[name]) == signature
+    arguments = {argument for cell, _ in rows(described(package, name), "argument", "meaning") for argument in code(cell)}
+    assert arguments <= set(signature.parameters)
 
 
 @pytest.mark.parametrize(("package", "name"), [each for package in PACKAGES for each in own(package, dataclasses.is_dataclass)])
