@@ -1,4 +1,4 @@
-# What one needs to type. Everything runs in .venv, which is made from $(PYTHON) and from pyproject.toml alone.
+# The commands of a developer. Everything runs in .venv, which is made from $(PYTHON) and pyproject.toml only.
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,14 +28,17 @@ test: $(VENV)/.test ## the suite on PostgreSQL, then its portable part on SQLite
 	$(PYTEST) -m 'not proof'
 	$(PYTEST) -m 'every_database and not proof' --db sqlite
 
-proof: $(VENV)/.test ## what takes long by its nature: soaks, bad days of the relay, seeded bugs, order under kills
+proof: $(VENV)/.test ## the long tests: soaks, bad days of the relay, seeded bugs, order under kills
 	$(PYTEST) -m proof
 	$(PYTEST) -m 'every_database and proof' --db sqlite
 
-check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
+check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migrations, docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
+	$(BIN)/python -m tests.support.wording
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support.tutorial_types
 	$(BIN)/lint-imports
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
@@ -44,16 +47,16 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 messages: $(VENV)/.test ## update and compile the catalogs of translations
 	$(BIN)/python -m tests.support.messages
 
-screenshots: $(VENV)/.test ## take the pictures of the docs again
+screenshots: $(VENV)/.test ## take the screenshots of the docs again
 	$(BIN)/python -m tests.support.screenshots
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)
 
-docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
+docs: $(VENV)/.dev ## serve the documentation, rebuilt after each change
 	$(BIN)/mkdocs serve
 
-clean: ## remove everything that was made, but for databases
+clean: ## remove all build results, except databases
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/.results benchmarks/.peers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

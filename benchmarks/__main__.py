@@ -1,7 +1,7 @@
 """`python -m benchmarks [names…]`: measure on private servers, print tables, write JSON.
 
-The exit status tells of correctness only: 1 when a message was lost, doubled or disordered, or when a benchmark could not be
-carried out; never because something was slow.
+The exit status reports correctness only: 1 when a message was lost, doubled or out of order, or when a benchmark could not be
+run; never because of a slow result.
 """
 
 from __future__ import annotations

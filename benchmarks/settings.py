@@ -1,8 +1,8 @@
 """Django settings of every process of the benchmarks.
 
 DATABASE_URL and BROKER_URL say where; BENCH_OUTBOX and BENCH_INBOX hold what a benchmark changes of `OUTBOX` and `INBOX`, as
-JSON with spans in seconds; BENCH_HANDLER says which handler `benchmarks.shop` registers, and with which options.
-Everything not named here is the default, because the default is what is measured.
+JSON with durations in seconds; BENCH_HANDLER says which handler `benchmarks.shop` registers, and with which options.
+Everything else has its default, because the benchmarks measure the defaults.
 """
 
 from __future__ import annotations

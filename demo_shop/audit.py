@@ -1,9 +1,8 @@
-"""Was anything lost, doubled, done too early, or done for an order that never was or was taken back?
+"""Was an effect lost, doubled, too early, or caused by an order that was rolled back or cancelled?
 
-The idea: count facts independently of the machinery that is on trial, then compare. Which orders committed is known
-from the customers, who noted each number when its transaction had ended; what happened is counted in the business
-tables, which have no unique constraint that could hide a second effect. This module is only the comparison and knows no
-database.
+The idea: count facts independently of the code under test, then compare. The simulated customers record the number of each
+order when its transaction has ended. The effects are counted in the business tables, which have no unique constraint that
+could hide a second effect. This module only compares, and accesses no database.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ EFFECTS = (
 )
 """What must have happened exactly once for every committed order, and never for any other.
 
-Of an order that was taken back nothing may have happened but the order itself.
+An order that was cancelled must have no effect but the order itself.
 """
 
 DUE_LATER = {
@@ -54,7 +53,7 @@ DUE_LATER = {
     REVIEW_REQUEST: "no review request was due later",
     RECEIPT: "no receipt was refused and tried again later",
 }
-"""Effects that a run must have had the chance to cause too early, and what to say of a run that had not."""
+"""Effects that must have been due later at least once in a run, and what to report of a run without any."""
 
 Counts = Mapping[str, int]
 """How often, by order number."""
@@ -65,10 +64,10 @@ class Transfers:
     """What was counted at the two banks.
 
     Attributes:
-        sent, refused: names of transfers, as their customers were told.
+        sent, refused: names of transfers, by the result that their customers got.
         withdrawn, deposited: how often, by name, in the book of each bank.
-        given_up: tombstones, transfers that the checker made sure will never be.
-        money_missing: what both accounts together have less than at first.
+        given_up: tombstones of transfers that the checker has ruled out.
+        money_missing: the amount that both accounts together have lost.
     """
 
     sent: frozenset[str] = frozenset()
@@ -81,18 +80,18 @@ class Transfers:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was counted when everything had come to rest, or when patience had ended.
+    """The counts when nothing was left to do, or after the timeout.
 
     Attributes:
         wanted: orders that were to be placed.
-        committed, rolled_back, taken_back: order numbers, as the customers noted them; what was taken back was committed.
-        rated: order numbers that customers rated themselves, as they noted them.
+        committed, rolled_back, taken_back: order numbers that the customers recorded; a cancelled order was committed.
+        rated: order numbers that customers rated themselves, as they recorded them.
         effects: by name, one of `EFFECTS`.
-        rated_by_itself: order numbers whose rating, by the table, no customer gave.
+        rated_by_itself: order numbers that have the automatic rating in the table.
         lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
             effect and order number. A receipt is due `SHOP_MAIL_RETRY_AFTER` after its refusal; one that was not refused is
             not listed.
-        transfers: what the banks' books say.
+        transfers: the counts at the two banks.
         messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
         injected: messages sent a second time on purpose, counted once per handler that gets the copy.
@@ -102,11 +101,11 @@ class Facts:
         dead: outbox and inbox rows that are dead letters.
         repeated_calls: calls of the webhook with an event that was stored already.
         forged_calls, contradicting_calls: calls of the webhook that had to be refused.
-        refused_calls: calls it did refuse.
-        too_late: orders that stayed, because their customers came too late to take them back.
+        refused_calls: calls that it refused.
+        too_late: orders that their customers tried to cancel too late.
         kills_wanted, kills: processes to be killed, and killed.
-        bad_ends: processes that ended when nobody asked, or not with 0 when asked, in words.
-        unfinished: what was still missing when patience ended, in words.
+        bad_ends: processes that ended by themselves, or with an exit status other than 0, in words.
+        unfinished: what was still missing at the timeout, in words.
     """
 
     wanted: int
@@ -142,13 +141,13 @@ class Facts:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The orders that everything must have happened for."""
+        """The orders that must have all effects."""
         return self.committed - self.taken_back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One order, or transfer, that one effect went wrong for."""
+    """An order or a transfer, and an effect of it that is wrong."""
 
     effect: str
     order: str
@@ -171,9 +170,9 @@ class Audit:
     Attributes:
         lost: effects of committed orders that did not happen.
         doubled: effects that happened more than once.
-        ghosts: effects and messages of orders that were rolled back or taken back, or that nobody placed.
+        ghosts: effects and messages of orders that were rolled back or taken back, or that were never placed.
         early: effects that happened before they were due.
-        problems: everything else that makes this run prove nothing, in words.
+        problems: every other reason why this run proves nothing, in words.
     """
 
     facts: Facts

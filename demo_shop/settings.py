@@ -1,6 +1,6 @@
 """Settings of the demo shop: a SQLite file and no broker, unless DATABASE_URL and BROKER_URL say otherwise.
 
-Spans are short, so that a demo of crashes and retries takes seconds; a real project keeps the defaults.
+Durations are short, so that a demo of crashes and retries takes seconds; a real project keeps the defaults.
 """
 
 import os
@@ -68,7 +68,7 @@ DATABASES = {
     "default": dj_database_url.parse(
         os.environ.get("DATABASE_URL") or f"sqlite:///{BASE_DIR / 'demo.sqlite3'}", conn_max_age=60
     ),
-    # The other bank's. That it is a SQLite file is fine also when the shop is on PostgreSQL: no transaction spans the two.
+    # Of the other bank. It may be a SQLite file while the shop is on PostgreSQL, because no transaction includes both.
     "savings": dj_database_url.parse(
         os.environ.get("SAVINGS_DATABASE_URL") or f"sqlite:///{BASE_DIR / 'demo_savings.sqlite3'}", conn_max_age=60
     ),
@@ -105,18 +105,18 @@ INBOX = {
 # Every message of the shop has a biz-id from its producer, which is the shop itself.
 SILENCED_SYSTEM_CHECKS = ["inbox.I001"]
 
-# The demo's own clock: how long one of its minutes lasts.
+# The clock of the demo: the duration of one of its minutes.
 DEMO_MINUTE = timedelta(milliseconds=60)
 
-# What the shop itself can be told.
+# The settings of the shop itself.
 SHOP_TAKE_BACK_WITHIN = 10 * DEMO_MINUTE
 SHOP_SMS_AFTER = 20 * DEMO_MINUTE
 SHOP_UNPAID_AFTER = 30 * DEMO_MINUTE
 SHOP_REVIEW_AFTER = 60 * DEMO_MINUTE
-# 48 hours would last almost three minutes, so 48 minutes stand for them.
+# 48 hours would last almost three minutes, so the demo uses 48 minutes.
 SHOP_RATE_AFTER = 48 * DEMO_MINUTE
-# 10 minutes would be less than RetryLater's minimum of a second. 2 seconds stand for them, longer than RETRY_BASE, so that the
-# audit can tell this delay from that of an ordinary failure.
+# 10 minutes would be less than RetryLater's minimum of a second. The demo uses 2 seconds, longer than RETRY_BASE, so that the
+# audit can distinguish this delay from that of an ordinary failure.
 SHOP_MAIL_RETRY_AFTER = timedelta(seconds=2)
 SHOP_OUT_OF_STOCK_RETRY = timedelta(seconds=1)
 PAYMENTS_WEBHOOK_SECRET = "shared with the payment provider"  # noqa: S105 - it protects nothing

@@ -267,7 +267,7 @@ class Runner:
         return ran
 
     def _is_only_this_row_refused(self, stored: InboxMessage, alias: str, error: DatabaseUnavailable) -> bool:
-        """Does the database refuse only this message's row? Then the row is skipped for a while."""
+        """Does the database refuse only this message's row? Then the row is skipped until its backoff ends."""
         if not (error.refused and self.outages.can_store(alias)):
             return False
         self._refused_of(alias).skip(stored.pk, error.__cause__ or error)

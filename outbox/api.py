@@ -295,7 +295,7 @@ _WHAT = {
 }
 _REMEDY = {
     "topic": "Choose a shorter, printable topic.",
-    "biz_id": "Use the id of the order, payment … it tells about.",
+    "biz_id": "Use the id of the order, payment … that the message is about.",
     TRACEPARENT: "It is the W3C trace context: 00-<trace id>-<span id>-<flags>.",
     "key": "Use the id of the thing whose messages must keep their order.",
 }

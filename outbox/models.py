@@ -21,6 +21,12 @@ SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
 
 
+STREAM = Q(state="ready", priority=0, available_at=models.F("created_at"))
+"""Ready messages that have been ready since their insert, and have no priority."""
+SECONDARY = Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at")))
+"""All other ready messages: prioritised, once delayed, retried, released."""
+
+
 class OutboxMessage(models.Model):
     """A message, inserted in the transaction of its business change: live until it is settled, history from then on.
 
@@ -81,20 +87,9 @@ class OutboxMessage(models.Model):
             ),
         )
         indexes = (
-            # The stream: ready since the insert, and without priority. It grows only at its end, so a reader can keep a floor.
-            models.Index(
-                fields=["shard", "id"],
-                name="outbox_stream",
-                condition=Q(state="ready", priority=0, available_at=models.F("created_at")),
-            ),
-            # The secondary ready index, all other ready messages: prioritised, once delayed, retried, released.
-            models.Index(
-                "shard",
-                models.F("priority").desc(),
-                "id",
-                name="outbox_ready_secondary",
-                condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
-            ),
+            # It grows only at its end, so a reader can keep a floor.
+            models.Index(fields=["shard", "id"], name="outbox_stream", condition=STREAM),
+            models.Index("shard", models.F("priority").desc(), "id", name="outbox_ready_secondary", condition=SECONDARY),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),
             models.Index(fields=["available_at", "id"], name="outbox_retrying", condition=Q(state="retrying")),
             # For the timing wheel, which reads topic by topic, so that a burst of one does not hide the others.

@@ -58,7 +58,7 @@ def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB
 
 
 def resume(topic: str, *, by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
-    """Have the messages of `topic` sent again, whoever has paused it; returns how it was found.
+    """Have the messages of `topic` sent again, also after a pause by the circuit breaker; returns how it was found.
 
     In the transaction that is open on `using`, or else in one of its own. Relays then make its messages ready in batches, the
     oldest first. A topic that the broker still refuses is paused again by the circuit breaker.

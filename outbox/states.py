@@ -211,21 +211,21 @@ RESCHEDULE = Transition(
     name="reschedule",
     sources=_NOT_STARTED,
     targets=(State.SCHEDULED,),
-    when="[`reschedule()`](how-to/delayed-messages.md), or an operator",
+    when="[`reschedule()`](how-to/change-messages.md#reschedule), or an operator",
     columns=_rescheduled,
 )
 PUBLISH_NOW = Transition(
     name="publish now",
     sources=_NOT_STARTED,
     targets=(State.READY,),
-    when="[`publish_now()`](how-to/delayed-messages.md), or an operator",
+    when="[`publish_now()`](how-to/change-messages.md#reschedule), or an operator",
     columns=lambda: _rescheduled(timedelta()),
 )
 RESTORE = Transition(
     name="restore",
     sources=(State.CANCELLED, State.EXPIRED, State.DEAD, State.RETRYING),
     targets=(State.SCHEDULED, State.READY),
-    when="[`restore()`](how-to/delayed-messages.md#bring-it-back), or an operator: `scheduled` while its time is in the future",
+    when="[`restore()`](how-to/change-messages.md#restore), or an operator: `scheduled` while its time is in the future",
     state=_SCHEDULED_OR_READY,
     # deliver_at is unchanged: the inbox computes the age of a message from it, which a restore must not reset.
     columns=lambda: {

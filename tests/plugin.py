@@ -69,7 +69,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fetch what the chosen tests need before the first of them runs: an installation outlasts a test's timeout.
 
-    The tests themselves are taken out of the garbage collector's sight: each full collection would visit them all again, which
+    The tests themselves are excluded from garbage collection: each full collection would visit them all again, which
     takes half as long as a short test.
     """
     if session.config.option.collectonly:
@@ -104,7 +104,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape in captured logs what is no UTF-8: some tests log lone surrogates, and a worker cannot send such a report."""
+    """Escape in captured logs what is not UTF-8: some tests log lone surrogates, and a worker cannot send such a report."""
     report = yield
     report.sections = [(title, text.encode("utf-8", "backslashreplace").decode()) for title, text in report.sections]
     return report

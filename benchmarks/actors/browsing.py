@@ -47,7 +47,7 @@ PAGES = {
     "outbox: list of scheduled": "/admin/outbox/scheduledmessage/",
     "outbox: list of a topic": f"{OUTBOX}?topic=bench.topic",
     "outbox: list of the last hour": f"{OUTBOX}?age=hour",
-    "outbox: list of what is not settled for a day": f"{OUTBOX}?age=open-day",
+    "outbox: list of messages unsettled for a day": f"{OUTBOX}?age=open-day",
     "outbox: list of failed attempts": f"{OUTBOX}?attempts=5",
     "outbox: list of a host": f"{OUTBOX}?host=worker-1",
     "outbox: search in headers": f"{OUTBOX}?q=headers.tenant:acme",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.actors.delaying_publisher FIRST COUNT PER_SECOND BEGIN
 
-BEGIN is in seconds of the system's clock, which the database has, too. A pace it cannot keep is not caught up with.
+BEGIN is in seconds of the system's clock, which the database has, too. It does not make up for lost time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Publish so many messages as it is told, in one transaction each time, numbered on from 0.
+"""Publish the requested number of messages, each time in one transaction, numbered from 0.
 
 It reads lines of JSON, `{"messages": 500}`, until its standard input ends.
 """

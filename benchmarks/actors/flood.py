@@ -2,8 +2,8 @@
 
     python -m benchmarks.actors.flood COUNT PER_SECOND
 
-A pace it cannot keep is caught up with as far as the broker confirms. It writes with the outbox's own transport, which leaves
-the processor to those who are measured.
+It makes up for lost time as far as the broker confirms. It writes with the outbox's own transport, which leaves the
+processor to the measured processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a good engineer writes by hand who wants the effect exactly once and has no inbox: one process, kombu and psycopg.
+"""A program written by hand for an effect that happens exactly once, without the inbox: one process, kombu and psycopg.
 
     python -m benchmarks.actors.hand_written COUNT PREFETCH [lean | bulk]
 

@@ -1,11 +1,11 @@
-"""One client of the `publish` benchmark: runs business transactions of one kind for as long as it is told.
+"""One client of the `publish` benchmark: runs business transactions of one kind for the requested time.
 
-It says "ready" when it has read the row that is in the outbox as a specimen. Then it reads lines of JSON, and answers
+It prints "ready" when it has read the row that is in the outbox as a specimen. Then it reads lines of JSON, and answers
 
     {"kind": "publish", "seconds": 2.0}            with {"transactions": …, "seconds": …}
     {"kinds": ["raw", "publish"], "rounds": 300}   with {"raw": [seconds, …], "publish": [seconds, …]}
 
-where a round is one transaction of each kind, in an order drawn anew.
+where a round is one transaction of each kind, in random order.
 
 Every kind changes one account; `raw` also inserts, with one statement written by hand, the row that `publish` writes; the
 others are `bare`, `publish` and `publish without doorbell`.

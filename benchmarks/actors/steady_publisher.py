@@ -2,8 +2,8 @@
 
     python -m benchmarks.actors.steady_publisher COUNT PER_TRANSACTION SHORTEST LONGEST
 
-Between two transactions it rests from SHORTEST to LONGEST seconds, at random. A pace it cannot keep is not caught up with.
-Every message tells about a sale that is written in its transaction.
+Between two transactions it waits from SHORTEST to LONGEST seconds, at random. It does not make up for lost time.
+Every message is about a sale that is written in its transaction.
 """
 
 from __future__ import annotations

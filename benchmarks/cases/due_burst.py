@@ -17,7 +17,7 @@ from benchmarks.lab.scheduled import early, require_time
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
 from benchmarks.lab.waiting import until, wait_for
-from benchmarks.lab.workload import TOPICS, Due, nobody
+from benchmarks.lab.workload import TOPICS, Due, no_customer
 
 READY, DUE = "ready at once", "due within a second"
 LARGE, MIDDLE, SMALL = TOPICS[:3]
@@ -74,7 +74,7 @@ def _carry_ready(project: Project, record: Record, count: int, topics: Topics) -
     """Rows per second that COPY wrote."""
     database = project.database
     project.empty()
-    producer_rate = database.preload(count, nobody, topics=topics)
+    producer_rate = database.preload(count, no_customer, topics=topics)
     _carry(project, record, READY, count, producer_rate)
     return producer_rate
 
@@ -83,7 +83,7 @@ def _carry_due(project: Project, record: Record, count: int, topics: Topics, cop
     database = project.database
     project.empty()
     begin = database.now() + 2 * START_SECONDS + 2 * count / copied
-    producer_rate = database.preload(count, nobody, topics=topics, due=topics.due(begin))
+    producer_rate = database.preload(count, no_customer, topics=topics, due=topics.due(begin))
     require_time(database, begin - START_SECONDS)
     _carry(project, record, DUE, count, producer_rate, begin)
     late = {topic: seconds for topic, *seconds in database.connection.execute(LATENESS)}

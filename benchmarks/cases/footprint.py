@@ -21,7 +21,7 @@ MICRO = 1e6
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = plan.choose(full=20_000, quick=3_000)
     project = lab.new_project()
-    # Vacuum would take away what is to be counted.
+    # Vacuum would remove the rows to count.
     project.database.connection.execute(sql.SQL("ALTER TABLE {} SET (autovacuum_enabled = false)").format(LIVE))
     for _ in plan.each_run(record.name):
         _weigh(lab, project, record, count)

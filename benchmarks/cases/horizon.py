@@ -88,7 +88,7 @@ def _consuming(project: Project, arrivals: Arrivals) -> Iterator[threading.Threa
 def _keep_busy(
     project: Project, arrivals: Arrivals, reader: threading.Thread, feeder: Process, relays: list[Process], seconds: float
 ) -> tuple[list[Sample], int]:
-    """Samples by second, and how many messages the feeder was told to publish."""
+    """Samples by second, and how many messages the feeder was asked to publish."""
     samples: list[Sample] = [(0.0, arrivals.taken)]
     detector = StallDetector()
     ordered = 0

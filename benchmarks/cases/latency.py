@@ -47,7 +47,7 @@ EFFECTS = "SELECT count(*), count(DISTINCT number) FROM shop_effect"
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How the steady publisher goes on: so many messages, with rests in seconds between their transactions."""
+    """The pace of the steady publisher: the messages of a transaction, and the pauses in seconds between transactions."""
 
     count: int
     per_transaction: int = 1

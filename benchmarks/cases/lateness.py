@@ -1,9 +1,9 @@
 """How late is a scheduled message at the broker's consumer, with a million others in the table that are not due yet?
 
-A thousand messages fall due every second, one each millisecond. Late is the callback of a consumer after the instant that was
-asked for, by the database's clock. One relay; two relays; and one relay while others publish messages with a delay of one to
-two seconds. None of them may be early: not at the consumer, not where it was settled and, in a run of its own in which a
-trigger notes it, not where it was made ready.
+A thousand messages fall due every second, one each millisecond. Lateness is the time from the due instant to the callback of a
+consumer, by the database's clock. One relay; two relays; and one relay while others publish messages with a delay of one to
+two seconds. None of them may be early: not at the consumer, not when it was settled and, in a separate run in which a trigger
+records it, not when it was made ready.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     project.database.connection.execute(WATCH)
     trial = Trial(far, seconds)
     _try(project, record, WATCHED, trial)
-    _tell_steps(project, record, trial)
+    _record_steps(project, record, trial)
     record.note(f"{far:,} scheduled for later, {PER_SECOND:,} due per second for {seconds:.0f} s.")
     record.note("To reach: p50 below 20 ms, p99 below 100 ms, none early.")
 
@@ -137,8 +137,8 @@ def _add(record: Record, side: str, seconds: Sequence[float]) -> None:
         record.add(f"{side}, {name}", percentile(list(seconds), percent) * MILLISECONDS, "ms")
 
 
-def _tell_steps(project: Project, record: Record, trial: Trial) -> None:
-    """Where the time goes, by what the trigger has noted; and whether it was used before it had come."""
+def _record_steps(project: Project, record: Record, trial: Trial) -> None:
+    """What takes the time, by the records of the trigger, and whether a message was early."""
     steps = project.database.connection.execute(STEPS).fetchall()
     fired, settled = zip(*steps, strict=True)
     _add(record, "due -> made ready", fired)

@@ -6,7 +6,7 @@ from benchmarks.lab.plan import Plan
 from benchmarks.lab.record import Record
 from benchmarks.lab.relays import drain_preloaded
 from benchmarks.lab.servers import Lab
-from benchmarks.lab.workload import many_customers, nobody, one_customer
+from benchmarks.lab.workload import many_customers, no_customer, one_customer
 
 MANY, NONE, HOT = "1,000 keys", "no keys", "one hot key"
 
@@ -16,7 +16,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     hot_count = plan.choose(full=5_000, quick=700)
     project = lab.new_project()
     for _ in plan.each_run(record.name):
-        for side, messages, keys in ((MANY, count, many_customers), (NONE, count, nobody), (HOT, hot_count, one_customer)):
+        for side, messages, keys in ((MANY, count, many_customers), (NONE, count, no_customer), (HOT, hot_count, one_customer)):
             record.add(side, drain_preloaded(project, record, side, messages, keys), "msg/s")
     record.compare(MANY, NONE, reach="nothing measurable")
     record.compare(HOT, NONE)

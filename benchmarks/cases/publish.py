@@ -79,7 +79,7 @@ def _compare(record: Record, rounds: int, seconds: float) -> None:
 
 @contextmanager
 def _listener(project: Project) -> Iterator[None]:
-    """Somebody for the doorbell to wake, as an idle relay would be, who does nothing then."""
+    """A listener that the doorbell wakes, as an idle relay, and that does nothing then."""
     with psycopg.connect(project.database.url, autocommit=True) as connection:
         connection.execute(f"LISTEN {CHANNEL}")
         yield

@@ -37,10 +37,10 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     found = effects(project)
     record.add(SENT, sent["messages"] / sent["seconds"], "msg/s")
     record.judge(judged(project, "two processes", count, found))
-    _tell(record, [at for _, at in found])
+    _record_rates(record, [at for _, at in found])
 
 
-def _tell(record: Record, instants: list[float]) -> None:
+def _record_rates(record: Record, instants: list[float]) -> None:
     """What was handled in each second of the database's clock but the first and the last, which are not whole."""
     began, ended = min(instants), max(instants)
     by_second = Counter(int(at - began) for at in instants)

@@ -3,8 +3,8 @@
 Read is what PostgreSQL counts of the outbox's table: rows fetched by way of an index, wanted or not, and rows passed in
 scans. A thousand messages a second that were scheduled before, as many in a burst, and as many that are published with a delay
 of one to two seconds; beside them the same number that is ready when written, at that pace and in a burst; all with others in
-the table that are scheduled for later. By which index a row was found tells what for. Settling finds its row once more, in any
-case, and is told apart.
+the table that are scheduled for later. The index by which a row was found shows the purpose. Settling always finds its row once
+more, and is reported separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.lab.scheduled import early, schedule_far, schedule_soon
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
 from benchmarks.lab.waiting import until, wait_for
-from benchmarks.lab.workload import TOPICS, many_topics, nobody
+from benchmarks.lab.workload import TOPICS, many_topics, no_customer
 
 SCHEDULED, BURST, SHORT = "scheduled", "scheduled burst", "short delays"
 READY, READY_BURST = "ready", "ready burst"
@@ -32,7 +32,7 @@ BURST_SECONDS = 0.02
 LOOK_SECONDS = 0.25
 SESSIONS_END_SECONDS = 60.0
 REPORT_SECONDS = 1.5
-"""After which a process of PostgreSQL has told what it counted, when it executes something."""
+"""After this time a process of PostgreSQL that executes a statement reports its counts."""
 LEAST_SHOWN = 0.001
 
 COUNTED = """
@@ -63,7 +63,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         BURST: lambda: schedule_soon(database, count, BURST_SECONDS),
         SHORT: lambda: act(project, "delaying_publisher", 0, count, PER_SECOND, 0),
         READY: lambda: _feed(project, count),
-        READY_BURST: lambda: database.copy(count, nobody, topics=many_topics),
+        READY_BURST: lambda: database.copy(count, no_customer, topics=many_topics),
     }
     for _ in plan.each_run(record.name):
         for side, write in writers.items():
@@ -105,7 +105,7 @@ def _feed(project: Project, count: int) -> None:
 
 
 def _counted(database: Database) -> dict[str, int]:
-    """What every process has counted; those that have ended told it then."""
+    """The counts of every process; one that has ended reported them at its end."""
     time.sleep(REPORT_SECONDS)
     database.value("SELECT 1")
     time.sleep(REPORT_SECONDS)

@@ -34,7 +34,7 @@ def _counted(project: Project, table: str, query: str) -> dict[str, int] | None:
 
 
 def _without_rows(project: Project) -> dict[str, int] | None:
-    """What `inbox_status` tells of leases in Redis: messages handled, and duplicates of them. None: nothing is known."""
+    """What `inbox_status` reports about leases in Redis: messages handled, and duplicates of them. None: nothing is known."""
     if not project.redis.is_running:
         return None
     command = [sys.executable, "manage.py", "inbox_status", "--json"]

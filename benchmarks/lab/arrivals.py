@@ -28,7 +28,7 @@ GROWTH_BYTES = 1 << 20
 
 
 def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
-    """An empty quorum queue bound to the outbox's exchange; what was in the old one is gone."""
+    """An empty quorum queue bound to the outbox's exchange; the old one is deleted with its messages."""
     with connected(project.broker_url) as connection:
         channel = connection.channel()
         channel.exchange_declare(EXCHANGE, "topic", durable=True, auto_delete=False)
@@ -39,22 +39,22 @@ def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
 
 
 def queued(project: Project) -> int:
-    """Messages that are in the queue now, by its leader's own count."""
+    """Messages that are in the queue now, as its leader counts them."""
     return project.queue_lengths()[QUEUE]
 
 
 def in_queue(project: Project, count: int) -> Progress:
-    """The queue holds so many messages. It has no consumer meanwhile."""
+    """The progress of a queue without a consumer towards this number of messages."""
     return Progress(project=project, what="messages in the queue", goal=count, current=lambda: queued(project))
 
 
 def at_consumer(project: Project, arrivals: Arrivals, count: int) -> Progress:
-    """So many messages that have arrived at our own consumer."""
+    """The progress of our own consumer towards this number of messages."""
     return Progress(project=project, what="messages at the consumer", goal=count, current=lambda: arrivals.taken)
 
 
 def consume(progress: Progress, on_message: Callable[[amqp.Message], object], *processes: Process) -> None:
-    """Take messages off the queue until as many are there as are awaited.
+    """Take messages off the queue until the goal is reached.
 
     Raises:
         ProcessFailed: one of the processes has ended before.
@@ -154,7 +154,7 @@ class Arrivals:
 
 
 def collect(project: Project, arrivals: Arrivals, read: Callable[[Arrivals, Any], object] = Arrivals.take) -> Arrivals:
-    """Take everything that is in the queue now. `read` notes one message, by default one of the outbox's."""
+    """Take everything that is in the queue now. `read` records one message, by default one of the outbox's."""
     expected = arrivals.taken + queued(project)
     consume(at_consumer(project, arrivals, expected), lambda message: read(arrivals, message))
     return arrivals

@@ -1,6 +1,6 @@
-"""The database's clock and ours, on the same machine, related to each other.
+"""The offset between the database's clock and that of this process, on the same machine.
 
-Instants that are promised are the database's; arrivals are noted by `time.monotonic`, which nobody can set.
+Instants that are promised are the database's; arrivals are timed by `time.monotonic`, which cannot be set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DatabaseClock:
 
     Attributes:
         ahead: of `time.monotonic`, seconds.
-        error: how far that may be wrong at most, seconds: half of the quickest question and answer.
+        error: how far that may be wrong at most, seconds: half of the fastest query.
     """
 
     ahead: float

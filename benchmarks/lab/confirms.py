@@ -32,7 +32,7 @@ class Unconfirmed:
         self.refused += 1
 
     def listen(self, channel: amqp.Channel) -> None:
-        """Have the channel confirm, and tell us."""
+        """Switch on the confirms of the channel, and handle them."""
         channel.confirm_select()
         channel.events["basic_ack"].add(self.acked)
         channel.events["basic_nack"].add(self.nacked)

@@ -1,8 +1,8 @@
-"""One project's database, seen from outside: emptied, filled, and asked when what was settled.
+"""The database of a project: empty it, fill it, and read when its rows were settled.
 
-Rows are written by COPY with the values that `publish()` wrote for a specimen, so that they are what it writes today whatever
-columns it has. Only what tells messages apart is replaced: ids, topic, key, shard, body, instants, and the
-state of those that are due later.
+Rows are written by COPY with the values that `publish()` wrote for a specimen, so that they have the columns and values that
+it writes today. Only what distinguishes messages is replaced: ids, topic, key, shard, body, instants, and the state of those
+that are due later.
 """
 
 from __future__ import annotations

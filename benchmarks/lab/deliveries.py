@@ -1,7 +1,7 @@
-"""The consuming side of a run: what is in the queue when it begins, and what has become of it when it has ended.
+"""The consuming side of a run: the queue at its beginning, and the effects at its end.
 
-Messages are sent straight to the broker, as the outbox would send them. What counts is what the handler has committed: the
-clock is the one PostgreSQL stamps commits with, so it is the same for every side, however it handles.
+Messages are sent straight to the broker, as the outbox would send them. Only committed effects count. The
+clock is that of PostgreSQL's commit timestamps, so it is the same for every side.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = No
 
 
 def remember(project: Project) -> None:
-    """An inbox that has a history, as it has in production, and statistics that know of it."""
+    """Fill the inbox with a history, as in production, and with statistics of it."""
     connection = project.database.connection
     parameters = {"handler": HANDLER, "topic": TOPIC, "past": PAST, "body": serialised(payload(0)), "count": REMEMBERED}
     connection.execute(HISTORY, parameters)
@@ -119,7 +119,7 @@ def _message(sent: Envelope) -> amqp.Message:
 
 
 def effects_of(project: Project, count: int, *, unread: Collection[str] = ()) -> Progress:
-    """So many effects of its handler. While they are not there, asking costs next to nothing.
+    """The progress of its handler towards this number of effects. The query costs almost nothing until then.
 
     Args:
         unread: queues that the handler does not read.
@@ -158,7 +158,7 @@ def judged(project: Project, side: str, count: int, found: Sequence[tuple[int, f
     faults = {
         "without an effect": count - len(set(numbers) & set(range(count))),
         "with a second effect": len(numbers) - len(set(numbers)),
-        "nobody sent": len(set(numbers) - set(range(count))),
+        "never sent": len(set(numbers) - set(range(count))),
         "before an earlier one of their key": _disordered(numbers) if ordered else 0,
         "still in the queue": sum(project.queue_lengths().values()),
     }

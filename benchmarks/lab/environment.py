@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine, and the versions of everything."""
+"""The environment of the figures: the machine, and the versions of everything."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def environment(lab: Lab) -> dict[str, Any]:
 
 
 def load() -> float:
-    """Processes that wanted to run over the last minute: what else the machine was doing."""
+    """The load average of the last minute: the other work of the machine."""
     return os.getloadavg()[0]
 
 

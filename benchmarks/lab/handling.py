@@ -1,4 +1,4 @@
-"""Two consumers on two projects, the inbox and the program written by hand, each with the same queue to empty."""
+"""Two consumers on two projects, the inbox and the program written by hand, with equal queues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKS = 3
 
 
 class Bench:
-    """Empties queues of `count` messages, and puts rates and verdicts on record."""
+    """Empties queues of `count` messages, and records rates and verdicts."""
 
     def __init__(self, lab: Lab, record: Record, *, count: int, keys: Keys = many_customers) -> None:
         self.count = count
@@ -38,7 +38,7 @@ class Bench:
         record.note(f"{count:,} messages in the queue; the clock runs from the {UNTIMED}th effect's commit to the last one's.")
 
     def alternate(self, plan: Plan, sides: Mapping[str, Callable[[], object]]) -> None:
-        """Every side in turn, so many times in each run, every second time in the opposite order."""
+        """Every side in turn, this number of times in each run, every second time in the opposite order."""
         for run in plan.each_run(self._record.name):
             for block in range(plan.choose(full=BLOCKS, quick=1)):
                 for side in list(sides) if (run + block) % 2 else list(reversed(sides)):

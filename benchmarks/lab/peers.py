@@ -1,4 +1,4 @@
-"""Peers in virtual environments of their own, made when first needed and again when what they hold has changed."""
+"""Peers in virtual environments of their own, which are created at first use and again when their requirements have changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peer:
         driver: the module in `benchmarks.peers`.
         options: of its `drain`, the fastest last known first. All are tried; the fastest is measured.
         unit: of its rate.
-        read: notes what it sent to the broker; None when it uses none.
+        read: records what it sent to the broker; None if it uses none.
     """
 
     name: str

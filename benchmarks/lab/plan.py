@@ -1,4 +1,4 @@
-"""How much is measured: in full, or just enough to see that everything works."""
+"""The size of the measurements: full, or just enough to see that everything works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Plan:
         return quick if self.quick else full
 
     def each_run(self, benchmark: str) -> Iterator[int]:
-        """1, 2, 3…, telling whoever waits."""
+        """1, 2, 3…, with a line of progress for each."""
         for run in range(1, self.runs + 1):
             say(f"{benchmark}: run {run} of {self.runs}")
             yield run

@@ -29,7 +29,7 @@ class ProcessFailed(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """What the kernel says of a process that has ended.
+    """The resources that an ended process has used, by the kernel.
 
     Attributes:
         cpu_seconds: user and system time, from the first instruction to the last.
@@ -44,7 +44,7 @@ class Process:
     """A process that answers in lines of JSON, if at all, and logs to its standard error.
 
     Args:
-        ends: it ends by itself when it has done its work; else it has failed when it ends before it is stopped.
+        ends: it ends by itself when its work is done. Without this an end before it is stopped is a failure.
     """
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], *, ends: bool = False) -> None:
@@ -70,7 +70,7 @@ class Process:
         return 0
 
     def order(self, **words: Any) -> None:
-        """Tell it what to do next, as a line of JSON."""
+        """Send it the next request, as a line of JSON."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(words).encode() + b"\n")
         self._popen.stdin.flush()
@@ -100,7 +100,7 @@ class Process:
             raise ProcessFailed(f"{self.name} ended with {self._popen.returncode}:\n{self.said()}")
 
     def ended(self) -> Ended | None:
-        """What the kernel says of it; None while it runs.
+        """The resources that it has used; None while it runs.
 
         Raises:
             ProcessFailed: it has ended with a failure.
@@ -110,7 +110,7 @@ class Process:
         return self._ended
 
     def finish(self, seconds: float = STOP_SECONDS) -> Ended:
-        """Wait for the end of one that has nothing left to do; `waiting.wait_for_end` waits for one that is at work."""
+        """Wait for the end of a process without remaining work; `waiting.wait_for_end` waits for a working one."""
         deadline = time.monotonic() + seconds
         while (ended := self.ended()) is None:
             if time.monotonic() > deadline:
@@ -131,7 +131,7 @@ class Process:
         return self._ended is not None
 
     def close(self) -> None:
-        """Gone, whatever it was doing."""
+        """Ended, in whatever state it is."""
         if self._popen.returncode is None:
             self._popen.kill()
             self._popen.wait()

@@ -1,8 +1,8 @@
 """One Django project as its processes see it: a database, a virtual host, and the Redis of the lab.
 
 A benchmark measures in blocks. `Project.empty` is the only place where what a block leaves behind is removed, from all three:
-a handler remembers a biz-id in the database and, under leases, in Redis, and takes the next block's message for a duplicate
-when one of them still knows it.
+a biz-id is stored in the database and, under leases, in Redis, and a message of the next block would be a duplicate while one
+of them has its biz-id.
 """
 
 from __future__ import annotations

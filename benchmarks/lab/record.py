@@ -1,6 +1,6 @@
-"""What a benchmark has to say: series of figures, ratios of two series run by run, and verdicts on correctness.
+"""The results of a benchmark: series of figures, ratios of two series run by run, and verdicts on correctness.
 
-Every single figure is kept. A ratio is taken within each run, where both sides saw the same machine, and its median is what
+Every figure is recorded. A ratio is computed within each run, under the same load of the machine, and its median
 counts; the ratio of two medians would compare different minutes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Incorrect(Exception):
-    """A relay lost, doubled, invented or disordered messages. The one thing a benchmark fails for."""
+    """A relay lost, doubled, invented or reordered messages. Only this fails a benchmark."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`over / under`, run by run. `reach` is what we want to see, for people; nothing is asserted by it."""
+    """`over / under`, run by run. `reach` is the target, for the reader; it is not asserted."""
 
     name: str
     over: str
@@ -38,13 +38,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the messages of one side in one run.
+    """The outcome of the messages of one side in one run.
 
     Attributes:
         side: which series.
         correct: every committed message arrived exactly once and in the order of its key.
         detail: what was counted, or what is wrong.
-        producer_rate: committed messages per second, by whoever wrote them.
+        producer_rate: committed messages per second, of the producer.
         capacity: relayed messages per second.
     """
 
@@ -57,7 +57,7 @@ class Verdict:
 
 @dataclass
 class Record:
-    """Everything one benchmark found out."""
+    """All results of one benchmark."""
 
     name: str
     question: str
@@ -75,14 +75,14 @@ class Record:
         self.ratios.append(Ratio(name or f"{over} / {under}", over, under, reach))
 
     def mention(self, verdict: Verdict) -> None:
-        """Keep the verdict on a run of somebody else's, whatever it is."""
+        """Record the verdict on the run of a peer, whatever it is."""
         self.verdicts.append(verdict)
 
     def judge(self, verdict: Verdict) -> None:
-        """Keep the verdict on one of our own runs.
+        """Record the verdict on one of our own runs.
 
         Raises:
-            Incorrect: it is not correct; there is no point in measuring how fast wrong can be.
+            Incorrect: it is not correct; the rate of an incorrect run has no meaning.
         """
         self.mention(verdict)
         if not verdict.correct:
@@ -93,7 +93,7 @@ class Record:
             self.notes.append(text)
 
     def of(self, ratio: Ratio) -> list[float]:
-        """The ratio in each run; a run that broke off in the middle has none."""
+        """The ratio in each run; an interrupted run has none."""
         over, under = (self.series[side].values if side in self.series else [] for side in (ratio.over, ratio.under))
         return [a / b for a, b in zip(over, under, strict=False) if b]
 
@@ -120,7 +120,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The smallest value that so many per cent of all are not above (nearest rank)."""
+    """The smallest value that this percentage of all values does not exceed (nearest rank)."""
     ranked = sorted(values)
     rank = max(1, -(-len(ranked) * percent // 100))
     return ranked[int(rank) - 1]

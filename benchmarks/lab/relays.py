@@ -24,25 +24,25 @@ SETTLE_DOWN_SECONDS = 0.5
 
 
 def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContextManager[list[Process]]:
-    """So many relays, connected and idle, until the block ends."""
+    """This number of relays, connected and idle, until the block ends."""
     return _workers(RELAY, project, relays, **outbox)
 
 
 def consuming(project: Project, consumers: int = 1, *, concurrency: int = 0) -> AbstractContextManager[list[Process]]:
-    """So many processes that run the handler of `benchmarks.shop`, each with so many threads; 0 leaves it to the inbox."""
+    """Processes with the handler of `benchmarks.shop`, each with this number of threads; 0 is the inbox's default."""
     return _workers([*CONSUMER, *(["--concurrency", str(concurrency)] if concurrency else [])], project, consumers)
 
 
 def drain(project: Project, **outbox: Any) -> Ended:
-    """One relay carries everything that is ready and ends."""
+    """One relay sends all ready messages and ends."""
     with running([*RELAY, "--drain"], project, ends=True, **outbox) as relay:
         return wait_for_end(relay, project)
 
 
 def drain_preloaded(project: Project, record: Record, side: str, count: int, keys: Keys, *, first: int | None = None) -> float:
-    """Fill an empty outbox, and drain it into an empty queue by one relay; messages per second, with `first` over so many.
+    """Fill an empty outbox, and drain it into an empty queue by one relay; messages per second, with `first` of the first ones.
 
-    The verdict goes on record.
+    The verdict is recorded.
     """
     project.empty()
     producer_rate = project.database.preload(count, keys)

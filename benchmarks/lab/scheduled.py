@@ -1,4 +1,4 @@
-"""Messages that are due later: very many in the far future, and some that fall due while somebody looks."""
+"""Messages that are due later: very many in the far future, and some that fall due during the measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from benchmarks.lab.database import Database
 from benchmarks.lab.processes import ProcessFailed
-from benchmarks.lab.workload import many_topics, nobody
+from benchmarks.lab.workload import many_topics, no_customer
 
 FAR = 1_000_000
 """The number of the first of those in the far future; all others have lower ones."""
@@ -21,26 +21,26 @@ EARLY = "SELECT count(*) FROM outbox_outboxmessage WHERE settled_at < deliver_at
 
 
 def schedule_far(database: Database, count: int) -> float:
-    """Commit so many messages of several topics, due in an hour to a month, and vacuum; rows per second."""
+    """Commit this number of messages of several topics, due in an hour to a month, and vacuum; rows per second."""
     now, chance = database.now(), random.Random(SEED)
 
     def due(number: int) -> float:
         return now + chance.uniform(NOT_BEFORE_SECONDS, NOT_AFTER_SECONDS)
 
-    return database.preload(count, nobody, first=FAR, topics=many_topics, due=due)
+    return database.preload(count, no_customer, first=FAR, topics=many_topics, due=due)
 
 
 def schedule_soon(database: Database, count: int, seconds: float) -> float:
-    """Commit messages 0 to `count` - 1 of several topics, due one by one over so many seconds; when the first is, seconds."""
+    """Commit messages 0 to `count` - 1 of several topics, due one by one over this time; return when the first is due."""
     begin = database.now() + SPARE_SECONDS + count / ROWS_PER_SECOND
     with database.connection.transaction():
-        database.copy(count, nobody, topics=many_topics, due=lambda number: begin + number * seconds / count)
+        database.copy(count, no_customer, topics=many_topics, due=lambda number: begin + number * seconds / count)
     require_time(database, begin)
     return begin
 
 
 def require_time(database: Database, begin: float) -> None:
-    """Refuse to measure messages whose time came before everything was there.
+    """Refuse to measure messages that were due before all were committed.
 
     Raises:
         ProcessFailed: less than `HEAD_START_SECONDS` are left until `begin`.

@@ -1,6 +1,6 @@
-"""The private servers of a run, started when first asked for, and databases and virtual hosts on them.
+"""The private servers of a run, started at their first use, and databases and virtual hosts on them.
 
-They run with their packages' defaults but for what is named here, the same for every side. The checkpoint settings keep a
+They run with their packages' defaults except for the settings here, the same for every side. The checkpoint settings keep a
 timed checkpoint from falling into one side's second and not into the other's.
 """
 
@@ -91,6 +91,6 @@ def _run(arguments: list[str], database_url: str) -> None:
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
         "DATABASE_URL": database_url,
-        "BROKER_URL": "amqp://nobody/",
+        "BROKER_URL": "amqp://no_customer/",
     }
     subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, check=True)

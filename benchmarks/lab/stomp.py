@@ -1,4 +1,4 @@
-"""A private RabbitMQ that speaks STOMP, too, for the peer that speaks nothing else."""
+"""A private RabbitMQ with STOMP, which one peer requires."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def verdict(
     Args:
         count: how many messages the benchmark committed; the outbox must agree.
         arrivals: what was taken off the queue before.
-        relayed: False for a side that sends past the outbox, whose rows stay ready.
+        relayed: False for a side that bypasses the outbox, whose rows stay ready.
         not_due: how many more are in the outbox, scheduled for later, and may not arrive.
         early: how many were seen before they were due.
     """

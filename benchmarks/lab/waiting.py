@@ -1,8 +1,8 @@
-"""Waiting for the processes of a benchmark, and giving up as soon as what is awaited cannot come.
+"""Wait for the processes of a benchmark, and fail as soon as the awaited result is impossible.
 
 A wait has no time limit as long as it makes progress. It fails when a process has ended, when there was no progress for
-`STALLED_SECONDS`, and after `LOOK_SECONDS` without progress when no work is left that could make any. The error says what was
-awaited, how far it came, and what the database, the broker and the handlers have counted.
+`STALLED_SECONDS`, and after `LOOK_SECONDS` without progress when no work is left that could make any. The error reports what
+was awaited, how far it came, and the counts of the database, the broker and the handlers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TICK_SECONDS = 0.005
 
 
 class Stalled(Exception):
-    """A benchmark waited for what did not come. The first line of the message says for what, and what was counted instead."""
+    """A benchmark waited in vain. The first line of the message says for what, and what was counted instead."""
 
     def __init__(self, what: str, project: Project, *processes: Process) -> None:
         super().__init__(f"{what}: {_account(project)}{_logs(*processes)}")
@@ -31,7 +31,7 @@ class Stalled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a project has come with what is awaited.
+    """The progress of a project towards the awaited result.
 
     Attributes:
         what: is awaited, as in "5,000 effects".
@@ -55,11 +55,11 @@ class Progress:
 
 
 class StallDetector:
-    """Notices that something has stopped changing.
+    """Detects that a value has stopped changing.
 
     Args:
         clock: seconds.
-        limit: how long it may stay as it is.
+        limit: how long it may stay unchanged.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, limit: float = STALLED_SECONDS) -> None:
@@ -69,7 +69,7 @@ class StallDetector:
         self._since = self._looked_at = clock()
 
     def stalled(self, now_seen: Hashable) -> bool:
-        """Has it been what it is now for as long as it may?"""
+        """Has it been unchanged for the limit?"""
         now = self._clock()
         if now_seen != self._seen:
             self._seen = now_seen
@@ -115,7 +115,7 @@ class ProgressWatch:
 
 
 def wait_for(progress: Progress, *processes: Process, every: float = 0.05) -> None:
-    """Wait until as many are there as are awaited.
+    """Wait until the goal is reached.
 
     Raises:
         ProcessFailed: one of the processes has ended before.
@@ -132,7 +132,7 @@ def wait_for_end(process: Process, project: Project, *others: Process) -> Ended:
 
     Raises:
         ProcessFailed: it has failed, or one of the others has ended.
-        Stalled: nothing moves in the project any more, and it still runs.
+        Stalled: the project makes no progress any more, and the process still runs.
     """
     detector = StallDetector()
     while (ended := process.ended()) is None:
@@ -161,15 +161,15 @@ def until(what: str, condition: Callable[[], bool], *processes: Process, seconds
 
 
 def _movement(project: Project) -> Hashable:
-    """Changes whenever a row is inserted or a message comes or goes; what a process does that only waits does not change it."""
+    """Changes whenever a row is inserted or a message arrives or leaves; the queries of a waiting process do not change it."""
     return project.database.numbers_drawn(), tuple(sorted(project.queue_lengths().items()))
 
 
 def _account(project: Project) -> str:
-    """What a server has lost may be the reason why nothing moves: an account that fails must not take its place."""
+    """What a server has lost may be the reason why nothing moves: an account that fails must not hide it."""
     try:
         return account(project)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in the message
+    except Exception as error:  # noqa: BLE001 - whatever it is, the message reports it
         return f"no account, because of {type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The fixed workload: what every message looks like unless a benchmark says otherwise.
+"""The fixed workload: the form of every message unless a benchmark changes it.
 
 Message number n has the biz-id `order-<n>` and a payload that is 512 bytes as JSON. Numbers begin at 0.
 """
@@ -58,7 +58,7 @@ def one_customer(number: int) -> str:
     return "customer-0"
 
 
-def nobody(number: int) -> str:
+def no_customer(number: int) -> str:
     """No key, no order."""
     return ""
 

@@ -4,5 +4,5 @@
 
 A driver makes the tables, commits COUNT messages, and then relays them in the way the peer's own command does. It answers
 `{"committed": [[id, number], …], "messages": …, "seconds": …, "faults": ""}`: what was committed; how many messages were
-relayed in how many seconds, from its first settled batch to its last; and what only the peer's own tables can tell to be wrong.
+relayed in how many seconds, from its first settled batch to its last; and the errors that only the peer's own tables can show.
 """

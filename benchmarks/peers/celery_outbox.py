@@ -1,4 +1,4 @@
-"""django-celery-outbox: Celery tasks through a table, with confirms on, which they are not by default."""
+"""django-celery-outbox: Celery tasks through a table, with confirms, which are off by default."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def drain(count: int, publish_concurrency: int, batch_size: int) -> dict[str, An
 
 
 def quiet() -> None:
-    """A log line for every message would be what is measured."""
+    """A log line for every message would dominate the result."""
     import structlog  # noqa: PLC0415
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -1,1 +1,1 @@
-"""The smallest business there is: an account that changes, a sale that is written down, an effect that follows."""
+"""A minimal business: an account that changes, a sale that is recorded, and an effect."""

@@ -1,4 +1,4 @@
-"""One handler whose effect is one row for each message, written in the way that a benchmark asks for."""
+"""One handler whose effect is one row for each message, in the form that a benchmark chooses."""
 
 from __future__ import annotations
 

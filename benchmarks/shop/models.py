@@ -4,7 +4,7 @@ from django.db import models
 
 
 class Account(models.Model):
-    """What a business transaction changes."""
+    """The row that a business transaction changes."""
 
     balance = models.BigIntegerField(default=0)
 
@@ -13,7 +13,7 @@ class Account(models.Model):
 
 
 class Sale(models.Model):
-    """Written in the transaction that publishes, so that its commit can be told from the row's own xmin."""
+    """Written in the transaction that publishes, so that the row's own xmin identifies its commit."""
 
     number = models.BigIntegerField(primary_key=True)
 
@@ -22,7 +22,7 @@ class Sale(models.Model):
 
 
 class Effect(models.Model):
-    """Written by the handler of the message that told about a sale."""
+    """Written by the handler of the message about a sale."""
 
     number = models.BigIntegerField()
 

@@ -1,4 +1,4 @@
-"""The handler's effect as a Celery task: as one writes it, inside a transaction, and once per business id."""
+"""The handler's effect as a Celery task: plain, inside a transaction, and once per business id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a transfer whose process has died, or cannot say."""
+"""The checker: was a transfer made whose process has died or lost its connection?"""
 
 from __future__ import annotations
 

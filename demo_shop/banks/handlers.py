@@ -1,4 +1,4 @@
-"""What has left the savings bank arrives."""
+"""Book at the giro bank what was withdrawn at the savings bank."""
 
 from __future__ import annotations
 

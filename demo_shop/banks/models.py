@@ -1,7 +1,7 @@
 """The books of both banks.
 
-The name of a withdrawal is unique: whoever writes it first, the customer or the checker, decides whether there is one. A
-deposit's is not, or a doubled one would be hidden.
+The name of a withdrawal is unique: the customer or the checker, whichever writes it first, decides whether there is one. The
+name of a deposit is not unique, because a constraint would hide a doubled one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SavingsAccount(models.Model):
 
 
 class Withdrawal(models.Model):
-    """Money that has left the savings bank; an amount of 0 is a tombstone, which says that none has and none will."""
+    """Money withdrawn at the savings bank. An amount of 0 is a tombstone: nothing was withdrawn and nothing will be."""
 
     transfer = models.CharField(max_length=64, unique=True)
     amount = models.PositiveIntegerField()
@@ -36,7 +36,7 @@ class GiroAccount(models.Model):
 
 
 class Deposit(models.Model):
-    """Money that has arrived at the giro bank."""
+    """Money deposited at the giro bank."""
 
     transfer = models.CharField(max_length=64, db_index=True)
     amount = models.PositiveIntegerField()

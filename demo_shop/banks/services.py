@@ -15,20 +15,20 @@ TRANSFER = "banks.transfer.withdrawn"
 
 
 class Refused(Exception):
-    """The money stays where it is, and the transfer of this name will never be made."""
+    """No money was moved, and the transfer of this name will never be made."""
 
 
 def transfer(name: str, holder: str, amount: int, *, pause: Callable[[], None] = lambda: None) -> None:
-    """Move money of `holder` from the savings bank to the giro bank, where it arrives a moment later.
+    """Move money of `holder` from the savings bank to the giro bank. A handler deposits it there.
 
-    From the first line on the transfer ends one way or the other, whoever dies. Any other exception than Refused leaves it
-    undecided for a moment, until the checker has looked.
+    Once prepared, the transfer is made or refused, even if this process dies. Any other exception than Refused leaves it
+    undecided until the checker has decided.
 
     Args:
-        pause: called before and after the withdrawal, where it does most harm to die.
+        pause: called before and after the withdrawal, where the death of the process is most harmful.
 
     Raises:
-        Refused: there is not so much money, or the transfer was given up meanwhile.
+        Refused: the account has not enough money, or the checker has ruled the transfer out.
     """
     payload = {"transfer": name, "holder": holder, "amount": amount}
     with prepare(TRANSFER, payload, biz_id=f"transfer-{name}") as half:
@@ -56,9 +56,9 @@ def withdraw(name: str, holder: str, amount: int) -> None:
 
 @transaction.atomic(using=SAVINGS)
 def was_withdrawn(name: str) -> bool:
-    """Has the money left the savings bank? If not, it never will: a tombstone takes the place of the withdrawal.
+    """Has the money left the savings bank? If not, it never will: this writes a tombstone under the name of the withdrawal.
 
-    A withdrawal that is under way holds its name, so the database makes us wait until it has ended.
+    The name of an uncommitted withdrawal is locked, so this waits until its transaction has ended.
     """
     withdrawal, _ = Withdrawal.objects.get_or_create(transfer=name, defaults={"amount": 0})
     return withdrawal.amount > 0
@@ -66,7 +66,7 @@ def was_withdrawn(name: str) -> bool:
 
 @transaction.atomic
 def deposit(name: str, holder: str, amount: int) -> None:
-    """Book what has arrived at the giro bank."""
+    """Book a deposit at the giro bank."""
     Deposit.objects.create(transfer=name, amount=amount)
     GiroAccount.objects.filter(holder=holder).update(balance=F("balance") + amount)
 

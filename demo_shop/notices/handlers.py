@@ -1,4 +1,4 @@
-"""What customers are told, and when. A delayed message arrives when it is due; a mail that is refused is sent again later."""
+"""Send notices to customers. A delayed message arrives when it is due; a mail that is refused is sent again later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What customers were told. An order number is never unique: a customer told twice must be visible, not hidden."""
+"""The notices sent to customers. An order number is not unique: a second notice must be visible, not hidden."""
 
 from __future__ import annotations
 

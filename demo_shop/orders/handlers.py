@@ -1,4 +1,4 @@
-"""What an order hears from the rest of the shop."""
+"""The messages of the other apps that change an order."""
 
 from __future__ import annotations
 

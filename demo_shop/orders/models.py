@@ -1,6 +1,6 @@
-"""What customers bought, and what has happened to it since.
+"""The orders of customers, and their history.
 
-Nothing here but the order's own number is unique: a handler that ran twice would leave two rows, for the audit to find.
+Only the number of an order is unique: a handler that ran twice would leave two rows, which the audit finds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be done with an order. Each function is one transaction: the change and what others are told of it."""
+"""The operations on an order. Each function is one transaction: the change and the messages about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PUBLISHED_WITH_AN_ORDER = {
     "shop.order.unpaid": "unpaid",
     "shop.order.review_due": "review",
 }
-"""Topics, and what stands before the order number in the biz-id of each."""
+"""Topics, and the prefix of the order number in the biz-id of each."""
 
 
 class AlreadyRated(Exception):
@@ -26,15 +26,15 @@ class AlreadyRated(Exception):
 
 
 class TooLate(Exception):
-    """Others have been told of the order."""
+    """The order was already announced."""
 
 
 @transaction.atomic
 def place_order(customer: str, product: str, quantity: int, total: Decimal, *, number: str = "") -> Order:
-    """Take an order. Nobody is told of it until the customer can no longer take it back.
+    """Accept an order. It is announced when the customer can no longer cancel it.
 
     Args:
-        number: what the checkout page has called it; default: a new one.
+        number: the number that the checkout page has chosen; default: a new one.
     """
     order = Order.objects.create(
         number=number or uuid.uuid4().hex, customer=customer, product=product, quantity=quantity, total=total
@@ -59,7 +59,7 @@ def place_order(customer: str, product: str, quantity: int, total: Decimal, *, n
 
 @transaction.atomic
 def take_back(number: str) -> None:
-    """Cancel an order, and with it all that was to be said of it. Either all of that is in time or nothing is done.
+    """Cancel an order and all messages about it. Either all of them are cancelled or nothing is changed.
 
     Raises:
         TooLate, Order.DoesNotExist: nothing was changed.
@@ -75,9 +75,9 @@ def take_back(number: str) -> None:
 
 @transaction.atomic
 def announce(order: Order) -> None:
-    """Tell everybody that `order` was placed, when it is too late to take it back.
+    """Publish that `order` was placed, due when it can no longer be cancelled.
 
-    Telling it again is harmless: the biz-id is the order's own.
+    Publishing it again is harmless: the biz-id is that of the order.
     """
     publish(
         "shop.order.placed",
@@ -101,13 +101,13 @@ def mark_paid(number: str) -> None:
     order.history.create(what=What.PAID)
     if cancel(topic="shop.order.unpaid", biz_id=f"unpaid-{number}"):
         order.history.create(what=What.REMINDER_SPARED)
-    # The shipment may be faster than this message: they travel through different queues.
+    # The message about the shipment may arrive before this one: they are in different queues.
     Order.objects.filter(pk=order.pk, state=State.PLACED).update(state=State.PAID)
 
 
 @transaction.atomic
 def remind(number: str) -> None:
-    """Ask for the money, unless it has come while this was on its way.
+    """Send a reminder, unless the order was paid before this message arrived.
 
     Raises Order.DoesNotExist.
     """
@@ -118,7 +118,7 @@ def remind(number: str) -> None:
 
 @transaction.atomic
 def mark_shipped(number: str) -> None:
-    """The order is complete; from now on the customer has so long to rate it.
+    """The order is complete; from now on the customer has `SHOP_RATE_AFTER` to rate it.
 
     Raises Order.DoesNotExist.
     """
@@ -133,9 +133,9 @@ def mark_shipped(number: str) -> None:
 
 @transaction.atomic
 def rate(number: str, stars: int) -> None:
-    """The customer's own rating. The five stars that were to come by themselves are taken back with it.
+    """Store the customer's own rating, and cancel the message that would give five stars.
 
-    If they are on their way already, they find this one when they come.
+    If that message was already sent, its handler finds this rating and does nothing.
 
     Raises AlreadyRated, Order.DoesNotExist.
     """
@@ -149,7 +149,7 @@ def rate(number: str, stars: int) -> None:
 
 @transaction.atomic
 def close_rating(number: str) -> None:
-    """Nobody has complained in time: five stars, unless the customer has said something else.
+    """Give five stars, unless the customer has rated the order.
 
     Raises Order.DoesNotExist.
     """

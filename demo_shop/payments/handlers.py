@@ -1,4 +1,4 @@
-"""Goods that are reserved are to be paid; what the provider says about a payment comes as a message, too."""
+"""Request payment for reserved goods. The provider's notifications arrive as messages, too."""
 
 from __future__ import annotations
 

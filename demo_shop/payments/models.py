@@ -1,4 +1,4 @@
-"""Money asked for. What the provider says about it is a message, whose biz-id is the provider's event id."""
+"""Requested payments. A notification of the provider is a message whose biz-id is the provider's event id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Payment(models.Model):
 
 
 class Alert(models.Model):
-    """The provider contradicted us; a person has to look."""
+    """A notification of the provider contradicts our records; a person has to decide."""
 
     payment = models.ForeignKey(Payment, on_delete=models.CASCADE, related_name="alerts")
     event_id = models.CharField(max_length=128)

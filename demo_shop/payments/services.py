@@ -1,4 +1,4 @@
-"""Taking money, without talking to anybody inside a transaction."""
+"""Requesting and accepting payments, without a call to another service inside a transaction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGNATURE_HEADER = "X-Signature"
 
 @transaction.atomic
 def request_payment(order: str, amount: Decimal) -> Payment:
-    """Ask for the money of an order."""
+    """Request the payment of an order."""
     return Payment.objects.create(order=order, amount=amount)
 
 

@@ -1,4 +1,4 @@
-"""An order is reported when two exports have come: that of its payment and that of its parcel."""
+"""An order is reported when two exports have arrived: that of its payment and that of its shipment."""
 
 from __future__ import annotations
 

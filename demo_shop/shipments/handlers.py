@@ -1,4 +1,4 @@
-"""What is paid is sent."""
+"""Ship the orders that are paid."""
 
 from __future__ import annotations
 

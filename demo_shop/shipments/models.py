@@ -1,4 +1,4 @@
-"""Parcels. Nothing here is unique: an order shipped twice must be visible, not hidden."""
+"""Shipments. Nothing here is unique: an order shipped twice must be visible, not hidden."""
 
 from __future__ import annotations
 

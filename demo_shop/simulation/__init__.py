@@ -1,5 +1,5 @@
-"""A busy day in the shop: customers, a payment provider, a supplier, and somebody who pulls plugs.
+"""Simulate a day in the shop: customers, a payment provider, a supplier, and killed processes.
 
-`story` tells it from opening to audit. Everything a run does carries the run's name, so that it is found again among
-what earlier runs have left in the database.
+`story` runs it from opening to audit. All data of a run contain the run's name, which separates them from the data of
+earlier runs.
 """

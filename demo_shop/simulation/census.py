@@ -1,4 +1,4 @@
-"""Counting what happened, straight from the tables."""
+"""Count what happened, from the tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_local() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The run's rows in the outbox and the inbox, by state, and what the inbox says of duplicates.
+    """The run's rows in the outbox and the inbox, by state, and the duplicates that the inbox has counted.
 
     Attributes:
         messages: orders' rows by order number, but for those that were cancelled.
@@ -54,7 +54,7 @@ class Traffic:
 
     @property
     def open(self) -> dict[str, int]:
-        """What is still on its way, by table and state."""
+        """The messages that are not settled, by table and state."""
         return {
             f"{table}, {state}": count
             for table, states in (("outbox", self.outbox), ("inbox", self.inbox))
@@ -80,14 +80,14 @@ def traffic(run: str) -> Traffic:
     )
 
 
-def take(ledger: Ledger, told: Mapping[str, frozenset[str]], *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
+def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
     """Everything that can be counted now.
 
     Args:
-        told: the transfers whose customers were told SENT or REFUSED.
+        results: the transfers by the result that their customers printed, SENT or REFUSED.
 
-    While customers are still busy, an order may be in the tables already and in their notes not yet, and look like a
-    ghost. The count that is audited is taken when everybody has gone home.
+    While customers are still active, an order may be in the tables and not yet in their records, and look like a
+    ghost. The audited count is taken after all customers have ended.
     """
     moving = traffic(ledger.run)
     effects = _effects(ledger.run)
@@ -101,7 +101,7 @@ def take(ledger: Ledger, told: Mapping[str, frozenset[str]], *, wanted: int, kil
         effects=effects,
         rated_by_itself=_rated_by_itself(ledger.run),
         lateness=_lateness(ledger.run),
-        transfers=_transfers(ledger.run, told),
+        transfers=_transfers(ledger.run, results),
         messages=moving.messages,
         stock_differences=_stock_differences(ledger.run),
         injected=ledger.count(Deed.INJECTED),
@@ -148,20 +148,20 @@ def _rated_by_itself(run: str) -> frozenset[str]:
 
 
 def _lateness(run: str) -> dict[str, dict[str, timedelta]]:
-    """Each span counts from the row that begins it; nothing is read from the outbox."""
+    """Each delay counts from the row that begins it; nothing is read from the outbox."""
     placed = dict(Order.objects.filter(number__startswith=run).values_list("number", "placed_at"))
     history = HistoryEntry.objects.filter(order__number__startswith=run)
     shipped = dict(history.filter(what=What.SHIPPED).values_list("order__number", "at"))
     reminded = history.filter(what=What.REMINDED).values_list("order__number", "at")
     rated = Rating.objects.filter(order__number__startswith=run, by_itself=True).values_list("order__number", "given_at")
     reserved = StockMovement.objects.filter(order__startswith=run).values_list("order", "at")
-    told = Sms.objects.filter(order__startswith=run).values_list("order", "sent_at")
+    sent = Sms.objects.filter(order__startswith=run).values_list("order", "sent_at")
     asked = ReviewRequest.objects.filter(order__startswith=run).values_list("order", "sent_at")
     attempts = MailAttempt.objects.filter(order__startswith=run).order_by("at").values_list("order", "at")
     refused = dict(attempts.filter(accepted=False))
     return {
         audit.MOVEMENT: _since(placed, settings.SHOP_TAKE_BACK_WITHIN, reserved),
-        audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, told),
+        audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, sent),
         audit.REMINDER: _since(placed, settings.SHOP_UNPAID_AFTER, reminded),
         audit.REVIEW_REQUEST: _since(placed, settings.SHOP_REVIEW_AFTER, asked),
         audit.RECEIPT: _since(refused, settings.SHOP_MAIL_RETRY_AFTER, attempts.filter(accepted=True)),
@@ -170,7 +170,7 @@ def _lateness(run: str) -> dict[str, dict[str, timedelta]]:
 
 
 def _since(begun: Mapping[str, datetime], span: timedelta, effects: Iterable[tuple[str, datetime]]) -> dict[str, timedelta]:
-    """How late each effect was. One whose beginning is missing is a ghost, and found as such."""
+    """How late each effect was. An effect without its first row is a ghost, and is reported as one."""
     late: dict[str, timedelta] = {}
     for order, at in effects:
         if order in begun:
@@ -178,8 +178,8 @@ def _since(begun: Mapping[str, datetime], span: timedelta, effects: Iterable[tup
     return late
 
 
-def _transfers(run: str, told: Mapping[str, frozenset[str]]) -> Transfers:
-    # The deposits first: what is among them now has been withdrawn already when the other book is read.
+def _transfers(run: str, results: Mapping[str, frozenset[str]]) -> Transfers:
+    # The deposits first: each of them was withdrawn before the withdrawals are read.
     deposited = _by_order(Deposit.objects.filter(transfer__startswith=run).values_list("transfer"))
     withdrawals = Withdrawal.objects.filter(transfer__startswith=run)
     balances = [
@@ -187,8 +187,8 @@ def _transfers(run: str, told: Mapping[str, frozenset[str]]) -> Transfers:
         *SavingsAccount.objects.filter(holder=run).values_list("balance", flat=True),
     ]
     return Transfers(
-        sent=told[transfers.SENT],
-        refused=told[transfers.REFUSED],
+        sent=results[transfers.SENT],
+        refused=results[transfers.REFUSED],
         withdrawn=_by_order(withdrawals.filter(amount__gt=0).values_list("transfer")),
         deposited=deposited,
         given_up=withdrawals.filter(amount=0).count(),

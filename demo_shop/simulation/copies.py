@@ -1,7 +1,7 @@
-"""Somebody between the broker and the shop who sends some messages again, byte for byte.
+"""Copy some messages between the broker and the shop, byte for byte.
 
 It listens on a queue of its own and republishes to the same exchange: same body, same headers, same message id. A copy
-may come at once, so that two consumers have concurrent duplicates in hand, or later, when the first has long been handled.
+is sent at once, so that two consumers handle concurrent duplicates, or later, when the first has been handled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HANDLERS = {
 }
 """Topics that are copied, and how many handlers get each copy."""
 PART_COPIED = 0.1
-LONGEST_REST_SECONDS = 2.0
+LONGEST_DELAY_SECONDS = 2.0
 _PROPERTIES = ("content_type", "content_encoding", "message_id", "type", "delivery_mode", "priority", "correlation_id")
 
 
@@ -42,14 +42,14 @@ class Copier:
         self._ledger = ledger
         self._rng = rng
         self._copied: set[str] = set()
-        self._resting: list[tuple[float, int, Any]] = []
+        self._delayed: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
 
     def run(self, stop: threading.Event, may_begin: threading.Event, listens: threading.Event) -> None:
-        """Copy until `stop`; tell when it `listens`.
+        """Copy until `stop`; set `listens` when the queue is bound.
 
-        A queue that hears everything makes every message routable. So this must not begin before the shop's own queues
-        are there, or a message for a queue that is still missing would end here, and nobody would be told.
+        A queue that is bound to every topic makes every message routable. So this must not begin before the shop's own queues
+        exist, or a message for a missing queue would end here without an error.
         """
         while not may_begin.wait(0.1):
             if stop.is_set():
@@ -72,8 +72,8 @@ class Copier:
             return
         if not self._copied or self._rng.random() < PART_COPIED:
             self._copied.add(message_id)
-            due_at = time.monotonic() + self._rng.choice([0, LONGEST_REST_SECONDS]) * self._rng.random()
-            heapq.heappush(self._resting, (due_at, next(self._order), message))
+            due_at = time.monotonic() + self._rng.choice([0, LONGEST_DELAY_SECONDS]) * self._rng.random()
+            heapq.heappush(self._delayed, (due_at, next(self._order), message))
 
     def _drain(self, connection: Any) -> None:
         try:
@@ -82,8 +82,8 @@ class Copier:
             connection.heartbeat_check()
 
     def _send_due(self, producer: Any) -> None:
-        while self._resting and self._resting[0][0] <= time.monotonic():
-            _, _, message = heapq.heappop(self._resting)
+        while self._delayed and self._delayed[0][0] <= time.monotonic():
+            _, _, message = heapq.heappop(self._delayed)
             topic = message.delivery_info["routing_key"]
             self._ledger.done(Deed.INJECTED, HANDLERS[topic])
             self._ledger.done(Deed.COPIED, HANDLERS[topic])

@@ -1,7 +1,7 @@
-"""The real processes of the shop, and the hand that pulls their plugs.
+"""Start the real processes of the shop, and kill some of them.
 
-A killed process gets SIGKILL: nothing of it runs any more, no `finally`, no rollback, no goodbye to the broker. At the
-end every process gets SIGTERM and must end with 0.
+A killed process gets SIGKILL: it runs no `finally`, rolls nothing back and does not disconnect from the broker. At the
+end every process gets SIGTERM and must exit with 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from demo_shop.simulation.ledger import Deed, Ledger
 
 END_WITHIN_SECONDS = 30
 KILLED_NO_SOONER_THAN = 1.5
-"""Seconds after its start: a process that is still importing has nothing in hand."""
+"""Seconds after its start: a process that is still importing handles nothing."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
 """Seconds between two kills."""
 TRANSFERS = "demo_transfers"
 BEGINNINGS = (b"Relaying ", b"receiving from ", b"running stored messages ", b"Transferring ")
-"""What the log of a process says when it begins to work."""
+"""The log line of a process that begins to work."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it can be asked to end: before that, SIGTERM ends Python at once, and rightly so."""
+        """Whether SIGTERM ends it properly: before that, SIGTERM ends Python at once."""
         said = self.log.read_bytes()[self._log_begins_at :]
         return any(words in said for words in BEGINNINGS)
 
@@ -70,7 +70,7 @@ class Fleet:
     """The processes of one run.
 
     Attributes:
-        bad_ends: processes that ended when nobody asked, or not with 0 when asked.
+        bad_ends: processes that ended by themselves, or with an exit status other than 0.
     """
 
     ledger: Ledger
@@ -84,7 +84,7 @@ class Fleet:
             worker.start()
 
     def mend(self) -> None:
-        """Note and replace what has ended by itself."""
+        """Record and replace the processes that have ended by themselves."""
         with self._lock:
             for worker in self.workers:
                 if worker.exit_status is not None:
@@ -102,8 +102,8 @@ class Fleet:
                 return
             self._kill(worker)
 
-    def told(self) -> dict[str, frozenset[str]]:
-        """The transfers that were sent and refused, by what their customers have written down."""
+    def results(self) -> dict[str, frozenset[str]]:
+        """The transfers that were sent and refused, from the output of their customers."""
         lines = [
             line.partition(" ")
             for log in {worker.log for worker in self.workers if worker.command == TRANSFERS}
@@ -114,7 +114,7 @@ class Fleet:
         }
 
     def end(self, command: str = "") -> None:
-        """SIGTERM for all, or for those of one command, and a look at how they end."""
+        """Send SIGTERM to all, or to those of one command, and check how they end."""
         with self._lock:
             self._wait_for_the_last_to_begin()
             running = [
@@ -136,7 +136,7 @@ class Fleet:
                         self.bad_ends.append(f"{worker.name} ended with {status} after SIGTERM, see {worker.log}")
 
     def _wait_for_the_last_to_begin(self) -> None:
-        """One that was killed a moment ago may still be importing."""
+        """The successor of a killed process may still be importing."""
         deadline = time.monotonic() + END_WITHIN_SECONDS
         while any(worker.process and worker.exit_status is None and not worker.has_begun for worker in self.workers):
             if time.monotonic() > deadline:
@@ -162,7 +162,7 @@ class Fleet:
 
 @contextmanager
 def running(ledger: Ledger, commands: Mapping[str, int]) -> Iterator[Fleet]:
-    """So many processes of each command and a customer of the banks, gone at the end of the block whatever happens in it."""
+    """This number of processes of each command and a customer of the banks; all are ended with the block."""
     directory = Path(tempfile.mkdtemp(prefix=f"demo-shop-{ledger.run}-"))
     workers = [
         Worker(name=f"{command} {number}", command=command, log=directory / f"{command}-{number}.log")

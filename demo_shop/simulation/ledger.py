@@ -1,6 +1,6 @@
-"""What the people in the demo did themselves, noted by their own hand after it was done.
+"""What the simulated people did, recorded by their own threads afterwards.
 
-It is the other side of the audit: nothing in it is read back from what the outbox or the inbox has written.
+The audit compares it with the tables: nothing in it is read from the outbox or the inbox.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ledger:
 
     Attributes:
         run: the name of the run, the beginning of its order numbers and products.
-        news: what is worth a line on the screen, the latest last.
+        news: lines for the screen, the latest last.
     """
 
     def __init__(self, run: str) -> None:

@@ -1,6 +1,6 @@
-"""A payment provider with the manners of a real one: it calls twice, at the same time, and under a new event id.
+"""A payment provider with the faults of a real one: it calls twice, at the same time, and under a new event id.
 
-Somebody else calls, too, with a forged signature or another amount.
+Other calls have a forged signature or another amount.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFUSALS = {HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT}
 
 
 class Provider:
-    """Pays every payment that is requested, once; what it says about it is another matter."""
+    """Pays every requested payment once, and may notify several times."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -34,7 +34,7 @@ class Provider:
             self._call_once,
             self._call_twice,
             self._call_twice_at_once,
-            self._tell_under_two_ids,
+            self._notify_under_two_ids,
             self._call_after_a_forger,
             self._call_and_contradict,
             *[self._call_once] * 4,
@@ -63,8 +63,8 @@ class Provider:
             for call in [both.submit(self._call_from_a_thread, self._event(payment)) for _ in range(2)]:
                 call.result()
 
-    def _tell_under_two_ids(self, payment: Payment) -> None:
-        """Two events for one fact: the webhook cannot know, so it is for the inbox to suppress the second."""
+    def _notify_under_two_ids(self, payment: Payment) -> None:
+        """Two events for one fact: the webhook publishes both, and the inbox suppresses the second one."""
         self._ledger.done(Deed.INJECTED, _HANDLERS_OF_PAYMENT_RECEIVED)
         self._call(self._event(payment))
         self._call(self._event(payment, suffix="-again"))

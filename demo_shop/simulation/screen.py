@@ -1,6 +1,6 @@
-"""What a person sees while the demo runs, and the table at its end.
+"""The output while the demo runs, and the table at its end.
 
-On a terminal a picture that redraws itself; elsewhere a plain line every second or so, for logs.
+A terminal shows a display that is redrawn; other outputs get about one line per second, for logs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Screen:
         self._told = len(self._ledger.news)
 
     def say(self, text: str) -> None:
-        # Between words for a person; a log has each line whole.
+        # A terminal breaks lines between words; a log has whole lines.
         self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def show(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker], *, last: bool = False) -> None:

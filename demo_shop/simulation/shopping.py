@@ -1,8 +1,8 @@
 """Customers and a supplier.
 
-Some customers change their mind: their order is rolled back after it was announced. Some change it about a part only,
-which is rolled back to a savepoint. Some take their order back after it was committed, in time or too late. Some have a
-browser that submits twice, and some wait for what is sold out. Some rate what they bought, at once or when it has come.
+Some customers change their mind: their order is rolled back after it was announced. Some drop a part of it, which is rolled
+back to a savepoint. Some cancel their order after the commit, in time or too late. Some browsers submit twice, and some
+customers wait for a product that is sold out. Some rate their order, at once or after its shipment.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CUSTOMERS = 40
 PART_SUBMITTED_TWICE = 0.08
 PART_RATED = 0.2
 PART_RATED_AT_ONCE = 0.3
-"""Of those who rate; the others wait for their parcel."""
+"""Of the customers who rate; the others wait for the shipment."""
 LONGEST_HESITATION = 1.8
-"""Of the time in which something can be done: who hesitates longer than 1 comes too late."""
+"""As a part of the time in which the action is possible; above 1 is too late."""
 PART_REGRETTED = 0.1
 FEWEST_REGRETTED = 4
 PART_IN_STOCK_AT_FIRST = 0.6
@@ -54,10 +54,10 @@ class Purchase:
         abandoned: rolled back after everything was written.
         gift: the number of a second order in the same transaction, rolled back to a savepoint; "" for none.
         submitted_twice: announced a second time, in a transaction of its own.
-        regretted: taken back, or too late for that.
-        stars: the customer's own rating; 0 says nothing.
-        rated_at_once: the rating does not wait for the parcel.
-        hesitation: how long somebody thinks who takes an order back or rates it, as a part of the time there is.
+        regretted: cancelled, or tried too late.
+        stars: the customer's own rating; 0 for none.
+        rated_at_once: the rating does not wait for the shipment.
+        hesitation: the delay before an order is cancelled or rated, as a part of the available time.
     """
 
     at: float
@@ -76,7 +76,7 @@ class Purchase:
 
 
 def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purchase]:
-    """So many orders that commit, evenly over the time, and about a tenth of abandoned ones between them."""
+    """This number of orders that commit, evenly over the time, and about a tenth as many abandoned ones."""
     abandoned = max(1, orders // 10)
     fates = [False] * orders + [True] * abandoned
     rng.shuffle(fates)
@@ -109,7 +109,7 @@ def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purc
 
 
 class Customers:
-    """Any number of threads that buy what was planned, the last order not `before_the_last`: somebody wants to hear of one."""
+    """Threads that place the planned orders. The last order waits for `before_the_last`."""
 
     def __init__(self, purchases: list[Purchase], ledger: Ledger, before_the_last: threading.Event) -> None:
         self._queue: SimpleQueue[Purchase] = SimpleQueue()
@@ -125,7 +125,7 @@ class Customers:
         for purchase in self._take():
             if stop.wait(max(0.0, opened_at + purchase.at - time.monotonic())):
                 return
-            # Which other orders bring about.
+            # Other orders trigger the delivery.
             while purchase is self._last and not self._before_the_last.wait(0.1):
                 if stop.is_set():
                     return
@@ -140,7 +140,7 @@ class Customers:
                 return
 
     def _buy(self, purchase: Purchase) -> bool:
-        """Whether it was bought in the end."""
+        """Whether the order was placed in the end."""
         try:
             with transaction.atomic():
                 order = orders.place_order(
@@ -181,7 +181,7 @@ class Customers:
 
 
 class Critics:
-    """Customers who rate what has come, each after a while, and some of them when the shop has done so for them."""
+    """Customers who rate their orders after a delay, some of them after the automatic rating."""
 
     def __init__(self, purchases: list[Purchase], ledger: Ledger) -> None:
         self._waiting = {purchase.number: purchase for purchase in purchases if purchase.stars and not purchase.rated_at_once}
@@ -201,7 +201,7 @@ class Critics:
 
 
 def rate(purchase: Purchase, ledger: Ledger) -> None:
-    """As the customer; it is noted if it counts."""
+    """Rate as the customer, and record it if the rating was accepted."""
     try:
         orders.rate(purchase.number, purchase.stars)
     except orders.AlreadyRated:
@@ -214,7 +214,7 @@ def _change_mind() -> NoReturn:
 
 
 class Supplier:
-    """Brings a part of the goods before opening and the rest when customers are already waiting for them."""
+    """Delivers a part of the goods before opening, and the rest when customers already wait for them."""
 
     def __init__(self, purchases: list[Purchase], seconds: float, ledger: Ledger) -> None:
         self._wanted: Counter[str] = Counter()

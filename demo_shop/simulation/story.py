@@ -1,4 +1,4 @@
-"""From opening to audit: start the processes, let everybody loose, wait for calm, end the processes, count."""
+"""From opening to audit: start the processes and the threads, wait until nothing is left to do, end the processes, count."""
 
 from __future__ import annotations
 
@@ -43,48 +43,47 @@ _SECONDS_PER_KILL = 2.0
 _SHORTEST_DAY_SECONDS = 5.0
 _LOOK_EVERY_SECONDS = 0.4
 _PART_OF_A_PROCESSOR_FOR_LOOKING = 0.1
-"""At most: who looks is on the same machine as those who work."""
-_BAD_ENDS_BORNE = 3
+"""At most, because the observer shares the machine with the processes."""
+_MOST_BAD_ENDS = 3
 _OTHER_PEOPLE = 5
 """The supplier, the killer, the provider, the critics and the copier."""
 _CHAIN = (MOVEMENT, PAYMENT, PAID, RECEIPT, SHIPMENT, SHIPPED, SMS, REVIEW_REQUEST, REPORTED)
-"""When all of these have happened to one order, the queues of all copied topics are there."""
+"""When one order has had all of these, the queues of all copied topics exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a run.
+    """The options of a run.
 
     Attributes:
-        orders: how many shall be placed and committed.
+        orders: the number of orders to place and commit.
         threads: customers at the checkout at the same time.
         kills: processes to be killed.
-        seed: the same seed plans the same purchases; when what happens is up to the machine.
-        patience_seconds: longest time in which nothing happens before everything has come to rest. How long all of it takes is
-            up to the machine.
+        seed: the same seed plans the same purchases; the timing depends on the machine.
+        timeout_seconds: the run fails after this time without progress. Its total duration depends on the machine.
     """
 
     orders: int
     threads: int
     kills: int
     seed: int
-    patience_seconds: float
+    timeout_seconds: float
 
     @property
     def seconds(self) -> float:
-        """How long the customers take, so that there is work in hand at every kill."""
+        """The duration of shopping, so that every kill interrupts work."""
         return max(_SHORTEST_DAY_SECONDS, _SECONDS_PER_KILL * self.kills)
 
 
-class Impatient(Exception):
-    """Nothing happens any more and not everything has come to rest, or the processes end as soon as they begin."""
+class NoProgress(Exception):
+    """The run makes no progress and is not finished, or the processes end as soon as they begin."""
 
 
-def tell(options: Options, console: Console) -> Audit:
+def run(options: Options, console: Console) -> Audit:
     """Run the demo and audit it.
 
     Raises:
-        Exception: whatever one of the people in the demo fails with.
+        Exception: the first error of a thread of the simulation.
     """
     ledger = Ledger(f"run{random.SystemRandom().randrange(16**6):06x}")
     screen = Screen(console, ledger)
@@ -95,8 +94,8 @@ def tell(options: Options, console: Console) -> Audit:
         day = _Day(options, ledger, screen, processes)
         with screen.drawing():
             try:
-                day.run_until_calm()
-            except Impatient:
+                day.run_until_finished()
+            except NoProgress:
                 unfinished = list(_missing(*day.look()))
             processes.end()
             facts, traffic = day.look()
@@ -106,12 +105,12 @@ def tell(options: Options, console: Console) -> Audit:
     if result.passed:
         processes.forget_logs()
     else:
-        screen.say(f"What the processes said is in {processes.directory}.")
+        screen.say(f"The output of the processes is in {processes.directory}.")
     return result
 
 
 class _Day:
-    """Everybody who acts in one run, each on a thread of their own."""
+    """The threads of one run."""
 
     def __init__(self, options: Options, ledger: Ledger, screen: Screen, processes: Fleet) -> None:
         self._options = options
@@ -121,46 +120,48 @@ class _Day:
         self._chain_is_proven = threading.Event()
         self._copier_listens = threading.Event()
         if census.is_local():
-            self._copier_listens.set()  # there is none to wait for
+            self._copier_listens.set()  # there is no copier
         purchases = shopping.plan(ledger.run, options.orders, options.seconds, random.Random(options.seed))
         self._supplier = shopping.Supplier(purchases, options.seconds, ledger)
         self._critics = shopping.Critics(purchases, ledger)
         self._customers = shopping.Customers(purchases, ledger, self._copier_listens)
 
-    def run_until_calm(self) -> None:
-        """Raises Impatient."""
+    def run_until_finished(self) -> None:
+        """Raises NoProgress."""
         happened, happened_at = 0, time.monotonic()
         stop, closing = threading.Event(), threading.Event()
         self._supplier.fill_shelves()
         with _threads(self._options.threads + _OTHER_PEOPLE, stop, closing) as start:
-            passers_by = [start(self._customers.run, stop) for _ in range(self._options.threads)]
-            passers_by += [start(self._supplier.run, stop), start(self._kill_some, stop)]
+            visitors = [start(self._customers.run, stop) for _ in range(self._options.threads)]
+            visitors += [start(self._supplier.run, stop), start(self._kill_some, stop)]
             residents = [start(Provider(self._ledger).run, closing), start(self._critics.run, closing)]
             residents += self._start_copier(start, closing)
             while True:
-                everybody_has_left = all(future.done() for future in [*passers_by, *residents])
+                all_have_ended = all(future.done() for future in [*visitors, *residents])
                 worked_before = time.thread_time()
                 self._processes.mend()
                 facts, traffic = self._look_and_show()
-                _raise_failures([*passers_by, *residents])
-                if all(future.done() for future in passers_by):
+                _raise_failures([*visitors, *residents])
+                if all(future.done() for future in visitors):
                     if facts.transfers.given_up and facts.transfers.deposited:
                         self._processes.end(fleet.TRANSFERS)
                     if not any(_missing(facts, traffic)):
-                        # Calm so far. It counts when nobody is left who could send another copy.
+                        # Nothing is left to do. That is final when no thread can send another copy.
                         closing.set()
-                        if everybody_has_left:
+                        if all_have_ended:
                             return
                 if _happened(facts) > happened:
                     happened, happened_at = _happened(facts), time.monotonic()
-                lost_patience = time.monotonic() > happened_at + self._options.patience_seconds
-                if lost_patience or len(self._processes.bad_ends) > _BAD_ENDS_BORNE:
-                    raise Impatient
+                timed_out = time.monotonic() > happened_at + self._options.timeout_seconds
+                if timed_out or len(self._processes.bad_ends) > _MOST_BAD_ENDS:
+                    raise NoProgress
                 worked = time.thread_time() - worked_before
                 stop.wait(max(_LOOK_EVERY_SECONDS, worked / _PART_OF_A_PROCESSOR_FOR_LOOKING))
 
     def look(self) -> tuple[Facts, Traffic]:
-        return census.take(self._ledger, self._processes.told(), wanted=self._options.orders, kills_wanted=self._options.kills)
+        return census.take(
+            self._ledger, self._processes.results(), wanted=self._options.orders, kills_wanted=self._options.kills
+        )
 
     def _look_and_show(self) -> tuple[Facts, Traffic]:
         facts, traffic = self.look()
@@ -198,10 +199,10 @@ def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
     screen.say(
         f"A minute lasts {settings.DEMO_MINUTE / timedelta(milliseconds=1):.0f} ms here: the SMS follows its order after "
         f"{_seconds(settings.SHOP_SMS_AFTER)} (20 minutes), the review request after {_seconds(settings.SHOP_REVIEW_AFTER)} "
-        f"(1 hour). The rating follows its parcel after {_seconds(settings.SHOP_RATE_AFTER)} instead of 48 hours. A refused "
+        f"(1 hour). The rating follows its shipment after {_seconds(settings.SHOP_RATE_AFTER)} instead of 48 hours. A refused "
         f"receipt is mailed again after {_seconds(settings.SHOP_MAIL_RETRY_AFTER)} instead of 10 minutes."
     )
-    screen.say("Everything this run does carries its name; what earlier runs have left is neither cleared nor counted.")
+    screen.say("All data of this run contain its name; the data of earlier runs are neither deleted nor counted.")
 
 
 def _seconds(span: timedelta) -> str:
@@ -210,7 +211,7 @@ def _seconds(span: timedelta) -> str:
 
 @contextmanager
 def _threads(count: int, *stops: threading.Event) -> Iterator[Callable[..., Future[None]]]:
-    """A way to start functions on threads of their own, all of which are asked to stop at the end of the block."""
+    """Start functions on threads of their own, which are asked to stop at the end of the block."""
 
     def run(function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -237,14 +238,14 @@ def _raise_failures(futures: Sequence[Future[None]]) -> None:
 
 
 def _happened(facts: Facts) -> int:
-    """How much there is of what only grows."""
+    """A count that only grows, to detect progress."""
     transfers = facts.transfers
     counted = [facts.committed, transfers.withdrawn, transfers.deposited, *facts.effects.values()]
     return sum(map(len, counted)) + facts.kills + facts.suppressed + transfers.given_up
 
 
 def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
-    """What must still happen before everything is at rest, in words."""
+    """What must still happen before the run is finished, in words."""
     if len(facts.committed) < facts.wanted:
         yield f"{facts.wanted - len(facts.committed)} orders are not placed"
     if facts.kills < facts.kills_wanted:

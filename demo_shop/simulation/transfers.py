@@ -1,7 +1,7 @@
 """A customer of both banks, in a process of its own, so that it can be killed in the middle of a transfer.
 
-It hesitates where it hurts: with the message committed and the money not withdrawn, and with the money withdrawn and the
-message undecided. What it was told of each transfer it writes down, on its standard output.
+It pauses at the critical points: after the message is prepared and before the withdrawal, and between the withdrawal and the
+decision. It writes the result of each transfer to its standard output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ SAVED_AT_FIRST = 100_000
 LARGEST_AMOUNT = 50
 LONGEST_HESITATION_SECONDS = 0.25
 _GIVEN_UP_AMONG = 8
-"""One transfer in so many waits until the checker has given it up, and comes too late."""
+"""One transfer in this number waits until the checker has ruled it out, and is too late."""
 
 
-def run(name: str, stop: Callable[[], bool], tell: Callable[[str], None]) -> None:
+def run(name: str, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
     """Transfer until `stop()`.
 
     Args:
         name: of the run, whose accounts are used.
-        tell: called with a line for each transfer that has ended, the word SENT or REFUSED and its name.
+        report: called with a line for each transfer that has ended, the word SENT or REFUSED and its name.
     """
     rng = random.Random(os.getpid())
     count = 0
@@ -39,9 +39,9 @@ def run(name: str, stop: Callable[[], bool], tell: Callable[[str], None]) -> Non
         try:
             services.transfer(transfer, name, rng.randint(1, LARGEST_AMOUNT), pause=pause)
         except services.Refused:
-            tell(f"{REFUSED} {transfer}")
+            report(f"{REFUSED} {transfer}")
         else:
-            tell(f"{SENT} {transfer}")
+            report(f"{SENT} {transfer}")
 
 
 def _hesitate(rng: random.Random, stop: Callable[[], bool], *, until_decided: str) -> None:

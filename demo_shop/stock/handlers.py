@@ -1,4 +1,4 @@
-"""An order takes its goods off the shelf, and that is told to whoever asks for the money."""
+"""Reserve the goods of an order, and publish that for the app that requests the payment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What lies on the shelves.
+"""The products in stock.
 
-A movement per order is not unique in the schema: a doubled one must be visible, not hidden.
+The order of a movement is not unique: a doubled movement must be visible, not hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Product(models.Model):
 
 
 class StockMovement(models.Model):
-    """Goods that came (positive) or went (negative); a product's quantity is the sum of its movements."""
+    """Goods delivered (positive) or reserved (negative); a product's quantity is the sum of its movements."""
 
     product = models.ForeignKey(Product, on_delete=models.PROTECT, related_name="movements")
     order = models.CharField("order number, empty for a delivery", max_length=64, default="", blank=True, db_index=True)

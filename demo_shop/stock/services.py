@@ -1,4 +1,4 @@
-"""Goods come and go, each time in one transaction with its movement and with what others are told."""
+"""Deliver and reserve goods: the quantity, its movement and the message change in one transaction."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from outbox import publish
 
 
 class OutOfStock(Exception):
-    """Not enough of it on the shelf now."""
+    """The stock of the product is too low now."""
 
 
 @transaction.atomic
 def reserve(order: str, sku: str, quantity: int, total: str | Decimal) -> None:
-    """Take goods off the shelf for an order.
+    """Reserve goods for an order.
 
     Args:
-        total: what the order costs; it travels on to those who ask for the money.
+        total: the price of the order; the message contains it for the request of the payment.
 
     Raises:
-        OutOfStock: nothing was taken.
+        OutOfStock: nothing was reserved.
         Product.DoesNotExist: there is no such product.
     """
     product = Product.objects.get(sku=sku)
@@ -35,7 +35,7 @@ def reserve(order: str, sku: str, quantity: int, total: str | Decimal) -> None:
 
 @transaction.atomic
 def deliver(sku: str, quantity: int) -> None:
-    """Put goods on the shelf; a new product gets its place."""
+    """Add goods to the stock; an unknown product is created."""
     product, _ = Product.objects.get_or_create(sku=sku)
     Product.objects.filter(pk=product.pk).update(quantity=F("quantity") + quantity)
     product.movements.create(quantity=quantity)

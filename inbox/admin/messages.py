@@ -263,12 +263,17 @@ class InboxMessageAdmin(MessageAdmin):
         return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")
 
     def called(self, term: str) -> Q:
-        """Also by handler, and by the message id of the latest duplicate with different content."""
+        """Also by handler, and by the message id of the latest duplicate with different content.
+
+        The index of topics and biz-ids begins with the handler.
+        """
+        handlers, topics = operating.handlers_and_topics(self.using)
+        by_name = Q(handler__in=handlers, topic=term) | Q(handler__in=handlers, topic__in=topics, biz_id=term)
         ids = {term}
         with suppress(ValueError):
             ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
-        return super().called(term) | Q(handler=term) | named
+        return by_name | Q(handler=term) | named
 
     def offers(self, action: str, row: Any) -> bool:
         if action == "dry_run":

@@ -529,7 +529,7 @@ class Consumer:
             return 0, 1
 
     def _time(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Ask the broker, and note how long its answer took."""
+        """Ask the broker, and store how long its answer took."""
         asked_at = monotonic()
         answer = ask()
         if self._speaks_amqp:

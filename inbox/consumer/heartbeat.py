@@ -227,7 +227,7 @@ class RunnerHeartbeats:
                 pass
 
     def drain(self, stop: StopRequest) -> int:
-        """Write the statistics of what was run before; return 0, because it makes no message ready."""
+        """Write the statistics of the runs so far; return 0, because it makes no message ready."""
         for alias, tally in statistics.tallies.items():
             if not tally.is_empty:
                 statistics.continued_writer(alias).write()

@@ -59,7 +59,7 @@ def _never_published(join: Handler) -> Iterator[tuple[str, set[str]]]:
 
 
 def _after(join: Handler) -> list[Handler]:
-    """The join, and the handlers that run because of what it publishes."""
+    """The join, and the handlers of the messages that it publishes."""
     found = [join]
     for one in found:
         found += [

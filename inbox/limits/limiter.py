@@ -161,7 +161,7 @@ def limiter_of(handler: Handler) -> Limiter | None:
 
 
 class _LeasingThread:
-    """The thread that leases missing tokens from one database. It ends after a while without requests."""
+    """The thread that leases missing tokens from one database. It ends when there have been no requests for some time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -191,7 +191,7 @@ class _LeasingThread:
             connections.close_all()
 
     def _serve(self) -> bool:
-        """Lease for all limiters that need tokens; False after a while without requests."""
+        """Lease for all limiters that need tokens; False when there have been no requests for some time."""
         with self._lock:
             # Cleared first: a request during the lease sets the event again.
             requests, self._requests = self._requests, set()

@@ -64,7 +64,7 @@ class RefusedMessages(RefusedRows):
         return None
 
     def skip(self, row: int, error: BaseException) -> None:
-        """Skip the row for a while, and log it when the reminder is due."""
+        """Skip the row until its backoff ends, and log it when the reminder is due."""
         self.record({row: error})
         if self._reminder.is_due():
             logger.error(

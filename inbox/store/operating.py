@@ -22,6 +22,17 @@ from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
+_PAIRS = {
+    "postgresql": (
+        "WITH RECURSIVE pairs AS ("
+        f"(SELECT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT 1) UNION ALL "
+        f"SELECT following.* FROM pairs, LATERAL (SELECT m.handler, m.topic FROM {TABLE} m "
+        "WHERE (m.handler, m.topic) > (pairs.handler, pairs.topic) ORDER BY m.handler, m.topic LIMIT 1) following"
+        ") SELECT handler, topic FROM pairs LIMIT %s"
+    ),
+    "sqlite": f"SELECT DISTINCT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT %s",
+}
+"""On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
 OPERATORS_WAIT = timedelta(seconds=10)
 deleted_together: list[Callable[[str, Sequence[int]], object]] = []
 """Called with the alias and the ids of rows that are being purged, in their transaction. An optional package that stores more
@@ -37,6 +48,14 @@ TRIED_AGAIN: Mapping[str, Any] = {
     "next_attempt_at": DatabaseTime(),
     "settled_at": None,
 }
+
+
+def handlers_and_topics(alias: str, most: int = 10_000) -> tuple[list[str], list[str]]:
+    """The handlers and the topics of all messages, up to a limit."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_PAIRS[connections[alias].vendor], [most])
+        found = cursor.fetchall()
+    return sorted({handler for handler, _ in found}), sorted({topic for _, topic in found})
 
 
 def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:

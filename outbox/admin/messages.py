@@ -50,12 +50,14 @@ from outbox.console.redaction import Redaction
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
-from outbox.models import OutboxMessage, TrailEntry
+from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
 from outbox.store import figures, heartbeats, operating
 
-_OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
-"""States in which a message may be overdue without having failed."""
+_DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
+_READY = STREAM | SECONDARY
+_OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=State.WAITING)
+"""Those that may be overdue without having failed. Each alternative has a partial index."""
 
 
 _CALLBACKS = 20
@@ -67,7 +69,7 @@ class OutboxStuckFilter(StuckFilter):
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
     def overdue(self) -> Q:
-        return Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
+        return Q(_OPEN, day=LIVE, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
 
 
 class OutboxStateFilter(StateFilter):
@@ -76,6 +78,9 @@ class OutboxStateFilter(StateFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         counts = figures.counts(model_admin.using)
         return [(state, f"{label} ({count_text(counts[State(state)])})") for state, label in self.states(model_admin)]
+
+    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
+        return queryset.filter(_READY) if state == State.READY else super().of(queryset, state)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         chosen = super().queryset(request, queryset)
@@ -225,7 +230,7 @@ class OutboxMessageAdmin(DecidingAdmin):
     @admin.display(description=_("age, attempts"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
         created = age(row.created_at, row.database_now)
-        if row.state not in {*_OPEN, State.RETRYING}:
+        if row.state not in _DUE:
             return stacked(created, self.attempts_line(row))
         prefix = gettext("check due ") if row.state == State.PREPARED else gettext("due ")
         return stacked(created, age(row.available_at, row.database_now, prefix), self.attempts_line(row))

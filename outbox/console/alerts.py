@@ -211,7 +211,7 @@ class Alerting:
                 logger.warning("alerts: an evaluation failed (%s); it is tried again in a minute.", describe(error))
             self._failing = True
         finally:
-            # The next round is a minute away.
+            # The next round is in a minute.
             connections.close_all()
 
 

@@ -43,7 +43,7 @@ def _compared(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
 
 
 def as_html(lines: Sequence[str]) -> SafeString:
-    """The difference for a page. A sign tells the kinds apart, too, for those who do not see the colours."""
+    """The difference for a page. Signs distinguish the kinds of lines, for readers who do not see the colours."""
     shown = format_html_join("", '<span class="message-{}">{}\n</span>', ((_kind(line), line) for line in lines[:_MOST_SHOWN]))
     rest = f"… and {len(lines) - _MOST_SHOWN:,} lines more." if len(lines) > _MOST_SHOWN else ""
     return format_html('<pre class="message-text message-difference" tabindex="0">{}{}</pre>', shown, rest)

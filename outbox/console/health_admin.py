@@ -44,7 +44,7 @@ class HealthAdmin(ReadOnlyAdmin):
         return Media(css={"all": [f"{app}/admin.css", f"{app}/overview.css"]})
 
     def tables(self) -> list[TableHealth] | None:
-        """The tables of the app, the largest first; None if the database does not tell."""
+        """The tables of the app, the largest first; None if the database has no statistics of sizes."""
         return health.tables(self.using, table_names(self.opts.app_label))
 
     def partitions(self) -> Sequence[TableHealth] | None:
@@ -88,7 +88,7 @@ def table_names(app: str) -> list[str]:
 
 
 def size_of_tables(alias: str, app: str) -> int | None:
-    """The size of the tables of an app and of their indexes; None if the database does not tell."""
+    """The size of the tables of an app and of their indexes; None if the database has no statistics of sizes."""
     found = health.tables(alias, table_names(app))
     return None if found is None else sum(table.total_bytes for table in found)
 
@@ -98,15 +98,16 @@ def link_of(app: str) -> Link:
 
 
 def warnings(pins: Sequence[Pin] | None, link: Link | None = None) -> Iterator[Attention]:
-    """What has kept the vacuum horizon for long."""
+    """What has held back the vacuum horizon for long."""
     for pin in pins or ():
         if pin.open_for is not None and pin.open_for >= _LONG:
             words = _(
-                "%(what)s has kept the vacuum horizon for %(duration)s: dead rows are not removed, and relays read past them."
+                "%(what)s has held back the vacuum horizon for %(duration)s: dead rows are not removed, and relays "
+                "read past them."
             )
             yield Attention(text=words % {"what": _named(pin), "duration": duration(pin.open_for)}, link=link)
         elif pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:
-            words = _("%(what)s has kept the vacuum horizon for %(count)s transactions: dead rows are not removed.")
+            words = _("%(what)s has held back the vacuum horizon for %(count)s transactions: dead rows are not removed.")
             yield Attention(text=words % {"what": _named(pin), "count": f"{pin.age:,}"}, link=link)
 
 

@@ -1,8 +1,8 @@
 """A text that is drawn again and again in a terminal, like `top`: `outbox_status --watch`.
 
-It uses the terminal's alternate screen, so what was on the screen is there again at the end. It is drawn anew when the window
-is resized. The text is read on a thread of its own: "q" and Ctrl-C end the view also while a database does not answer. A failed
-reading leaves the last text on the screen, below a line that says why. Without a terminal the texts follow each other.
+It uses the terminal's alternate screen, so the previous contents of the screen return at the end. It is drawn again when the
+window is resized. The text is read on a thread of its own: "q" and Ctrl-C end the view also while a database does not answer. A
+failed reading leaves the last text on the screen, below a line that says why. Without a terminal the texts follow each other.
 
 Plain escape sequences of ECMA-48 and xterm; no library.
 """
@@ -96,7 +96,7 @@ class LiveView:
                 rung = self._bell.wait(self._every_seconds, stop, also=keys)
                 if keys is not None and (pressed := _pressed(keys)) is not None:
                     if not pressed:
-                        keys = None  # the terminal is gone
+                        keys = None  # the terminal was closed
                     elif b"q" in pressed.lower():
                         stop.set()
                 if not stop and (rung or self.is_on_a_terminal):

@@ -195,7 +195,7 @@ class MessageAdmin(ActingAdmin):
 
     def called(self, term: str) -> Q:
         """The messages that `term` names, by columns with an index."""
-        return Q(topic=term) | Q(biz_id=term)
+        raise NotImplementedError
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), self.tones.get(row.state, Tone.STOPPED))

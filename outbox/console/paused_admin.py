@@ -1,4 +1,4 @@
-"""The admin page of what is paused: topics in the outbox, handlers in the inbox. Adding a row pauses the topic or handler."""
+"""The admin page of pauses: topics in the outbox, handlers in the inbox. Adding a row pauses the topic or handler."""
 
 from __future__ import annotations
 

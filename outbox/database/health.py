@@ -94,7 +94,7 @@ def database_bytes(alias: str) -> int | None:
 
 
 def tables(alias: str, names: Sequence[str]) -> list[TableHealth] | None:
-    """These tables and their partitions, the largest first; None on a database that does not tell."""
+    """These tables and their partitions, the largest first; None on a database that has no statistics of sizes."""
     if not is_postgresql(connections[alias]):
         return None
     with connections[alias].cursor() as cursor:
@@ -127,7 +127,7 @@ def summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
 
 
 def largest_indexes(alias: str, names: Sequence[str]) -> list[IndexHealth] | None:
-    """The largest indexes of these tables, without those of partitions of history; None on a database that does not tell."""
+    """The largest indexes of these tables, without those of partitions of history; None on a database other than PostgreSQL."""
     if not is_postgresql(connections[alias]):
         return None
     with connections[alias].cursor() as cursor:

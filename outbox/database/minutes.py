@@ -2,8 +2,12 @@
 
 Rows are only inserted. A process that writes twice in a minute has two rows for it, and a reader adds them. They are written in
 a transaction of their own, once a minute while there is something to write. Every half hour a process that has counted nothing
-writes an empty row, which tells zero from unknown. A failed write is tried again later and affects only the display: no
+writes an empty row, which distinguishes zero from unknown. A failed write is tried again later and affects only the display: no
 guarantee depends on these rows.
+
+Counting the messages themselves takes seconds for millions of rows, and history may be dropped. `pg_stat_user_tables` knows
+tables, not topics. One row per minute for all processes would make them wait for each other, and leave a dead row per update.
+Prometheus is supported too, but the pages of the admin work without it.
 
 The ideas of counting are described in `kernel.statistics`.
 """

@@ -185,7 +185,7 @@ class OperationTable:
         self._parts(alias).filter(operation_id=operation.pk).delete()
 
     def leave(self, alias: str, pk: int, token: uuid.UUID, after: timedelta = timedelta(), **written: Any) -> None:
-        """End the lease: any process may take the operation `after` a while."""
+        """End the lease: any process may take the operation `after` this duration."""
         self.rows(alias).filter(pk=pk, token=token).update(token=None, leased_until=DatabaseTime(after), **written)
 
     def cancel(self, alias: str, pk: int, *, by: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rows that the database refuses to change, for example because of another application's trigger. They are skipped for a while,
+"""Rows that the database refuses to change, for example because of another application's trigger. They are skipped for a time,
 longer each time."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RefusedRows:
         return {position: one.key for position, one in self._refused.items() if position not in self._due}
 
     def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
-        """Skip the refused rows for a while."""
+        """Skip the refused rows until their backoff ends."""
         now = monotonic()
         for position in refused:
             one = self._refused.setdefault(position, _Refused(keys.get(position, "")))

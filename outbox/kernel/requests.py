@@ -1,7 +1,11 @@
 """What an operator may ask of a running process, and what the process then does.
 
 The request is in the row of the process's heartbeat. The process reads it with its next heartbeat, carries it out and
-acknowledges it in the row, so an operator needs access to the database only, not to the host.
+acknowledges it in the row, so an operator needs access to the database only, not to the host. The row is read and written
+anyway, so a request costs no further query.
+
+A signal would need access to the host, and the process id inside a container. A NOTIFY is lost if the process does not listen
+at that moment, and SQLite has none. A message through the broker would not arrive while the broker is unavailable.
 """
 
 from __future__ import annotations

@@ -85,14 +85,14 @@ class Sent:
     Attributes:
         verdicts: by position; the outcome of a missing message is unknown.
         broken: why the connection was lost, or None while it is healthy.
-        suspects: the positions of messages one of which made the broker close the connection. A single one has a verdict. Send
+        suspected: the positions of messages one of which made the broker close the connection. A single one has a verdict. Send
             the others again.
         suspicious: send fewer messages next time; the broker blocks publishers.
     """
 
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)
     broken: str | None = None
-    suspects: Sequence[int] = ()
+    suspected: Sequence[int] = ()
     suspicious: bool = False
 
 

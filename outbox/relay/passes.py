@@ -56,7 +56,7 @@ class PassReport:
         refused: number of shards that another session has locked.
         locked: number of messages whose rows were found locked by other sessions.
         skipped: number of such messages that are not read for a moment.
-        unsettled: number of messages that are not read for a while, because the database refuses to change their rows.
+        unsettled: number of messages that are not read for some time, because the database refuses to change their rows.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
         broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
@@ -258,7 +258,7 @@ class Pass:
             sent = self._transmit([batch.outgoing[row.position] for row in part], deadline)
             batch.verdicts.update(sent.verdicts)
             batch.forbidden.update(_forbidden(part, sent.verdicts))
-            if sent.suspects:
+            if sent.suspected:
                 parts += _parts_without(part, sent)
                 searching = True
             elif sent.broken is not None:
@@ -406,16 +406,17 @@ def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
 def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:
     """The parts to send after `sent`, in reverse order.
 
-    The broker has read the messages before the first suspect, but their confirms were lost with the connection. They are sent
-    first, so that they are confirmed before the next connection is lost. Then come the halves of the suspects, and the rest.
+    The broker has read the messages before the first suspected one, but their confirms were lost with the connection. They are
+    sent first, so that they are confirmed before the next connection is lost. Then come the halves of the suspected ones, and
+    the rest.
     """
-    suspects = set(sent.suspects)
-    first = next(index for index, row in enumerate(rows) if row.position in suspects)
+    suspected = set(sent.suspected)
+    first = next(index for index, row in enumerate(rows) if row.position in suspected)
     unknown = [[row for row in part if row.position not in sent.verdicts] for part in (rows[:first], rows[first:])]
     before, after = unknown
-    suspected = [row for row in after if row.position in suspects]
-    half = (len(suspected) + 1) // 2
-    return [[row for row in after if row.position not in suspects], suspected[half:], suspected[:half], before]
+    searched = [row for row in after if row.position in suspected]
+    half = (len(searched) + 1) // 2
+    return [[row for row in after if row.position not in suspected], searched[half:], searched[:half], before]
 
 
 def _forbidden(rows: Sequence[RelayedMessage], verdicts: Mapping[int, Verdict]) -> Iterator[tuple[str, str]]:

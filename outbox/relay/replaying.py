@@ -171,7 +171,7 @@ def _confirmed(transport: Transport, messages: Sequence[OutgoingMessage], deadli
         sent = transport.send(part, deadline)
         verdicts |= sent.verdicts
         missing = [message for message in part if message.position not in sent.verdicts]
-        if sent.suspects:
+        if sent.suspected:
             # One of them made the broker close the connection: sent alone, it gets its answer.
             parts.extend([message] for message in missing)
         elif missing:

@@ -97,7 +97,7 @@ class AmqpTransport:
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
         broken: str | None = None
-        suspects: list[int] = []
+        suspected: list[int] = []
         try:
             broken = self._publish(messages, deadline, refused)
             sent_at = monotonic()
@@ -106,9 +106,9 @@ class AmqpTransport:
                 self.round_trip = monotonic() - sent_at
         except BROKER_FAILURES as error:
             broken = self._explained(error)
-            suspects = self._suspects(error, messages)
-            if len(suspects) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
-                refused[suspects[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
+            suspected = self._suspected(error, messages)
+            if len(suspected) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
+                refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         # The tracker may hold a late ack of an earlier batch; those rows do not belong to this claim.
         verdicts, mine = self._tracker.collect(), {message.position for message in messages}
         if not verdicts.keys() <= mine:
@@ -121,7 +121,7 @@ class AmqpTransport:
             # keep this connection until then: every new connection would add another batch of duplicates.
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
-        return Sent(verdicts=verdicts, broken=broken, suspects=suspects)
+        return Sent(verdicts=verdicts, broken=broken, suspected=suspected)
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -307,7 +307,7 @@ class AmqpTransport:
     def _on_unblocked(self) -> None:
         self._blocked = None
 
-    def _suspects(self, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
+    def _suspected(self, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
         """The positions of the messages that may have made the broker close the channel; empty for any other reason.
 
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.

@@ -1,4 +1,4 @@
-"""The broker's disk is gone: its queues are empty, and what it had confirmed is sent again from the outbox's history."""
+"""The broker's disk is lost: its queues are empty, and what it had confirmed is sent again from the outbox's history."""
 
 from __future__ import annotations
 

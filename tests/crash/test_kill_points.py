@@ -47,7 +47,7 @@ RELAY_POINTS = {
     "in the middle of a batch": (f"after {WRITE} 2", SOME),
     "everything sent, no confirm awaited": (f"before {AWAIT}", SOME),
     "confirmed, not settled": (f"before {SETTLE} once {SEND}", ALL),
-    "moved to history, callbacks not noted": (f"before {RECORD_CALLS} once {SEND}", ALL),
+    "moved to history, callbacks not stored": (f"before {RECORD_CALLS} once {SEND}", ALL),
     "settled, not committed": (f"after {SETTLE} once {SEND}", ALL),
     "committed": (f"after {PASS} once {SEND}", NONE),
 }

@@ -46,7 +46,7 @@ def held_back():
     return InboxMessage.objects.filter(state="dead")
 
 
-def test_purging_while_messages_come_again_and_again_doubles_and_loses_no_effect(world, settings, record_property):
+def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, settings, record_property):
     settings.INBOX = {"RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
     world.inbox_options.update(RETENTION=RETENTION.total_seconds(), MAX_AGE_MARGIN=MARGIN.total_seconds())
     choice = random.Random(world.seed)

@@ -149,7 +149,7 @@ def assert_accounted_for(row, counted_elsewhere):
     assert (row.state, elsewhere["handled"]) == (State.DONE, 0)
     assert 1 + row.duplicates + elsewhere["duplicates"] == COPIES
     assert accounting.balance("default").delivered == COPIES - elsewhere["duplicates"]
-    # The copies with the same message id as the row were sent again by a relay, the others by the business. A copy that met
-    # another one that was being counted was delivered again.
+    # The copies with the same message id as the row were sent again by a relay, the others by the business. A copy that
+    # arrived while another one was being counted was delivered again.
     again = row.resends + row.redeliveries + elsewhere["resend"] + elsewhere["redelivery"]
     assert again == (COPIES // 2 - 1 if row.message_id == "first" else 0)

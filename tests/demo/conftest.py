@@ -13,9 +13,9 @@ from tests.support.servers.private import watch
 
 @pytest.fixture
 def run_in_the_shop(tmp_path):
-    """Run Python in the demo project, on an empty SQLite file and without a broker unless told otherwise.
+    """Run Python in the demo project, on an empty SQLite file and without a broker unless `environment` names one.
 
-    It and all that it starts are gone when the test ends, whatever happens.
+    It and all that it starts are ended with the test, also when that fails.
     """
     groups = []
 

@@ -49,7 +49,7 @@ def relay():
 RECEIVED = ("payment-order-1", {"order": "order-1", "amount": "9.90"})
 
 
-def test_a_signed_event_is_stored_and_its_handler_tells_the_shop(call, payment):
+def test_a_signed_event_is_stored_and_its_handler_informs_the_shop(call, payment):
     response = call(an_event(payment))
 
     assert response.status_code == 200

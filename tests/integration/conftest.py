@@ -13,7 +13,7 @@ from tests.support.relaying import connected
 
 @pytest.fixture
 def peer():
-    """A broker that does what the test tells it."""
+    """A broker that does what the test scripts."""
     with FakeAmqpPeer() as peer:
         yield peer
 

@@ -1,4 +1,4 @@
-"""What the tests share: servers, processes, test apps, and the words they are written in. `tests/README.md` is the map."""
+"""What the tests share: servers, processes, test apps and helpers. `tests/README.md` lists them."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Pages in the admin, as a browser and a member of staff see them.
 
-Messages and lists are those of the outbox; `Page`, `staff_client` and `said` serve for the pages of both apps.
+Messages and lists are those of the outbox; `Page`, `staff_client` and `said` are for the pages of both apps.
 """
 
 import json

@@ -9,7 +9,7 @@ from django.db import connection, connections
 
 @contextmanager
 def an_alias(name, **settings):
-    """Another entry, like the default one but for `settings`."""
+    """Another entry, equal to the default one except for `settings`."""
     connections.databases[name] = {**connection.settings_dict, **settings}
     try:
         yield name
@@ -21,7 +21,7 @@ def an_alias(name, **settings):
 
 @contextmanager
 def the_default_at(**settings):
-    """The default alias, led to another server: every connection of any thread that is made during the block."""
+    """The default alias refers to another server: for every connection that any thread makes during the block."""
     before = {name: connection.settings_dict[name] for name in settings}
     connection.close()
     connection.settings_dict.update(settings)

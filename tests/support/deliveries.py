@@ -1,4 +1,4 @@
-"""How the tests of the inbox deliver messages, run what is stored, and look at what became of it."""
+"""Helpers for tests of the inbox: deliver messages, run stored ones, and read the outcome."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
 
 
 def the_effect(message):
-    """What most handlers of the tests do; nothing in the database keeps it from happening twice."""
+    """What most handlers of the tests do; no constraint prevents a second one."""
     return Effect.objects.create(name=message.biz_id, detail=str(message.attempt))
 
 
@@ -73,18 +73,18 @@ def the_row(**lookup):
 
 
 def make_due(alias="default"):
-    """Let the clock of every stored message strike; how many wait."""
+    """Make every stored message due; return how many wait."""
     waiting = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=False)
     return waiting.update(next_attempt_at=DatabaseTime())
 
 
 def drain(given=OPTIONS):
-    """Run what is due now with the real runner; how many messages were run."""
+    """Run the due messages with the real runner; return how many were run."""
     return Runner(given).drain(StopRequest())
 
 
 def run_to_the_end(given=OPTIONS):
-    """Run every stored message as often as it takes."""
+    """Run every stored message until it is settled."""
     for _ in range(10 * given.MAX_ATTEMPTS):
         if not make_due():
             return

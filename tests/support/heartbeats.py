@@ -1,4 +1,4 @@
-"""Rows of relays and consumers, as those would have written them."""
+"""Rows of relays and consumers, as these write them."""
 
 from __future__ import annotations
 

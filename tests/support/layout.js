@@ -68,7 +68,7 @@ async () => {
         if (rest) pieces.push({ ...rest, element, node: element });
     }
     pieces.sort((one, other) => one.top - other.top);
-    const told = new Set();
+    const listed = new Set();
     pieces.forEach((one, index) => {
         for (let next = index + 1; next < pieces.length && pieces[next].top < one.bottom - 3; next++) {
             const other = pieces[next];
@@ -77,8 +77,8 @@ async () => {
             const height = Math.min(one.bottom, other.bottom) - other.top;
             if (width > 2 && height > 3) {
                 const words = `covers: ${name(one.element)} and ${name(other.element)}`;
-                if (!told.has(words)) found.push(words);
-                told.add(words);
+                if (!listed.has(words)) found.push(words);
+                listed.add(words);
             }
         }
     });

@@ -1,4 +1,4 @@
-"""Measure the layout of a page in a browser: what is wider than its place, clipped, broken into letters, or covered.
+"""Measure the layout of a page in a browser: what is wider than its box, clipped, broken into letters, or covered.
 
     assert not faults(page)
 

@@ -13,7 +13,7 @@ from tests.support.deliveries import OPTIONS, an_envelope
 
 
 def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
-    """A delivery as kombu hands it over, which came `waited` seconds ago."""
+    """A delivery as kombu hands it over, which arrived `waited` seconds ago."""
     envelope = an_envelope(topic=handler.topic) if envelope is None else envelope
     message = kombu.Message(
         body=envelope.body,

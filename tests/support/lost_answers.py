@@ -1,4 +1,4 @@
-"""A commit whose answer is lost: it is in the database, and the client does not know it."""
+"""A commit whose answer is lost: it is in the database, and the client does not know that."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 On Linux a process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is forked
 from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
 environment, settings and connections of its own, ended by SIGKILL at any instruction, leaving through the interpreter's own
-end. It shares the template's hash seed. A fresh interpreter runs what no template can stand for: settings that are not below
+end. It shares the template's hash seed. A new interpreter is started where no template can be used: settings that are not below
 `tests`, a preloaded library, other options of Python.
 
 The idea is that of multiprocessing's forkserver, which cannot be used here: its children import the parent's `__main__`, which

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -27,3 +28,11 @@ def environment_in(directory, settings, **environment):
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = os.pathsep.join([str(directory), str(ROOT)])
     return {**inherited, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": settings, **environment}
+
+
+def titled_blocks(page):
+    """The Python files of a page, by name; blocks of one title follow each other in one file."""
+    files, written = {}, (ROOT / "docs" / page).read_text()
+    for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
+        files[name] = files.get(name, "") + text
+    return files

@@ -59,14 +59,14 @@ def waiting(using="default"):
 
 
 def set_columns(message, using="default", **columns):
-    """Put a row into a state it takes long to get into. A settled one is of the day that it is, unless another is given."""
+    """Put a row into a state that takes long to reach. The day of a settled row is today by default."""
     if "state" in columns:
         columns = {"day": Today() if columns["state"] in SETTLED else LIVE, **columns}
     assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
 
 
 def in_state(state, **options):
-    """A committed message in a state it takes long to get into."""
+    """A committed message in a state that takes long to reach."""
     message = published(**options)
     set_columns(message, state=state)
     return message
@@ -84,7 +84,7 @@ def outcomes(sent):
 
 
 def soon(seconds=SECONDS):
-    """A deadline for `Transport.send` that a healthy broker keeps easily."""
+    """A deadline for `Transport.send` that a healthy broker meets easily."""
     return monotonic() + seconds
 
 

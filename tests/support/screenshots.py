@@ -1,4 +1,4 @@
-"""Take the pictures of the admin that README and docs show, into docs/images: `make screenshots`.
+"""Take the screenshots of the admin for README and docs, into docs/images: `make screenshots`.
 
 The rows are those of `shop_day`. The pages are served from a private PostgreSQL and photographed in headless Chromium.
 """
@@ -162,7 +162,7 @@ def _take_all(browser: Any, address: str) -> None:
 
 
 def _beat() -> None:
-    """The processes of the shop send a heartbeat; what has begun a moment ago has begun now."""
+    """The processes of the shop send a heartbeat; the recent starts are set to now."""
     from inbox.models import ConsumerHeartbeat  # noqa: PLC0415
     from outbox.database.now import DatabaseTime  # noqa: PLC0415
     from outbox.models import RelayHeartbeat  # noqa: PLC0415

@@ -3,7 +3,7 @@
     a_busy_day()          # believable data, for screenshots and for layout
     hostile_rows(NASTY)   # the same text in every column that holds a text
 
-The rows are written directly. What relays and consumers write themselves is tested elsewhere.
+The rows are written directly. Other tests cover what relays and consumers write.
 """
 
 from __future__ import annotations

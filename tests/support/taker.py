@@ -1,6 +1,6 @@
 """A process that takes as many tokens of a rate as it gets, `python -m tests.support.taker`.
 
-Told on each line of its input who to be and for how long, it answers with a line: how many it took, and when by the
+Each line of its input names the handler and the duration. It answers with a line: how many it took, and when by the
 database's clock.
 """
 

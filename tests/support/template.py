@@ -1,4 +1,4 @@
-"""The other side of `processes.Forked`: a process that has imported and set up Django, and forks what it is asked for.
+"""The other side of `processes.Forked`: a process that has imported and set up Django, and forks the requested commands.
 
     python -m tests.support.template FD
 

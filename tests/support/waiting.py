@@ -1,4 +1,4 @@
-"""Waiting for a condition, which is what tests do instead of waiting for a time to pass."""
+"""Wait for a condition, instead of for a time to pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TICK = 0.01
 
 
 def wait_until(condition, within=A_WHILE):
-    """What `condition` answered when it came true."""
+    """The result of `condition` when it came true."""
     deadline = time.monotonic() + within
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"waited {within} s in vain"

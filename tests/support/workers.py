@@ -97,7 +97,7 @@ def declare(handler, options):
 def send(url, topic, payload, *, body=None, **properties):
     """As a foreign producer does. Persistent; the payload is JSON unless `body` says otherwise.
 
-    Confirmed: RabbitMQ may lose the last messages of a channel that is closed at once, without a word.
+    With confirms: RabbitMQ may silently lose the last messages of a channel that is closed at once.
     """
     properties = {"content_type": "application/json", "content_encoding": "utf-8", "delivery_mode": 2, **properties}
     with kombu.Connection(url, transport_options=CONFIRMED) as connection:
@@ -106,14 +106,14 @@ def send(url, topic, payload, *, body=None, **properties):
 
 
 def mark_redelivered(handler, options):
-    """Have the broker deliver what is in the queue to a consumer that goes away, so that it will be delivered again."""
+    """Have the broker deliver what is in the queue to a consumer that disconnects, so that it will be delivered again."""
     with kombu.Connection(options.broker_url) as connection:
         while connection.default_channel.basic_get(queue_name(handler, options)) is not None:
             pass
 
 
 def relay(url):
-    """Carry everything that is due, as `outbox_relay --drain` does."""
+    """Send everything that is due, as `outbox_relay --drain` does."""
     with override_settings(OUTBOX={"BROKER_URL": url, "EXCHANGE": EXCHANGE}):
         call_command("outbox_relay", drain=True)
 
@@ -148,7 +148,7 @@ class Process:
         return self
 
     def terminate(self):
-        """Ask it to end, once it can be asked: before that, SIGTERM ends Python at once, and rightly so."""
+        """Send SIGTERM when the process has a handler for it: before that, SIGTERM ends Python at once."""
         self.until(lambda: not self.has_ended() and catches(self._process.pid, signal.SIGTERM))
         self._process.send_signal(signal.SIGTERM)
 

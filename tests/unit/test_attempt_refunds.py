@@ -28,19 +28,19 @@ def _frequent_thread_switches():
 
 
 def test_a_refund_is_made_once_and_only_for_its_own_database():
-    debts, done = AttemptRefunds(), []
-    debts.add("here", unavailable(lambda: done.append("here")))
-    debts.add("there", unavailable(lambda: done.append("there")))
-    debts.add("here", unavailable())
+    refunds, done = AttemptRefunds(), []
+    refunds.add("here", unavailable(lambda: done.append("here")))
+    refunds.add("there", unavailable(lambda: done.append("there")))
+    refunds.add("here", unavailable())
 
-    debts.settle("here")
-    debts.settle("here")
+    refunds.settle("here")
+    refunds.settle("here")
 
     assert done == ["here"]
 
 
 def test_refunds_stay_pending_while_the_database_is_unavailable():
-    debts, done, is_unavailable = AttemptRefunds(), [], True
+    refunds, done, is_unavailable = AttemptRefunds(), [], True
 
     def refund(name):
         if is_unavailable:
@@ -48,21 +48,21 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
         done.append(name)
 
     for name in "ab":
-        debts.add("here", unavailable(lambda name=name: refund(name)))
+        refunds.add("here", unavailable(lambda name=name: refund(name)))
     with pytest.raises(DatabaseUnavailable):
-        debts.settle("here")
+        refunds.settle("here")
     is_unavailable = False
-    debts.settle("here")
+    refunds.settle("here")
 
     assert done == ["a", "b"]
 
 
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
-    debts, done = AttemptRefunds(), []
-    debts.add("here", unavailable(lambda: 1 / 0))
-    debts.add("here", unavailable(lambda: done.append("next")))
+    refunds, done = AttemptRefunds(), []
+    refunds.add("here", unavailable(lambda: 1 / 0))
+    refunds.add("here", unavailable(lambda: done.append("next")))
 
-    debts.settle("here")
+    refunds.settle("here")
 
     assert done == ["next"]
     assert "could not be refunded" in caplog.text
@@ -70,7 +70,7 @@ def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
 def test_concurrent_threads_make_each_refund_once_and_lose_none():
-    debts, done, lock = AttemptRefunds(), [], threading.Lock()
+    refunds, done, lock = AttemptRefunds(), [], threading.Lock()
     first_try = set(range(400))
 
     def refund(number):
@@ -82,16 +82,16 @@ def test_concurrent_threads_make_each_refund_once_and_lose_none():
 
     def add_refunds(first):
         for number in range(first, first + 100):
-            debts.add("here", unavailable(lambda number=number: refund(number)))
+            refunds.add("here", unavailable(lambda number=number: refund(number)))
             try:
-                debts.settle("here")
+                refunds.settle("here")
             except DatabaseUnavailable:
-                debts.settle("there")
+                refunds.settle("there")
 
     at_once([lambda first=first: add_refunds(first) for first in range(0, 400, 100)])
     while len(done) < 400:
         try:
-            debts.settle("here")
+            refunds.settle("here")
         except DatabaseUnavailable:
             continue
 

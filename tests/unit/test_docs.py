@@ -272,6 +272,50 @@ def test_every_file_that_a_page_names_or_links_to_exists():
     assert broken == []
 
 
+def decisions():
+    return sorted((DOCS / "adr").glob("0*.md"))
+
+
+LINKS_OF_A_STATUS = r"\[\d+\]\((0[\w-]+\.md)\)(?: and \[\d+\]\((0[\w-]+\.md)\))*"
+STATUS = re.compile(
+    r"\*\*Date\.\*\* \d{4}-\d\d-\d\d\. \*\*Status\.\*\* "
+    rf"(?:Accepted|Superseded by {LINKS_OF_A_STATUS})(?:; (?:amended by|amends|supersedes) {LINKS_OF_A_STATUS})*\."
+)
+BACK = {"amended by": "amends", "amends": "amended by", "superseded by": "supersedes", "supersedes": "superseded by"}
+
+
+def relations(path):
+    """What the status of a decision says about others: the word and the other page."""
+    status = path.read_text().splitlines()[2].partition("**Status.** ")[2].lower()
+    return {(part.split(" [")[0], other) for part in status.split("; ") for other in re.findall(r"\((0[\w-]+\.md)\)", part)}
+
+
+@pytest.mark.parametrize("path", decisions(), ids=lambda path: path.stem)
+def test_decision_has_a_date_and_a_status_and_the_decisions_it_names_link_back(path):
+    assert STATUS.fullmatch(path.read_text().splitlines()[2])
+
+    for word, other in relations(path):
+        assert (BACK[word], path.name) in relations(DOCS / "adr" / other), other
+
+
+def test_index_of_the_decisions_has_each_with_its_title():
+    titles = {path: path.read_text().splitlines()[0].removeprefix("# ").replace(". ", " ", 1) for path in decisions()}
+    listed = re.findall(r"^- (\[.+)$", page("adr/index.md"), re.MULTILINE)
+
+    assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
+
+
+LONG = {"features.md", "glossary.md", "proofs.md", "getting-started.md"}
+"""Lists, in which one looks something up, and the tutorial."""
+
+
+def test_no_page_has_more_than_1200_words():
+    pages = [path for path in sorted(DOCS.rglob("*.md")) if path.name not in LONG]
+    words = {path.relative_to(DOCS): [word for word in prose(path).split() if word.strip("|-:")] for path in pages}
+
+    assert {str(name): len(found) for name, found in words.items() if len(found) > 1_200} == {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One feature: its line on the page for users, and its exact statement with its tests."""

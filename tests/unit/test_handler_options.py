@@ -61,7 +61,7 @@ def registered():
 class TestDurations:
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [30, 0.5, "30s", True], ids=repr)
-    def test_what_is_no_timedelta_is_refused_with_the_right_form(self, option, value):
+    def test_value_that_is_not_a_timedelta_is_refused_with_the_right_form(self, option, value):
         with pytest.raises(TypeError, match=rf"^{option} is {value!r}: .*such as timedelta\(seconds=[\d.]+\)"):
             DURATIONS[option](value)
 
@@ -71,7 +71,7 @@ class TestDurations:
 
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [timedelta(), -A_SECOND], ids=str)
-    def test_what_is_not_longer_than_zero_is_refused(self, option, value):
+    def test_duration_of_zero_or_less_is_refused(self, option, value):
         with pytest.raises(ValueError, match=rf"^{option} is .*longer than zero"):
             DURATIONS[option](value)
 
@@ -89,7 +89,7 @@ class TestDurations:
 class TestCounts:
     @pytest.mark.parametrize("option", COUNTS)
     @pytest.mark.parametrize("value", [2.5, "2", True, timedelta(1)], ids=repr)
-    def test_what_is_no_whole_number_is_refused(self, option, value):
+    def test_value_that_is_not_a_whole_number_is_refused(self, option, value):
         with pytest.raises(TypeError, match=rf"^{option} is .*whole number, such as 2"):
             COUNTS[option](value)
 
@@ -143,7 +143,7 @@ class TestValues:
             Backoff(factor=factor)
 
     @pytest.mark.parametrize("factor", ["2", True, A_SECOND], ids=repr)
-    def test_a_factor_that_is_no_number_is_refused(self, factor):
+    def test_factor_that_is_not_a_number_is_refused(self, factor):
         with pytest.raises(TypeError, match=r"^factor is .*such as 2"):
             Backoff(factor=factor)
 
@@ -219,7 +219,7 @@ class TestRetry:
     def test_a_retry_that_says_nothing_is_the_policy_of_the_settings(self):
         assert Retry().over(DEFAULT) is DEFAULT
 
-    def test_what_a_retry_leaves_out_is_as_the_settings_have_it(self):
+    def test_omitted_part_of_a_retry_has_the_value_of_the_settings(self):
         assert Retry(max_attempts=3).over(DEFAULT) == RetryPolicy(
             max_attempts=3, base=DEFAULT.base, factor=DEFAULT.factor, cap=DEFAULT.cap
         )

@@ -67,7 +67,7 @@ def test_cycle_through_plain_handlers_is_a_warning(declare):
     assert names() == [("inbox_joins.W001", "report")]
 
 
-def test_topic_with_another_publisher_is_no_cycle(declare):
+def test_topic_with_another_publisher_is_not_a_cycle(declare):
     declare("report", "a", "report.built", publishes=["report.built"])
     declare("import", "file.uploaded", publishes=["report.built"])
     assert check_cycles(None) == []

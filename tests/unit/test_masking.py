@@ -61,7 +61,7 @@ def test_a_url_is_shown_without_its_secrets(url, shown):
         "amqp://user:secret@host;password=secret",
     ],
 )
-def test_of_what_is_no_url_only_the_type_is_shown(value):
+def test_only_the_type_of_a_value_that_is_not_a_url_is_shown(value):
     article, _, kind = masked(value).partition(" (not shown")[0].partition(" ")
 
     assert (article, kind) == ("a", type(value).__name__)

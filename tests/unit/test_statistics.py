@@ -59,7 +59,7 @@ def test_subjects_beyond_the_limit_are_counted_as_other():
     assert tally.take() == {}
 
 
-def test_what_is_put_back_is_counted_again():
+def test_counts_that_are_put_back_are_taken_again():
     tally = Tally()
     tally.count("shop.a", "published")
     taken = tally.take()

@@ -12,11 +12,11 @@ from django.db.migrations.executor import MigrationExecutor
 from rich.console import Console
 
 from demo_shop.audit import EFFECTS, Audit
-from demo_shop.simulation.story import Options, tell
+from demo_shop.simulation.story import Options, run
 
 
 class Command(BaseCommand):
-    help = "Buy from the demo shop with many hands, kill its processes meanwhile, and audit what came of it."
+    help = "Simulate customers of the demo shop, kill its processes, and audit the result."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--orders", type=_positive, default=200, help="orders to place (default: %(default)s)")
@@ -29,7 +29,7 @@ class Command(BaseCommand):
             "--timeout",
             type=float,
             default=60.0,
-            help="seconds in which nothing need happen (default: %(default)s)",
+            help="fail after this number of seconds without progress (default: %(default)s)",
         )
         parser.add_argument("--json", action="store_true", help="print the audit as one JSON line, progress to stderr")
 
@@ -41,10 +41,10 @@ class Command(BaseCommand):
             threads=options["threads"],
             kills=options["kills"],
             seed=seed,
-            patience_seconds=options["timeout"],
+            timeout_seconds=options["timeout"],
         )
         try:
-            result = tell(wanted, Console(stderr=options["json"]))
+            result = run(wanted, Console(stderr=options["json"]))
         except KeyboardInterrupt:
             raise CommandError("Interrupted, and the processes are ended; nothing was audited.", returncode=130) from None
         if options["json"]:

@@ -18,9 +18,9 @@ class Command(BaseCommand):
         # No threading.Event: the code that the signal interrupts may hold its lock, and setting it would wait for ever.
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-        self._tell("Transferring until SIGTERM.")
-        transfers.run(options["run"], lambda: bool(asked), self._tell)
+        self._report("Transferring until SIGTERM.")
+        transfers.run(options["run"], lambda: bool(asked), self._report)
 
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         self.stdout.write(line)
         self.stdout.flush()

@@ -111,7 +111,7 @@ def test_query_count_of_the_list_does_not_grow_with_rows(django_assert_num_queri
     client = staff_client(VIEW)
     client.get(reverse(CONSUMERS))
 
-    with django_assert_num_queries(7):  # session, user, permissions (2), whom nobody runs, count, rows
+    with django_assert_num_queries(7):  # session, user, permissions (2), handlers without a consumer, count, rows
         client.get(reverse(CONSUMERS))
 
 

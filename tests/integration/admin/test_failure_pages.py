@@ -150,7 +150,7 @@ class TestFailureOfAMessage:
 
 
 class TestDeferredMessages:
-    def test_list_tells_deferred_messages_from_failed_ones(self, handles):
+    def test_list_distinguishes_deferred_messages_from_failed_ones(self, handles):
         failed(handles, wait_for_stock, count=2)
         failed(handles, refuse_the_card)
         client = staff_client(VIEW)
@@ -167,7 +167,7 @@ class TestDeferredMessages:
             ({"stuck": "any"}, {"refuse_the_card"}),
         ],
     )
-    def test_filters_tell_deferred_messages_from_failed_ones(self, handles, query, functions):
+    def test_filters_distinguish_deferred_messages_from_failed_ones(self, handles, query, functions):
         failed(handles, wait_for_stock)
         failed(handles, refuse_the_card)
         found = staff_client(VIEW).get(reverse(LIST), query).context["cl"].result_list
@@ -201,7 +201,7 @@ class TestFailureGroups:
         assert {row.error_class for row in found} == {"ValueError"}
         assert len(found) == 2
 
-    def test_handled_group_is_gone(self, handles):
+    def test_group_without_open_messages_does_not_exist(self, handles):
         failed(handles, refuse_the_card)
         row = the_row()
         InboxMessage.objects.update(state=State.DONE, next_attempt_at=None)

@@ -99,10 +99,10 @@ def test_transaction_that_is_open_for_long_is_reported():
 
     [attention] = warnings([pin, Pin(kind="session", name="18", age=1, open_for=timedelta(seconds=3))])
 
-    assert attention.text.startswith("Session 17 (report, ada) has kept the vacuum horizon for 2 h")
+    assert attention.text.startswith("Session 17 (report, ada) has held back the vacuum horizon for 2 h")
 
 
 def test_replication_slot_that_holds_many_transactions_is_reported():
     [attention] = warnings([Pin(kind="replication slot", name="standby", age=2_000_000)])
 
-    assert attention.text.startswith("Replication slot standby has kept the vacuum horizon for 2,000,000 transactions")
+    assert attention.text.startswith("Replication slot standby has held back the vacuum horizon for 2,000,000 transactions")

@@ -117,7 +117,7 @@ def test_operator_enters_the_missing_messages(dead):
 
 
 @pytest.mark.parametrize("payloads", ["{", "[]", "{}", '"text"'])
-def test_payloads_that_are_no_json_object_are_refused(dead, payloads):
+def test_payloads_that_are_not_a_json_object_are_refused(dead, payloads):
     page = Page(on_the_list(staff_client(VIEW, COMPLETE), "complete", dead, payloads=payloads, **CONFIRMED))
 
     assert "JSON" in page.text

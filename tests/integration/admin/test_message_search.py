@@ -276,7 +276,7 @@ class TestLimit:
         assert found(app, q="headers.tenant:acme") == set()
         assert found(app, q="headers.tenant:acme", state="dead") == {row.pk}
 
-    def test_filter_of_what_is_not_settled_for_long_reads_the_oldest(self, app):
+    def test_filter_by_age_of_unsettled_messages_reads_the_oldest(self, app):
         rows = [app.message(app.retrying, ago=AGES["day"] + timedelta(minutes=9 - number)) for number in range(4)]
 
         assert found(app, age="open-day") == {row.pk for row in rows[:2]}

@@ -208,7 +208,7 @@ def test_pausing_is_refused_without_its_permission(label):
 
 
 def values_of(row):
-    """The columns of a row now; None if it is gone."""
+    """The columns of a row now; None if it was deleted."""
     return type(row).objects.filter(pk=row.pk).values().first()
 
 

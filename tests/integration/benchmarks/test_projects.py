@@ -1,4 +1,4 @@
-"""What a block of a benchmark leaves behind is removed, and a wait in vain tells what was counted instead."""
+"""What a block of a benchmark leaves behind is removed, and a wait that ends in vain reports what was counted."""
 
 import subprocess
 import sys

@@ -97,7 +97,7 @@ class TestOutbox:
         run("outbox_restore", row.message_id)
         assert OutboxMessage.objects.get().state == State.READY
 
-    def test_body_that_is_no_text_is_base64(self):
+    def test_body_that_is_not_text_is_base64(self):
         a_dead_letter(body=BINARY)
         [line] = exported("outbox_export")
         assert base64.b64decode(line["body_base64"]) == BINARY

@@ -1,4 +1,4 @@
-"""Health checks: what probes are told about relays and consumers that work, wait, hang or are gone."""
+"""Health checks: the answers to probes about relays and consumers that work, wait, hang or have ended."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_check_shows_an_odd_url_without_its_password(setting, option, value):
 
 
 @pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
-def test_check_reports_a_setting_that_is_no_dict_without_its_password(value):
+def test_check_reports_a_setting_that_is_not_a_dict_without_its_password(value):
     for setting in ("OUTBOX", "INBOX"):
         said = checked(**{setting: [filled(value)]})
 
@@ -125,7 +125,7 @@ def test_check_prints_no_password_whatever_its_characters_and_wherever_it_is_wri
     # What follows the '@' is the host.
     hypothesis.assume(value != "amqp://user:{secret}" or "@" not in before)
     given = filled(value, f"{before}{SECRET}{after}")
-    # A name alone must be shown, or nobody could correct it.
+    # A name alone must be shown, so that the user can correct it.
     settings = {setting: {name: given, given: name} if isinstance(given, str) and value != "{secret}" else {name: given}}
     if repeated:
         settings = {"OUTBOX": {"BROKER_URL": given}, "INBOX": {"BROKER_URL": given, "LEASE_STORE": given}}

@@ -33,7 +33,7 @@ def errors(process):
 
 
 def tries(server):
-    """How often RabbitMQ has refused somebody so far."""
+    """How many logins RabbitMQ has refused so far."""
     text = server.log.read_text(errors="replace")
     return text.count("PLAIN login refused") + text.count("not found")
 

@@ -245,7 +245,7 @@ def test_the_outbox_alone_publishes_in_a_transaction_and_relays_to_rabbitmq(outb
     assert not project.tables("inbox")
 
 
-def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_comes_twice(
+def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_is_delivered_twice(
     inbox_project, rabbitmq_server, rabbitmq_url
 ):
     project = inbox_project

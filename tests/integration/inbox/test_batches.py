@@ -352,7 +352,7 @@ class TestFailingMessage:
         assert receive_together(handler, [an_envelope(POISON) for _ in range(7)]) == [STORED] * 7
         assert effects() == 4
 
-    def test_payload_changed_by_a_failed_run_is_read_anew_for_the_next_run(self, together):
+    def test_payload_changed_by_a_failed_run_is_read_again_for_the_next_run(self, together):
         def consume(message):
             message.payload["done"] = message.payload.pop("amount") + len(message.payload)
             the_effect(message)

@@ -455,7 +455,7 @@ class TestAcknowledging:
         assert (the_row().state, effects()) == (State.DONE, 1)
 
     def test_copy_is_not_run_while_this_process_handles_its_message(self, handles):
-        """Also before that has a row, as when its transaction is begun anew."""
+        """Also before that has a row, as when its transaction is begun again."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
         assert arrivals.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)

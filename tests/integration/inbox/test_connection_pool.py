@@ -26,7 +26,7 @@ LEASE = timedelta(seconds=4.5)
 """Extended every third of it, so that a stall of two seconds costs none."""
 SHORT = timedelta(milliseconds=200)
 THREADS = 4
-"""As many as a pool has connections, unless it is told otherwise."""
+"""As many as a pool has connections by default."""
 MANY = 30
 
 

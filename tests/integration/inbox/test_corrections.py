@@ -231,7 +231,7 @@ class TestCorrectedMessage:
         assert sum(pk is not None for pk in found) == 1
         assert (InboxMessage.objects.count(), effects()) == (2, 1)
 
-    def test_link_to_a_purged_first_row_harms_nobody(self, handler):
+    def test_link_to_a_purged_first_row_has_no_effect(self, handler):
         envelope, row = dead(handler)
         new = corrected(row)
         InboxMessage.objects.filter(pk=row.pk).update(settled_at=utcnow() - 2 * OPTIONS.RETENTION)
@@ -244,7 +244,7 @@ class TestCorrectedMessage:
 
 
 class TestFurtherDeliveries:
-    def test_copies_of_what_was_published_are_duplicates_of_the_first_row_and_no_conflicts(self, handler):
+    def test_copies_of_the_published_message_are_duplicates_of_the_first_row_and_not_conflicts(self, handler):
         envelope, row = dead(handler)
         corrected(row)
         drain()

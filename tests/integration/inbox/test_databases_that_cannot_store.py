@@ -53,7 +53,7 @@ def execute(sql):
 
 
 def end_other_sessions():
-    """Every session of the database but this one: those that come anew have what ALTER DATABASE says now."""
+    """End every session of the database but this one: new sessions have the present settings of ALTER DATABASE."""
     execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )

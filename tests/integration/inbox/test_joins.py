@@ -80,7 +80,7 @@ ALL = ",".join(TOPICS)
 @pytest.mark.every_database
 class TestAllCome:
     @pytest.mark.parametrize("order", list(itertools.permutations(TOPICS)))
-    def test_join_runs_once_when_the_last_message_has_come_in_any_order(self, joins, order):
+    def test_join_runs_once_when_the_last_message_has_arrived_in_any_order(self, joins, order):
         joins(report)
         for topic in order:
             assert not drain()
@@ -117,7 +117,7 @@ class TestAllCome:
 
         assert sorted(effects()) == sorted((run, ALL) for run in runs)
 
-    def test_message_with_other_content_for_a_topic_that_has_come_is_a_conflicting_duplicate(self, joins):
+    def test_message_with_other_content_for_a_topic_that_has_arrived_is_a_conflicting_duplicate(self, joins):
         given = []
         joins(given.append)
         comes(TOPICS[0], rows=1)
@@ -382,7 +382,7 @@ class TestAtTheDeadline:
         assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]}")]
         assert f"of topic {TOPICS[1]} came too late for the run monday" in caplog.text
 
-    def test_run_whose_last_message_has_come_after_the_deadline_runs_when_it_is_retried(self, joins):
+    def test_run_whose_last_message_arrived_after_the_deadline_runs_when_it_is_retried(self, joins):
         joins(report)
         for topic in TOPICS[:2]:
             comes(topic)

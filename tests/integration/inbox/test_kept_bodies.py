@@ -166,7 +166,7 @@ def test_message_that_is_emptied_is_settled_by_as_many_statements_as_one_that_is
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("only_failed")
-def test_duplicate_of_an_emptied_message_is_a_conflict_only_if_it_says_something_else(handles, kind):
+def test_duplicate_of_an_emptied_message_is_a_conflict_only_if_its_content_differs(handles, kind):
     handler, envelope = a_handler(handles, kind), an_order()
     handle(handler, kind, envelope)
 

@@ -36,7 +36,7 @@ NOT_UTF_8 = "PLACEHOLDER"
 """On the wire it is as many bytes of 0xFF, which no client library would send as text."""
 DONE, DEAD = State.DONE, State.DEAD
 NUMBERS = itertools.count(1)
-"""What tells apart messages that are equal otherwise."""
+"""What distinguishes messages that are equal otherwise."""
 
 
 class Malformed(NamedTuple):

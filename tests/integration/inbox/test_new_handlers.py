@@ -103,7 +103,7 @@ class TestLocally:
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
         assert InboxMessage.objects.filter(handler=other.name).count() == 21
 
-    def test_from_an_instant_it_sees_what_was_published_since(self, handles):
+    def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         old, _new = published(payload={"n": 1}), published(payload={"n": 2})
         relay_all()
@@ -152,7 +152,7 @@ class TestLocally:
 
         assert InboxMessage.objects.get(handler=handler.name).state == "done"
 
-    def test_messages_that_are_not_published_are_no_part_of_the_past(self, handles):
+    def test_unpublished_messages_are_not_handed_to_a_new_handler_as_history(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         cancelled = published()
         set_columns(cancelled, state=State.CANCELLED, settled_at=DatabaseTime())

@@ -299,7 +299,7 @@ class TestDuplicates:
         assert said[0][1] == {"handler": handler.name, "message_id": other.id, "biz_id": "order-1"}
         assert "how its publisher chooses biz-ids" in caplog.text
 
-    def test_same_biz_id_under_another_topic_is_no_duplicate(self, handles):
+    def test_same_biz_id_under_another_topic_is_not_a_duplicate(self, handles):
         """As when a handler is moved to another topic under the same name."""
         assert deliver(handles(the_effect, name="tests.same"), an_envelope(biz_id="1")) is Received.HANDLED
         registry.remove("tests.same")
@@ -395,13 +395,13 @@ class TestFailedAttempt:
     def test_reject_is_a_dead_letter_at_once_with_its_reason(self, handles):
         def handle(message):
             the_effect(message)
-            raise Reject("the customer is gone")
+            raise Reject("the customer does not exist")
 
         with recorded_signals("message_dead") as said:
             assert deliver(handles(handle)) is Received.DEAD
 
         row = the_row()
-        assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer is gone", 0)
+        assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer does not exist", 0)
         assert len(said) == 1
 
     def test_retry_later_waits_as_long_as_asked_and_costs_no_attempt(self, handles):
@@ -911,7 +911,7 @@ class TestIdentity:
 
         assert [deliver(handler, an_envelope(end)) for end in "ab"] == [Received.HANDLED] * 2
 
-    def test_biz_id_equal_to_that_of_an_unidentified_message_is_no_duplicate(self, handles):
+    def test_biz_id_equal_to_that_of_an_unidentified_message_is_not_a_duplicate(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope(body=b"{"))
         forged = the_row().biz_id

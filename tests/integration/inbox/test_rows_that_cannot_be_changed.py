@@ -119,7 +119,7 @@ def test_others_behind_forty_such_rows_are_run(handles, caplog):
 
 class TestOnPostgreSQL:
     @pytest.mark.parametrize("sqlstate", ["P0001", "23514", "XX001", "42501"])
-    def test_whatever_the_database_says_of_the_row_the_others_are_run(self, handles, sqlstate):
+    def test_other_messages_run_whatever_error_the_database_has_for_one_row(self, handles, sqlstate):
         among_others(handles(the_effect))
         with cursed(sqlstate, where=CLAIMED):
             assert drain() == MANY

@@ -272,7 +272,9 @@ class TestBatchAndGroup:
 
         assert became == [Received.HANDLED] * 5
         assert len(ends) == 5
-        assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), "each begins anew"
+        assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), (
+            "each run has the whole limit"
+        )
 
     def test_timeout_of_a_batch_applies_to_the_whole_call(self, handles):
         ends = []

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import inbox.metrics
 import inbox.monitoring
@@ -16,6 +17,7 @@ import outbox.monitoring
 from outbox.kernel import meter
 from outbox.kernel.meter import Instrument
 from outbox.states import State
+from tests.support import ROOT
 from tests.support.relaying import published, set_columns
 from tests.support.servers import PrometheusServer, binaries
 from tests.support.servers.private import free_port
@@ -49,6 +51,39 @@ def test_rules_are_accepted_by_promtool(folder):
 
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "SUCCESS" in checked.stdout
+
+
+def scaling_queries():
+    written = yaml.safe_load_all((ROOT / "docs" / "examples" / "kubernetes" / "scale.yaml").read_text())
+    return [
+        pytest.param(trigger["metadata"]["query"], id=scaled["metadata"]["name"])
+        for scaled in written
+        for trigger in scaled["spec"]["triggers"]
+        if trigger["type"] == "prometheus"
+    ]
+
+
+@pytest.mark.parametrize("query", scaling_queries())
+def test_query_of_the_kubernetes_example_counts_a_backlog_once_and_only_while_a_process_works(query, tmp_path):
+    backlog, processes = re.findall(r"max\((\w+\{[^}]+)\}\)", query)
+
+    def given(working, expected):
+        series = {(backlog, "a"): 45_000, (backlog, "b"): 45_000, (processes, "a"): working, (processes, "b"): working}
+        return {
+            "interval": "1m",
+            "input_series": [
+                {"series": f'{name}, instance="{instance}"}}', "values": str(value)}
+                for (name, instance), value in series.items()
+            ],
+            "promql_expr_test": [{"expr": query, "eval_time": "0m", "exp_samples": expected}],
+        }
+
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"tests": [given(2, [{"labels": "{}", "value": 45_000}]), given(0, [])]}))
+
+    done = subprocess.run([binaries.promtool(), "test", "rules", file], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @APPS

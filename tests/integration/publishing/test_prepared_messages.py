@@ -434,16 +434,16 @@ class TestCheck:
 
     def test_check_without_a_registered_checker_is_logged_and_left_to_other_relays(self, caplog):
         half = prepare(TOPIC, {})
-        set_columns(half, topic="bank.gone")
+        set_columns(half, topic="bank.unregistered")
         overdue(half)
         assert asked() == 0
         assert row_of(half).last_error == ""
 
         overdue(half, 2 * HOUR)
         assert asked() == 0
-        assert "1 prepared messages of the topic 'bank.gone'" in caplog.text
+        assert "1 prepared messages of the topic 'bank.unregistered'" in caplog.text
         assert "has a checker" in row_of(half).last_error
-        assert [row.pk for row in preparing.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
+        assert [row.pk for row in preparing.claim_checks("default", ["bank.unregistered"], 10, HOUR)] == [row_of(half).pk]
 
     def test_draining_relay_runs_checks(self, answers):
         answers[:] = [Answer.COMMIT]

@@ -133,7 +133,7 @@ def test_own_function_accepts_with_true_and_nothing_else(result):
         b'{"event": {"id": "evt-1"}, "merchant_ref": {}}',
     ],
 )
-def test_signed_body_that_is_no_event_is_answered_with_400_and_not_stored(body):
+def test_signed_body_that_is_not_an_event_is_answered_with_400_and_not_stored(body):
     assert view(correlate="merchant_ref")(a_request(body)).status_code == 400
     assert published() == []
 

@@ -191,7 +191,7 @@ class TestEndOfAConnection:
 
         assert outcomes(sent) == {1: REFUSED}
         assert "BECAUSE OF YOU" in sent.verdicts[1].reason
-        assert sent.suspects == [1]
+        assert sent.suspected == [1]
 
     @pytest.mark.parametrize("code", [320, 404, 541])
     def test_channel_closed_for_another_reason_refuses_no_message(self, peer, transport, code):
@@ -200,7 +200,7 @@ class TestEndOfAConnection:
         sent = transport.send(messages(1), soon())
 
         assert outcomes(sent) == {}
-        assert not sent.suspects
+        assert not sent.suspected
 
     def test_channel_closed_over_one_of_several_messages_refuses_none(self, peer, transport):
         peer.script = lambda message: [partial(peer.close_channel, 406, "ONE OF YOU")] if message.tag == 2 else []
@@ -208,7 +208,7 @@ class TestEndOfAConnection:
         sent = transport.send(messages(3), soon())
 
         assert outcomes(sent) == {}
-        assert 2 in sent.suspects
+        assert 2 in sent.suspected
 
     def test_channel_closed_over_the_only_message_without_a_confirm_refuses_that_message(self, peer, transport):
         when_all_have_arrived(
@@ -226,7 +226,7 @@ class TestEndOfAConnection:
         sent = transport.send([*messages(2), *messages(2, first=3, topic="bad"), *messages(1, first=5)], soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 3: PublishOutcome.FORBIDDEN}
-        assert sent.suspects == [3], "RabbitMQ reads in order, so it never came to the second one"
+        assert sent.suspected == [3], "RabbitMQ reads in order, so it never came to the second one"
 
     def test_forbidden_topic_is_the_outcome_of_its_message_alone(self, peer, transport):
         peer.script = lambda message: [
@@ -247,7 +247,7 @@ class TestEndOfAConnection:
 
         sent = transport.send(messages(1), soon())
 
-        assert (outcomes(sent), list(sent.suspects)) == ({}, [])
+        assert (outcomes(sent), list(sent.suspected)) == ({}, [])
         assert "set_permissions" in sent.broken
 
     def test_connection_lost_while_idle_is_replaced_before_the_next_batch(self, peer, transport):

@@ -157,7 +157,7 @@ class TestManyRows:
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
             settling.make_retrying_ready("default", 1000, RefusedRows())
 
-    def test_refused_row_is_skipped_for_a_while(self):
+    def test_refused_row_is_skipped_until_its_backoff_ends(self):
         [bad], others = among_others(backed_off)
         rows = RefusedRows()
         with refused(where=NOT_READY):

@@ -475,7 +475,7 @@ class TestListenerOutage:
             wait_until(lambda: proxy.bytes_to_client > before + 200)
 
             assert listening_backends(outside) == backends
-            assert not bell.wait(0, never), "an answer to the probe is no ring"
+            assert not bell.wait(0, never), "an answer to the probe is not a ring"
         assert caplog.records == []
 
     def test_listener_refused_by_its_server_ends_when_asked(self, proxy, bell, monkeypatch, caplog):

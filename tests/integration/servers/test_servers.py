@@ -57,7 +57,7 @@ class TestPostgres:
         server = PostgresServer().start()
         mapped = Path(f"/proc/{server.pid}/maps").read_text()
         files = {Path(name) for name in re.findall(r"/dev/shm/PostgreSQL\.\d+", mapped)}
-        # The seventh line: the key and the number of the segment that tells whether a former server still runs.
+        # The seventh line: the key and the number of the segment that shows whether a former server still runs.
         segment = (server.directory / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
         assert files
         assert segment in segments()

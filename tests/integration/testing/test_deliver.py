@@ -170,8 +170,8 @@ class TestDeliver:
     def test_topic_without_a_handler_is_refused(self, handles, deliver):
         handles(the_effect, topic=TOPIC)
 
-        with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.nobody'.*'tests\.deliver'"):
-            deliver(make_message("tests.nobody", {}))
+        with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.unhandled'.*'tests\.deliver'"):
+            deliver(make_message("tests.unhandled", {}))
 
     def test_attempt_of_a_message_is_refused(self, handles, deliver):
         handles(the_effect, topic=TOPIC)
@@ -196,7 +196,7 @@ class TestDeliver:
 
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestRedeliver:
-    def test_what_has_been_handled_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
+    def test_redelivery_of_a_handled_message_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
         handles(the_effect, topic=TOPIC)
         message = a_message()
         deliver(message)
@@ -206,7 +206,7 @@ class TestRedeliver:
         assert effects() == ["a"]
         assert assert_duplicate(TOPIC).redeliveries == 1
 
-    def test_what_has_not_been_handled_is(self, handles, redeliver, assert_handled):
+    def test_redelivery_of_an_unhandled_message_runs(self, handles, redeliver, assert_handled):
         handles(the_effect, topic=TOPIC, biz_id="name")
 
         redeliver(a_message())
@@ -250,7 +250,7 @@ class TestDrain:
         assert len(dead(TOPIC, attempts=2)) == 1
         assert drain() == 0
 
-    def test_message_that_is_deferred_is_no_failure(self, handles, deliver, drain, travel):
+    def test_deferred_message_is_not_a_failure(self, handles, deliver, drain, travel):
         def later(message):
             raise RetryLater(timedelta(minutes=5))
 

@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 
 from tests.support import ROOT
-from tests.support.projects import run_in
+from tests.support.projects import run_in, titled_blocks
 
 SETTINGS = """\
 SECRET_KEY = "x"
@@ -19,14 +19,6 @@ INSTALLED_APPS = ["outbox", "inbox", "orders"]
 DATABASES = {{"default": {database!r}}}
 """
 PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"
-
-
-def titled_blocks(page):
-    """The Python files of a page, by name; blocks of one title follow each other in one file."""
-    files, written = {}, (ROOT / "docs" / page).read_text()
-    for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
-        files[name] = files.get(name, "") + text
-    return files
 
 
 def examples():
@@ -83,7 +75,7 @@ def test_examples_pass_in_the_test_runner_of_django(project):
 
 
 @pytest.mark.every_database
-def test_failure_that_the_page_shows_is_what_is_said(project):
+def test_failure_has_the_text_that_the_page_shows(project):
     page = (ROOT / "docs" / "how-to" / "test-your-code.md").read_text()
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (project / "orders" / "tests" / "test_placing.py").write_text(

@@ -92,7 +92,7 @@ class TestAnEffectInTheTransaction:
 
         assert_effect_once(one_effect, a_message(key="k"), effect=count)
 
-    def test_what_a_handler_publishes_is_published_once(self, handles):
+    def test_message_that_a_handler_publishes_is_published_once(self, handles):
         def chain(message):
             publish("tests.second", message.payload)
 
@@ -129,7 +129,7 @@ class TestAWrongHandler:
         }
         assert said.count("  <--") == 2 * len(twice)
 
-    def test_effect_that_is_told_from_its_repetition_is_one(self, handles, in_a_file):
+    def test_effect_that_is_distinguished_from_its_repetition_is_one(self, handles, in_a_file):
         handles(in_a_file, topic=TOPIC)
 
         assert_effect_once(in_a_file, a_message(), effect=in_a_file.count_once)

@@ -42,12 +42,12 @@ def a_message(payload=None, **attributes):
 
 
 class TestMakeMessage:
-    def test_payload_is_what_comes_out_of_json(self):
+    def test_payload_is_decoded_from_json(self):
         message = a_message({"total": Decimal("9.90"), "day": date(2026, 1, 2), "pair": (1, 2)})
 
         assert message.payload == {"total": "9.90", "day": "2026-01-02", "pair": [1, 2]}
 
-    def test_what_is_not_given_is_what_a_first_delivery_has(self):
+    def test_defaults_are_those_of_a_first_delivery(self):
         message = a_message()
 
         assert message.biz_id == message.correlation_id == message.id
@@ -175,7 +175,7 @@ class TestRunHandler:
         with pytest.raises(ValueError, match="needs at least one message"):
             run_handler(handler(lambda message: None))
 
-    def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):
+    def test_function_that_is_not_a_handler_of_the_topic_is_refused(self, handler):
         function = handler(lambda message: None)
 
         with pytest.raises(LookupError, match=r"handles 'tests\.run_handler', but the topic of the message is 'tests\.other'"):

@@ -206,10 +206,10 @@ class TestWithLocalHandlers:
         assert len(handled) == 3
 
     def test_message_that_no_handler_takes_is_not_published(self, run_relay, assert_published):
-        say("a", topic="tests.nobody")
+        say("a", topic="tests.unhandled")
 
         assert run_relay() == []
-        assert "no handler is registered for the topic" in assert_published("tests.nobody", state="retrying").last_error
+        assert "no handler is registered for the topic" in assert_published("tests.unhandled", state="retrying").last_error
 
     def test_callbacks_are_called(self, run_relay):
         called = []

@@ -1,4 +1,4 @@
-"""Mistakes a careful engineer could make, one at a time.
+"""Seeded bugs, one at a time, of a kind that a careful engineer may make.
 
 BUG names the one that this process has. They are patched in from outside, so that the tests can prove that their oracle
 detects them: a harness that has never reported a lost message may be unable to detect one.
@@ -27,13 +27,13 @@ def acknowledges_before_the_commit() -> None:
 
 
 def has_no_sentinel() -> None:
-    """What the handler left behind is committed, or not, and believed in."""
+    """The transaction of the handler is committed without a check that it still can be."""
     patch("inbox.store.sentinel.finish", lambda original: lambda *args, **kwargs: None)
     patch("inbox.transactions.handler_transaction.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
 
 
 def settles_before_the_confirm() -> None:
-    """What was written to the socket counts as published."""
+    """A message that was written to the socket counts as published."""
 
     def sent(original: Any) -> Any:
         def sent_and_confirmed(tracker: Any, position: int, message_id: str) -> None:
@@ -46,7 +46,7 @@ def settles_before_the_confirm() -> None:
 
 
 def ignores_returned_messages() -> None:
-    """The broker confirms what it has no queue for."""
+    """The broker also confirms messages without a queue."""
     patch("outbox.transports.confirms.ConfirmTracker.returned", lambda original: lambda *args: None)
 
 
@@ -56,7 +56,7 @@ def sends_later_messages_of_a_key_first() -> None:
 
 
 def runs_duplicates() -> None:
-    """Whether the inbox row was there already is not asked."""
+    """It does not check whether the inbox row existed."""
     there_already = object()
 
     def begin(original: Any) -> Any:

@@ -42,7 +42,7 @@ def apply(message: Message) -> None:
 
 @idempotent_handler("crash.told", name="crash.take")
 def take(message: Message) -> None:
-    """So that it can be published; the callback is what matters."""
+    """A checker, so that the message can be prepared; only the callback matters."""
 
 
 @idempotent_handler("crash.chained", name="crash.apply_chained", biz_id=lambda message: message.payload["operation"])

@@ -1,4 +1,4 @@
-"""The hand that pulls plugs: random processes, at random moments, replaced by the next of their kind."""
+"""Kill random processes at random moments, and replace each by another of its kind."""
 
 from __future__ import annotations
 

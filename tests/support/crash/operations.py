@@ -50,7 +50,7 @@ EVERY_OUTCOME = {
 
 
 class Changed(Exception):
-    """The producer changes its mind."""
+    """The producer rolls back."""
 
 
 def commit_operation(name: str, *, how: str = "", **options: Any) -> None:
@@ -151,7 +151,7 @@ class Producer:
         commit_operation(name, priority=self._choice.randint(1, 9))
 
     def _expired(self, name: str) -> None:
-        """It has expired when it is written, so what becomes of it does not depend on how fast the relays are."""
+        """It has expired when it is written, so its outcome does not depend on the speed of the relays."""
         with transaction.atomic():
             Unique.objects.create(name=EXPIRES + name)
             publish(TOPIC, payload_of(EXPIRES + name, ""), deliver_at=database_now() - HOUR, expires_in=HOUR / 2)
@@ -182,7 +182,7 @@ class Producer:
         return message.id, due_at, delay
 
     def _change_mind(self, name: str, delay: timedelta, act: Callable[[], str]) -> None:
-        """Do that before or after the message is due; or once it was handled, when it is too late for sure."""
+        """Do that before or after the message is due, or after it was handled, which is certainly too late."""
         if self._choice.random() < 0.1:
             self._do_once_handled(name, act)
         else:

@@ -53,7 +53,7 @@ class Verdict:
         doubled: with more than one effect.
         ghosts: effects of what must have none: never committed, rolled back, expired, or cancelled in time.
         early: effects before their instant.
-        overtaken: effects of what was cancelled when it was due already; nothing is wrong with them.
+        overtaken: effects of messages that were cancelled when they were due already; they are correct.
     """
 
     committed: int

@@ -80,7 +80,7 @@ def write(number: int, *, chance: random.Random | None = None, padding: int = 0)
 
 @contextmanager
 def writing(seed: int, *, writers: int = 2, number: int = 40, pause_seconds: float = 0.03) -> Iterator[None]:
-    """Writers at work for the length of the block; some of what they write is rolled back."""
+    """Writers at work during the block; some of their transactions are rolled back."""
     enough = threading.Event()
 
     def work(chance: random.Random) -> None:

@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it listens to SIGTERM already; before that, Python ends at once, and rightly so."""
+        """Whether it has a handler for SIGTERM; before that, Python ends at once."""
         return catches(self.process.pid, signal.SIGTERM) if self.is_alive else False
 
     @property
@@ -81,7 +81,7 @@ class Worker:
         self.process.send_signal(signal.SIGTERM)
 
     def abort(self) -> None:
-        """End it; with PYTHONFAULTHANDLER it says first what every thread was doing."""
+        """End it; with PYTHONFAULTHANDLER it first prints the stack of every thread."""
         self.process.send_signal(signal.SIGABRT)
         self.process.send_signal(signal.SIGCONT)
         self.process.wait()
@@ -143,7 +143,7 @@ class World:
         return victim
 
     def end_all(self) -> None:
-        """Nothing of this world may outlive its test."""
+        """End every process before the test ends."""
         for worker in self.workers:
             if worker.is_alive:
                 worker.kill()
@@ -301,7 +301,7 @@ class World:
         self.rabbit.evaluate("lists:foreach(fun dets:sync/1, dets:all()).")
 
     def is_quiet(self) -> bool:
-        """Nothing is under way anywhere: a message is in the outbox, in the broker, in the inbox, or through."""
+        """No message is unfinished in the outbox, in the broker or in the inbox."""
         before = OutboxMessage.objects.count()
         if OutboxMessage.objects.filter(state__in=OPEN).exists():
             return False

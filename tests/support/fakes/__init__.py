@@ -1,1 +1,1 @@
-"""Stand-ins for servers, which tests can make misbehave on cue."""
+"""Fake servers, whose faults a test controls."""

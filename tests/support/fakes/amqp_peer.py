@@ -1,7 +1,7 @@
 """A fake broker that sends exactly the answers that a test scripts.
 
 `FakeAmqpPeer` speaks the server side of AMQP 0-9-1 on a loopback port, as far as a publisher with confirms can see
-it. It records every message it receives and answers what the test scripted, also what no sane broker would answer:
+it. It records every message it receives and sends the scripted answers, also such as no correct broker sends:
 acks that are late, doubled, out of order or for tags that were never used.
 
     with FakeAmqpPeer() as peer:
@@ -160,7 +160,7 @@ class FakeAmqpPeer:
         return self._newest().close(CONNECTION, wire.CLOSE, code, text)
 
     def drop(self) -> None:
-        """Reset the newest connection without a word."""
+        """Reset the newest connection without closing it."""
         self._newest().drop()
 
     def blocked(self, reason: str = "low on memory") -> bool:
@@ -173,7 +173,7 @@ class FakeAmqpPeer:
         return self._newest().send(wire.frame(wire.HEARTBEAT_FRAME, CONNECTION))
 
     def pause_reading(self) -> None:
-        """Take in nothing more, as under an alarm. The client's writes succeed until the buffers are full."""
+        """Read nothing more, as under an alarm. The client's writes succeed until the buffers are full."""
         self._reading = False
 
     def resume_reading(self) -> None:
@@ -234,7 +234,7 @@ class FakeAmqpPeer:
 
 @dataclass
 class _Content:
-    """A message under way: basic.publish has come, header or body frames are still missing."""
+    """An incomplete message: basic.publish has arrived, header or body frames are still missing."""
 
     exchange: str
     routing_key: str
@@ -295,7 +295,7 @@ class _Session:
             self.sock.shutdown(socket.SHUT_WR)  # what we said last must arrive before the reset
             self._read(1)
         except (OSError, EOFError):
-            pass  # the client has gone, or we dropped it
+            pass  # the client has disconnected, or we dropped it
         except Exception as error:  # noqa: BLE001 - a broken rule, or a script that raised: the test must hear of both
             self.peer.errors.append(error)
         finally:
@@ -323,7 +323,7 @@ class _Session:
         return kind, channel, payload
 
     def _handle(self, kind: int, channel: int, payload: bytes) -> bool:
-        """Take in one frame; false if it was the last."""
+        """Read one frame; false if it was the last."""
         if kind == wire.METHOD_FRAME:
             args = wire.Reader(payload)
             class_id, method_id = args.values("HH")

@@ -1,7 +1,7 @@
 """Real private servers for the tests: PostgreSQL, PgBouncer, RabbitMQ, Redis, Prometheus, and a proxy that breaks connections.
 
 Every server belongs to the process that started it: a free loopback port, a temporary directory, and a watcher that
-ends it when its owner dies, however that happens. A server somebody else runs on this machine is never touched.
+ends it when its owner dies, however that happens. It never touches a server of another owner on this machine.
 
     with RabbitServer() as rabbit:
         url = rabbit.new_vhost()

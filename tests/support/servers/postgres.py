@@ -110,7 +110,7 @@ class PostgresServer(PrivateServer):
             return str(row[0])
 
     def _reachable(self, tools: binaries.PostgresTools) -> binaries.PostgresTools:
-        """PostgreSQL installed below root's home is closed to the user it has to run as: give that user a copy."""
+        """The user that PostgreSQL runs as cannot read an installation below root's home: give that user a copy."""
         if self.account.can_reach(tools.directory / "postgres"):
             return tools
         return tools.moved_to(self.directory / "postgresql")
@@ -145,7 +145,7 @@ class StandbyServer(PostgresServer):
 
 
 def account() -> Account:
-    """PostgreSQL refuses to run as root, and so does what comes with it."""
+    """PostgreSQL and its tools refuse to run as root."""
     if os.geteuid() != 0:
         return OURSELVES
     known = {entry.pw_name for entry in pwd.getpwall()}

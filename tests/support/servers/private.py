@@ -1,6 +1,6 @@
-"""A server process that belongs to this one: on a free port, waited for, killed, restarted, and never left behind.
+"""A server process that belongs to this one: on a free port, started, killed, restarted, and always ended.
 
-What is started runs in a session of its own, so that Ctrl-C reaches the tests and not the servers. Two things end it:
+It runs in a session of its own, so that Ctrl-C reaches the tests and not the servers. Two things end it:
 this process's exit, or, when this process is killed, the watcher.
 
 This module does not know which server it runs; the modules beside it do.
@@ -47,7 +47,7 @@ class Account:
             shutil.chown(directory, self.name)
 
     def can_reach(self, path: Path) -> bool:
-        """Whether strangers may walk to `path`: a checkout below a home directory is usually closed to them."""
+        """Whether other users can reach `path`: usually they cannot read a checkout below a home directory."""
         return self.name is None or all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
 
 
@@ -98,13 +98,13 @@ class PrivateServer(ABC):
         return self
 
     def stop(self) -> None:
-        """End it the polite way, and the other way when it takes too long."""
+        """Ask it to end, and kill it when that takes too long."""
         if self.is_running:
             watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
         self._reap()
 
     def kill(self) -> None:
-        """SIGKILL for the server and all its processes at once: what a power cut leaves, minus the disk."""
+        """SIGKILL for the server and all its processes at once: as a power cut does, except for the disk."""
         if self.is_running:
             watcher.kill_tree(self.pid)
         self._reap()
@@ -231,7 +231,7 @@ def watch(process: subprocess.Popen[bytes] | subprocess.Popen[str], orphan_signa
 
 
 def forget(process: subprocess.Popen[bytes]) -> None:
-    """Tell the watcher that this process has ended: its number may soon be somebody else's."""
+    """Notify the watcher that this process has ended: the system may soon give its number to another one."""
     _tell_watcher(do="forget", pid=process.pid)
 
 
@@ -251,7 +251,7 @@ def remove(directory: Path) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the range the kernel takes for outgoing connections.
+    """A port without a listener, below the range the kernel takes for outgoing connections.
 
     Inside that range a client that keeps reconnecting to a server that is down ends up connected to itself sooner or
     later, and then the server cannot have its port back.

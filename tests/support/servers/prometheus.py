@@ -1,4 +1,4 @@
-"""A private Prometheus that scrapes what a test tells it, every second."""
+"""A private Prometheus that scrapes the targets of a test, every second."""
 
 from __future__ import annotations
 

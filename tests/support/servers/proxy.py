@@ -1,12 +1,12 @@
-"""A TCP proxy that breaks connections on order.
+"""A TCP proxy that breaks connections on request.
 
     with FaultProxy("127.0.0.1", rabbit.port) as proxy:
         broker_url = proxy.through(rabbit.url)
         ...
-        proxy.freeze()      # the cable is out: nobody is told, nothing arrives
+        proxy.freeze()      # like an unplugged cable: nothing arrives, and no error is reported
 
-One thread owns all sockets. An order is carried out by that thread before the call that gave it returns, so a test
-knows that what it does next meets the fault.
+One thread owns all sockets. That thread carries a request out before the call returns, so the
+fault affects everything that the test does next.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FaultProxy:
         return urlunsplit(parts._replace(netloc=f"{credentials}{at}{LOOPBACK}:{self.port}"))
 
     def cut(self) -> None:
-        """Reset every connection. New ones are welcome."""
+        """Reset every connection. New ones are accepted."""
         self._order(self._cut)
 
     def refuse(self) -> None:
@@ -112,7 +112,7 @@ class FaultProxy:
         self._order(self._start_listening)
 
     def freeze(self) -> None:
-        """Half-open: connections are accepted and stay up, nothing is forwarded and nobody learns of anybody's end."""
+        """Half-open: connections are accepted and stay open, nothing is forwarded, and neither side sees the other close."""
         self._order(lambda: setattr(self, "_frozen", True))
 
     def thaw(self) -> None:
@@ -124,7 +124,7 @@ class FaultProxy:
         self._order(lambda: setattr(self, "_delay_seconds", seconds))
 
     def drop_server_to_client(self, drop: bool) -> None:
-        """Swallow what the server answers. Once it is over, `cut`: the client has lost its place in the stream."""
+        """Discard the answers of the server. End it with `cut`, because the client has lost bytes of the stream."""
         self._order(lambda: setattr(self, "_drops_server_to_client", drop))
 
     def cut_after(self, nbytes: int, direction: Direction = "to_server") -> None:

@@ -69,8 +69,8 @@ class RabbitServer(PrivateServer):
     def __init__(self, *, spins: bool = True, plugins: Sequence[str] = (), **settings: str) -> None:
         """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key.
 
-        By default Erlang's schedulers spin a little before they sleep, which serves a message sooner. Where many nodes share
-        few processors they take them from each other.
+        By default Erlang's schedulers spin a little before they sleep, which reduces latency. Where many nodes share few
+        processors, the spinning costs the others time.
         """
         super().__init__()
         self._spins = spins
@@ -89,7 +89,7 @@ class RabbitServer(PrivateServer):
         return f"amqp://{USER}:{USER}@{LOOPBACK}:{self.port}/{vhost}"
 
     def new_vhost(self) -> str:
-        """The URL of a fresh virtual host: no queue, no exchange but the built-in ones, nobody connected."""
+        """The URL of a fresh virtual host: no queue, no exchange but the built-in ones, no connection."""
         name = f"test-{secrets.token_hex(6)}"
         self.create_vhost(name)
         return self.url_of(name)

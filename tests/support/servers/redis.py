@@ -1,4 +1,4 @@
-"""A private Redis that writes down every command before it answers, so that a kill loses nothing it confirmed."""
+"""A private Redis that writes every command to disk before it answers, so that a kill loses nothing that it confirmed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ends the servers of a process that died.
 
-Run as a script, it reads orders from its standard input (one JSON object a line) until the owner is gone: by the end of
+Run as a script, it reads orders from its standard input (one JSON object a line) until the owner has ended: by the end of
 the pipe, or by having a new parent when a forked child of the owner still holds the pipe. Then it ends every process it
-was told of, with its descendants, and removes every directory it was told of.
+was given, with its descendants, and removes every directory it was given.
 
 Standard library only, and nothing of this package: it runs isolated, with any working directory.
 """
@@ -54,7 +54,7 @@ def kill_tree(pid: int) -> None:
 
 
 def end_tree(pid: int, ask_with: int, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ask `pid` to end, wait for it, and kill what is left of its family."""
+    """Ask `pid` to end, wait for it, and kill the remaining descendants."""
     family = [pid, *descendants(pid)]
     send(pid, ask_with)
     deadline = time.monotonic() + grace_seconds
@@ -71,7 +71,7 @@ def send(pid: int, number: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie has ended: only its parent has not looked yet."""
+    """A zombie has ended: its parent has not read its status yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -82,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 def born(pid: int) -> str:
-    """What tells this process from a later one with the same number."""
+    """What distinguishes this process from a later one with the same number."""
     return " ".join(_stat(pid)[19:20])
 
 
@@ -107,7 +107,7 @@ def _stat(pid: int) -> list[str]:
 
 
 class Charge:
-    """What there is to end and to remove once the owner is gone."""
+    """What to end and to remove once the owner has ended."""
 
     def __init__(self) -> None:
         self.processes: dict[int, tuple[int, str]] = {}

@@ -125,7 +125,7 @@ def test_task_whose_copy_the_broker_does_not_confirm_goes_back_to_the_broker(
 
     assert (state, rejected.requeue) == (states.REJECTED, True)
     assert "cannot be sent again" in str(rejected.reason)
-    # What that broker still says is no answer to the next copy.
+    # A late answer of that broker must not be taken for the answer to the next copy.
     peer.hold()
     late = list(peer.published)
     peer.script = lambda copy: [*(lambda old=old: peer.ack(old) for old in late), lambda: peer.nack(copy)]

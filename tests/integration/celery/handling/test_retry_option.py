@@ -42,7 +42,7 @@ class TestMapping:
         assert (task.max_retries, task.autoretry_for, task.dont_autoretry_for) == (4, (Exception,), (Reject,))
         assert (task.retry_backoff, task.retry_backoff_max, task.default_retry_delay) == (60, 600, 60)
 
-    def test_what_is_left_out_is_as_the_settings_of_the_inbox_have_it(self, declared, settings):
+    def test_omitted_option_has_the_value_of_the_inbox_settings(self, declared, settings):
         settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
 
         task = declared(fail, retry=Retry())
@@ -131,6 +131,6 @@ class TestRefused:
             idempotent_task(name="tests.refused", retry=Retry(), **{option: 3})(fail)
 
     @pytest.mark.parametrize("retry", [5, True, {"max_attempts": 5}], ids=repr)
-    def test_what_is_no_retry_is_refused_with_the_right_form(self, retry):
+    def test_value_that_is_not_a_retry_is_refused_with_the_right_form(self, retry):
         with pytest.raises(TypeError, match=r"^retry is .*such as Retry\(max_attempts=5\)"):
             idempotent_task(name="tests.refused", retry=retry)(fail)

@@ -175,7 +175,7 @@ class TestRabbitMQ:
             transport.connect()
             after = transport.send([a_task(1, exchange="tasks"), a_task(2)], soon())
 
-        assert (broken.suspects, "404" in broken.broken) == ([1, 2], True)
+        assert (broken.suspected, "404" in broken.broken) == ([1, 2], True)
         assert outcomes(after) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
 
     def test_message_to_an_exchange_without_write_permission_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
@@ -191,7 +191,7 @@ class TestRabbitMQ:
             transport.connect()
             event = transport.send([an_event(3)], soon())
 
-        assert (both.verdicts, both.suspects) == ({}, [1, 2])
+        assert (both.verdicts, both.suspected) == ({}, [1, 2])
         assert outcomes(alone) == {1: PublishOutcome.FORBIDDEN}
         assert "403" in alone.verdicts[1].reason
         assert outcomes(event) == {3: PublishOutcome.RETURNED}

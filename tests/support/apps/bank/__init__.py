@@ -1,4 +1,4 @@
-"""The example of docs/how-to/prepared-messages.md: money leaves the savings bank's database and arrives in the giro bank's.
+"""The example of docs/how-to/prepared-messages.md: transfers from the savings bank's database to the giro bank's.
 
 The outbox and the inbox are the giro bank's, the alias `default`.
 """

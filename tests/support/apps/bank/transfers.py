@@ -7,7 +7,7 @@ from tests.support.apps.effects.models import Account, Booking
 
 
 class Insufficient(Exception):
-    """There is not so much money."""
+    """The account has not enough money."""
 
 
 def transfer(transfer_id, owner, amount):

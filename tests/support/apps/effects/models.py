@@ -4,7 +4,7 @@ from django.db import models
 
 
 class Effect(models.Model):
-    """Something happened. No constraint stands in the way of its happening twice, so that a test can see it."""
+    """Something happened. No constraint prevents a second one, so that a test can see it."""
 
     name = models.CharField(max_length=200)
     detail = models.CharField(max_length=200, blank=True)
@@ -24,7 +24,7 @@ class Unique(models.Model):
 
 
 class Account(models.Model):
-    """Somebody's money at one bank; each bank has a database of its own."""
+    """The balance of an account at one bank; each bank has a database of its own."""
 
     owner = models.CharField(max_length=100, unique=True)
     balance = models.IntegerField()
@@ -34,7 +34,7 @@ class Account(models.Model):
 
 
 class Booking(models.Model):
-    """That a transfer was debited; with no amount, that it never will be."""
+    """A transfer was debited; without an amount, it never will be."""
 
     transfer = models.CharField(max_length=100, unique=True)
     amount = models.IntegerField()

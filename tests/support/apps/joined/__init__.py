@@ -1,4 +1,4 @@
-"""A join that lives in processes that tests start and kill; the test process itself never imports it."""
+"""A join in processes that tests start and kill; the test process itself never imports it."""
 
 TOPICS = ("joined.orders", "joined.stock", "joined.prices")
 NAME = "testjoined.report"

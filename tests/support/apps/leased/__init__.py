@@ -1,3 +1,3 @@
-"""An app whose lease-mode handlers live in processes that tests start, stop and kill."""
+"""An app with handlers under a lease, in processes that tests start, stop and kill."""
 
 LEASED_JOB = "leased.job"

@@ -1,4 +1,4 @@
-"""Handlers under a lease. What they do is said by the message: `{"do": …}`."""
+"""Handlers under a lease. The message says what they do: `{"do": …}`."""
 
 import os
 import signal
@@ -29,13 +29,13 @@ def _die(message):
 
 
 def _wait_for_the_word(message):
-    """The first run waits until the test says so; the one that takes over does not."""
+    """The first run waits for the test; the run that takes over does not."""
     if message.attempt == 1:
         wait_until(lambda: Unique.objects.filter(name=f"go {message.biz_id}").exists())
 
 
 def _die_in_a_step_once(message):
-    """Between what the step did and the memory of it."""
+    """Between the effect of the step and the storing of its result."""
 
     def charge():
         Effect.objects.create(name=f"charged {message.biz_id}")

@@ -1,4 +1,4 @@
-"""An app whose one handler has a rate limit and sheds; it lives in processes that tests start."""
+"""An app with one handler that has a rate limit and sheds, in processes that tests start."""
 
 TOPIC = "limited.job"
 NAME = "testlimited.work"

@@ -1,4 +1,4 @@
-"""An app whose one handler wants the messages from the first one on; it lives in processes that tests start."""
+"""An app with one handler that starts from the first message of history, in processes that tests start."""
 
 TOPIC = "newcomer.job"
 NAME = "testnewcomer.work"

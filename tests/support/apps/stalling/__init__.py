@@ -1,4 +1,4 @@
-"""An app whose checkers and callbacks hang, or wait for what the test does. What they do is said by the topic."""
+"""An app whose checkers and callbacks hang, or wait for the test. The topic says what they do."""
 
 CHECKED, CHECKED_IN_VAIN = "stalling.checked", "stalling.checked-in-vain"
 """Prepared messages: the checker of the second never returns, unless the payload says `is_answered`."""

@@ -1,4 +1,4 @@
-"""Settings of the processes: with these checkers and callbacks, and else as those of the crash tests."""
+"""Settings of the processes: those of the crash tests, with these checkers and callbacks."""
 
 from tests.support.crash.settings import *  # noqa: F403
 from tests.support.crash.settings import INSTALLED_APPS as APPS

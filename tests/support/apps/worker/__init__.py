@@ -1,4 +1,4 @@
-"""An app whose handlers live in processes that tests start; the test process itself never imports them."""
+"""An app with handlers in processes that tests start; the test process itself never imports them."""
 
 JOB = "worker.job"
 CHAINED = "worker.chained"

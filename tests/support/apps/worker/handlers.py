@@ -1,4 +1,4 @@
-"""Handlers for the processes that tests start and kill. What they do is said by the message: `{"do": …}`."""
+"""Handlers for the processes that tests start and kill. The message says what they do: `{"do": …}`."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ def chained(message):
 
 
 def name_in_the_payload(message):
-    """Ends the process when the payload says so: as a body does that takes more memory than there is."""
+    """Ends the process when the payload says so, like a body that needs more memory than is available."""
     if message.payload.get("kills"):
         os._exit(13)
     return message.payload["name"]
@@ -56,13 +56,13 @@ def _kill_the_process(message):
 
 
 def _kill_the_process_after_the_commit(message):
-    """Once: the process that gets the message again must live to say so."""
+    """Once: the process that gets the message again must survive to record it."""
     _work(message)
     transaction.on_commit(lambda: os._exit(13))
 
 
 def _wait_for_the_word(message):
-    """Says outside its transaction that it has begun, and ends when the test says so."""
+    """Records outside its transaction that it has begun, and waits for the test."""
     Effect.objects.using("other").create(name=f"begun {message.biz_id}")
     wait_until(lambda: Unique.objects.filter(name=f"go {message.biz_id}").exists())
     _work(message)
@@ -74,7 +74,7 @@ def _never_end(message):
 
 
 def _silence_the_main_loop(message):
-    """A socket that never answers, whatever timeout it was given."""
+    """A socket that never answers, and ignores its timeout."""
     amqp.Connection.drain_events = lambda *args, **arguments: threading.Event().wait()
     Effect.objects.using("other").create(name=f"begun {message.biz_id}")
 

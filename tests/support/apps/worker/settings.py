@@ -1,6 +1,6 @@
-"""The tests' settings for a process of its own: with handlers, and with options that come as JSON from the environment.
+"""The tests' settings for a process of its own: with handlers, and with options as JSON in the environment.
 
-A span is written `{"seconds": 1.5}`.
+A duration is written `{"seconds": 1.5}`.
 """
 
 import json

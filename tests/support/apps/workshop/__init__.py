@@ -1,4 +1,4 @@
-"""An app whose handlers are bounded, batched and grouped; it lives in processes that tests start."""
+"""An app with bounded, batched and grouped handlers, in processes that tests start."""
 
 BOUNDED = "workshop.bounded"
 SINGLE = "workshop.single"

@@ -61,6 +61,6 @@ def _work(message):
 
 
 def _is_first(message):
-    """Outside its transaction, so that the next process knows."""
+    """Outside its transaction, so that the next process can see it."""
     _, created = Effect.objects.using("other").get_or_create(name=f"exited {message.biz_id}")
     return created

@@ -1,0 +1,344 @@
+"""The code on the pages and in docs/examples: it compiles, what it names exists, and it runs.
+
+Pages that are run word for word have tests of their own: `integration/testing/test_documented_examples.py` and the tests of the
+tutorial.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from django.core.management import BaseCommand, CommandError, get_commands, load_command_class
+
+from inbox.conf import InboxOptions
+from outbox.conf import OutboxOptions
+from outbox.kernel import meter
+from tests.support import ROOT
+from tests.support.pages import EXAMPLES, blocks, commands, pages
+from tests.support.running_pages import well_known
+
+OURS = ("outbox", "inbox")
+SIGNATURE = re.compile(r"^@?(?P<name>\w+)\((?P<parameters>.*?)\)(?: -> [^\n]+)?(?:\ndef .*)?$", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def known():
+    return well_known()
+
+
+def parsed(block):
+    """The syntax trees of a block: one, or one for each of its signatures."""
+    if not block.is_signature:
+        return [ast.parse(block.source)]
+    found = [SIGNATURE.match(text.strip()) for text in block.source.strip().split("\n\n")]
+    return [ast.parse(f"def {each['name']}({each['parameters']}): ..." if each else block.source) for each in found]
+
+
+def test_every_python_block_compiles():
+    wrong = []
+    for block in blocks("python"):
+        try:
+            for tree in parsed(block):
+                compile(tree, block.place, "exec")
+        except (SyntaxError, TypeError) as error:
+            wrong.append(f"{block.place}: {error}")
+
+    assert wrong == []
+
+
+def test_every_import_of_a_python_block_resolves():
+    assert [f"{block.place}: {what}" for block in blocks("python") for tree in parsed(block) for what in unresolved(tree)] == []
+
+
+def unresolved(tree):
+    """What a block imports from a package that is installed here, and that is not there. Other packages are the reader's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [(name.name, None) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported = [(node.module, name.name) for name in node.names]
+        else:
+            continue
+        for module, name in imported:
+            if is_installed(module.partition(".")[0]) and not exists(module, name):
+                yield f"{module}.{name}" if name else module
+
+
+def is_installed(package):
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def exists(module, name):
+    try:
+        found = importlib.import_module(module)
+        return name is None or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+    except ImportError:
+        return False
+
+
+def test_every_call_of_a_public_function_on_a_page_fits_its_signature(known):
+    wrong = [
+        f"{block.place}, {ast.unparse(call)[:60]}: {problem}"
+        for block in blocks("python")
+        for tree in parsed(block)
+        for names in [names_in(tree, known)]
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and is_ours(function := value_of(call.func, names))
+        if (problem := misfit(function, call))
+    ]
+
+    assert wrong == []
+
+
+def names_in(tree, known):
+    """What the names of a block mean, without those that it defines itself."""
+    names = dict(known)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.pop(node.name, None)
+        elif isinstance(node, ast.arg):
+            names.pop(node.arg, None)
+        elif isinstance(node, ast.ImportFrom) and exists(node.module, None):
+            module = importlib.import_module(node.module)
+            names |= {name.asname or name.name: getattr(module, name.name, None) for name in node.names}
+    return names
+
+
+def value_of(node, names):
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, names), node.attr, None)
+    return names.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def is_ours(function):
+    return callable(function) and (getattr(function, "__module__", "") or "").startswith(OURS)
+
+
+def misfit(function, call):
+    """Why the function does not take the call's arguments, or "". With `*` or `**` only what is named is compared."""
+    starred = any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords)
+    given = [None for each in call.args if not isinstance(each, ast.Starred)]
+    named = {each.arg: None for each in call.keywords if each.arg is not None}
+    signature = inspect.signature(function)
+    try:
+        (signature.bind_partial if starred else signature.bind)(*given, **named)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_every_parameter_of_a_signature_on_a_page_exists(known):
+    wrong = [
+        f"{block.place}: {stated.name}({name})"
+        for block in blocks("python")
+        if block.is_signature
+        for tree in parsed(block)
+        for stated in tree.body
+        for name in parameters(stated) - {*inspect.signature(known[stated.name]).parameters}
+    ]
+
+    assert wrong == []
+
+
+def parameters(stated):
+    return {each.arg for each in [*stated.args.posonlyargs, *stated.args.args, *stated.args.kwonlyargs]}
+
+
+def test_every_attribute_of_our_objects_in_a_function_on_a_page_exists(known):
+    wrong = [
+        f"{block.place}: {kind.__name__}.{attribute}"
+        for block in blocks("python")
+        for tree in parsed(block)
+        for names in [names_in(tree, known)]
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in function.args.args
+        if is_ours(kind := value_of(argument.annotation, names))
+        for attribute in attributes_of(argument.arg, function)
+        if not has(kind, attribute)
+    ]
+
+    assert wrong == []
+
+
+def attributes_of(name, function):
+    """What the function reads from its argument `name`."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return [node.attr for node in found if node.value.id == name]
+
+
+def has(kind, attribute):
+    return hasattr(kind, attribute) or (is_dataclass(kind) and attribute in {field.name for field in fields(kind)})
+
+
+def test_python_blocks_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.running_pages"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_json_and_yaml_block_can_be_read():
+    """What is included from a file (`--8<--`) is tested with that file."""
+    readers = {"json": json.loads, "yaml": yaml.safe_load}
+    written = [block for block in blocks(*readers) if "--8<--" not in block.code]
+    wrong = []
+    for block in written:
+        try:
+            readers[block.language](block.source)
+        except (ValueError, yaml.YAMLError) as error:
+            wrong.append(f"{block.place}: {error}")
+
+    assert wrong == []
+
+
+def test_every_option_that_a_page_names_exists():
+    options = {"OUTBOX": OutboxOptions, "INBOX": InboxOptions}
+    named = {
+        (setting, name, page.relative_to(ROOT).as_posix())
+        for page in pages()
+        for setting, name in re.findall(r'\b(OUTBOX|INBOX)\[["\'](\w+)["\']\]', page.read_text())
+    }
+
+    assert [each for each in sorted(named) if each[1] not in {field.name for field in fields(options[each[0]])}] == []
+
+
+def problem_with(command, *arguments):
+    """Why `manage.py` does not take this command line, or ""."""
+    if command not in get_commands():
+        return f"there is no command {command}"
+    app = get_commands()[command]
+    loaded = app if isinstance(app, BaseCommand) else load_command_class(app, command)
+    parser = loaded.create_parser("manage.py", command)
+    for action in parser._actions:
+        if action.dest == "database":
+            action.choices = None  # the aliases of the tests
+    try:
+        parser.parse_args(list(arguments))
+    except CommandError as error:
+        return f"{command}: {error}"
+    return ""
+
+
+def test_every_command_line_of_a_shell_block_is_accepted():
+    lines = [(block.place, line) for block in blocks("bash", "yaml", "dockerfile") for line in commands(block.source)]
+
+    assert len(lines) > 50
+    assert [f"{place}: {problem}" for place, line in lines if (problem := problem_with(*line))] == []
+
+
+def test_every_option_of_our_commands_in_the_text_exists():
+    written = re.compile(r"`(?:python manage\.py )?((?:outbox|inbox)_\w+)( [^`\n]*--[^`\n]*)`")
+    wrong = [
+        f"{page.relative_to(ROOT)}: {command} {option}"
+        for page in pages()
+        for command, arguments in written.findall(page.read_text())
+        for option in re.findall(r"--[\w-]+", arguments)
+        if option not in options_of(command)
+    ]
+
+    assert wrong == []
+
+
+def options_of(command):
+    loaded = load_command_class(command.partition("_")[0], command)
+    return loaded.create_parser("manage.py", command)._option_string_actions
+
+
+def example_files():
+    return sorted(path for path in EXAMPLES.rglob("*") if path.is_file())
+
+
+def documents(path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def test_every_command_line_of_an_example_file_is_accepted():
+    lines = [(path.name, line) for path in example_files() for line in commands(path.read_text())]
+
+    assert {"compose.yaml", "consumer.yaml", "migrate.yaml", "purge.yaml", "relay.yaml"} <= {name for name, _ in lines}
+    assert {"shop-consumer.service", "shop-purge.service", "shop-relay.service"} <= {name for name, _ in lines}
+    assert [f"{name}: {problem}" for name, line in lines if (problem := problem_with(*line))] == []
+
+
+def test_every_kubernetes_example_names_what_it_is_and_selects_its_own_pods():
+    found = [each for path in sorted((EXAMPLES / "kubernetes").glob("*.yaml")) for each in documents(path)]
+    deployments = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Deployment"}
+
+    assert all({"apiVersion", "kind", "metadata", "spec"} == {*each} for each in found)
+    assert {*deployments} == {"shop-relay", "shop-consumer"}
+    for spec in deployments.values():
+        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    for each in found:
+        if each["kind"] == "ScaledObject":
+            assert each["spec"]["scaleTargetRef"]["name"] in deployments
+
+
+def how_to(name):
+    return (ROOT / "docs" / "how-to" / f"{name}.md").read_text()
+
+
+def test_example_files_set_the_variables_that_the_settings_read():
+    read = {*re.findall(r'os\.environ\["(\w+)"\]', how_to("production"))}
+    [compose] = documents(EXAMPLES / "compose.yaml")
+    [unit] = re.findall(r'title="/etc/shop/environment"\n(.*?)^```', how_to("deploy-systemd"), re.MULTILINE | re.DOTALL)
+    scaled = {*re.findall(r"FromEnv: (\w+)", (EXAMPLES / "kubernetes" / "scale.yaml").read_text())}
+
+    assert {*compose["x-shop"]["environment"]} - {"DJANGO_SETTINGS_MODULE"} == read
+    assert {*re.findall(r"^(\w+)=", unit, re.MULTILINE)} - {"DJANGO_SETTINGS_MODULE"} == read
+    assert scaled <= read
+
+
+def test_example_files_stop_processes_after_the_longest_shutdown():
+    grace = max(options().SHUTDOWN_GRACE.total_seconds() for options in (OutboxOptions, InboxOptions))
+    text = "\n".join(path.read_text() for path in example_files())
+    limits = re.findall(r"(?:TimeoutStopSec=|stop_grace_period: |terminationGracePeriodSeconds: )(\d+)", text)
+
+    assert len(limits) == 5
+    assert {*map(int, limits)} == {grace + 10}
+
+
+def test_example_files_and_their_pages_query_metrics_that_exist():
+    texts = [path.read_text() for path in [*example_files(), *pages()]]
+    queried = {name for text in texts for name in re.findall(r"\b((?:outbox|inbox|exactly_once)_\w+)\{", text)}
+
+    assert queried != set()
+    assert queried <= {*meter.instruments}
+
+
+def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():
+    """A line on the page has … where the code has a value."""
+    page = how_to("troubleshoot")
+    tables = re.findall(r"^## Lines in the log.*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    lines = [line for table in tables for line in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
+    lines += [error for symptom in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for error in re.findall(r'"(.+?)"', symptom)]
+    texts = "\n".join(
+        node.value
+        for side in OURS
+        for path in sorted(Path(ROOT, side).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+    assert len(lines) > 20
+    assert [line for line in lines if not all(part.strip() in texts for part in line.split("…"))] == []

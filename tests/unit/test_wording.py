@@ -1,0 +1,59 @@
+"""The check of the wording can fail: it reads what people read, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import wording
+
+WORD = "twin"
+"""A word of the list. The texts below have `@` in its place, because this file is read, too."""
+
+
+def found_in(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text.replace("@", WORD))
+    return [(one.line, one.text.lower()) for one in wording.findings([path], tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("docstring.py", '"""Stores it.\n\nThe @ waits."""\n', 3),
+        ("comment.py", "x = 1\n# The\n# @ waits.\n", 3),
+        ("error.py", 'raise ValueError(f"{1} is the @ of {2}")\n', 1),
+        ("name_of_a_test.py", "def test_@_is_stored():\n    pass\n", 1),
+        ("page.md", "# Duplicates\n\nThe @ waits.\n", 3),
+        ("texts.po", 'msgid ""\nmsgstr ""\n\nmsgid "The @ waits."\nmsgstr "Der Zwilling"\n', 4),
+    ],
+)
+def test_word_is_found_with_its_line_in_every_text_that_people_read(tmp_path, name, text, line):
+    assert found_in(tmp_path, name, text) == [(line, WORD)]
+
+
+def test_phrase_is_found_across_lines(tmp_path):
+    assert [line for line, _ in found_in(tmp_path, "comment.py", "# Put\n# off\n")] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("name.py", "@ = 1\ndef @s():\n    return {'@': @}\n"),
+        ("quoted.py", '"""The column `@`."""\n'),
+        ("page.md", "Call it:\n\n```python\n@()\n```\n\n    `@`\n"),
+        ("texts.po", 'msgid "Duplicates"\nmsgstr "@"\n'),
+        ("terms.md", "The note of a group, the spans of OpenTelemetry, 410 Gone, and the rest.\n"),
+    ],
+)
+def test_names_code_and_terms_of_the_field_are_not_found(tmp_path, name, text):
+    assert found_in(tmp_path, name, text) == []
+
+
+def test_every_pattern_says_what_to_write_instead():
+    assert [word for word in wording.words() if not word.instead] == []
+
+
+def test_files_of_this_project_are_read():
+    names = {str(path.relative_to(wording.ROOT)) for path in wording.read_by_people()}
+
+    assert {"README.md", "CHANGELOG.md", "outbox/api.py", "inbox/locale/de/LC_MESSAGES/django.po"} <= names
