@@ -47,8 +47,9 @@ check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migr
 messages: $(VENV)/.test ## update and compile the catalogs of translations
 	$(BIN)/python -m tests.support.messages
 
-screenshots: $(VENV)/.test ## take the screenshots of the docs again
+screenshots: $(VENV)/.test ## take the screenshots of the docs again, and record the demo
 	$(BIN)/python -m tests.support.screenshots
+	$(BIN)/python -m tests.support.recording
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)

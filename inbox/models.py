@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
-from outbox.database.minutes import MinuteRow
+from outbox.database.minutes import MinuteRow, minute_indexes
 from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
@@ -361,6 +361,7 @@ class MinuteStatistics(MinuteRow):
     class Meta(MinuteRow.Meta):
         verbose_name = "statistics of a minute"
         verbose_name_plural = "statistics"
+        indexes = minute_indexes("inbox")
 
 
 class Overview(MinuteStatistics):

@@ -141,7 +141,7 @@ def _lacks_rights(alias: str) -> bool:
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.E005: settings under which a transaction or an instant is not what it seems."""
+    """outbox.E005: settings under which a connection, a transaction or an instant fails."""
     return unfit_settings(OutboxMessage, check_id="outbox.E005")
 
 

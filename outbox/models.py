@@ -10,7 +10,7 @@ from django.utils.translation import gettext_lazy as _
 from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.fields import InstantField, ReadableJSONField
-from outbox.database.minutes import MinuteRow
+from outbox.database.minutes import MinuteRow, minute_indexes
 from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.identity import new_message_id
@@ -320,6 +320,7 @@ class MinuteStatistics(MinuteRow):
     class Meta(MinuteRow.Meta):
         verbose_name = "statistics of a minute"
         verbose_name_plural = "statistics"
+        indexes = minute_indexes("outbox")
 
 
 class Overview(MinuteStatistics):

@@ -157,7 +157,7 @@ class Fleet:
             worker.start()
             successor = worker.process.pid
         self.ledger.done(Deed.KILL)
-        self.ledger.news.append(f"kill -9 {worker.name} (pid {pid}); pid {successor} takes its place")
+        self.ledger.news.append(f"kill -9 {worker.name} (pid {pid}); its successor is pid {successor}")
 
 
 @contextmanager

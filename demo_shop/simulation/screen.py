@@ -27,7 +27,7 @@ from demo_shop.simulation.ledger import Ledger
 
 _LINES_OF_NEWS = 6
 _LINES_OF_NEWS_IF_NARROW = 3
-_HEIGHT = 15
+_HEIGHT = 16
 _NARROW, _WIDE = 80, 118
 _SECONDS_BETWEEN_LINES = 1.0
 _SHOWN_FINDINGS = 10
@@ -87,7 +87,7 @@ class Screen:
         for early in result.early[:_SHOWN_FINDINGS]:
             text = f"✗ early: {early.effect} of {early.order}, by {early.seconds:.3f} s"
             self._console.print(Text(text, style="red"), soft_wrap=True)
-        for name, findings in (("lost", result.lost), ("doubled", result.doubled), ("ghost", result.ghosts)):
+        for name, findings in (("lost", result.lost), ("doubled", result.doubled), ("without an order", result.ghosts)):
             self._print_findings(name, findings)
         verdict, style = ("passed", "bold green") if result.passed else ("FAILED", "bold red")
         self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
@@ -119,7 +119,7 @@ class Screen:
             grid.add_row(name, _bar(done, kept), _share(done, kept))
         grid.add_row("transfers", Text("between two banks", style="dim"), str(len(facts.transfers.deposited)))
         grid.add_row("rolled back", Text("on purpose", style="dim"), str(len(facts.rolled_back)))
-        grid.add_row("taken back", Text("after the commit", style="dim"), str(len(facts.taken_back)))
+        grid.add_row("cancelled", Text("after the commit", style="dim"), str(len(facts.taken_back)))
         return grid
 
     def _line(self, facts: Facts, traffic: Traffic) -> str:
@@ -127,7 +127,7 @@ class Screen:
         on_its_way = sum(traffic.open.values())
         return (
             f"{self._seconds:5.1f} s  placed {len(facts.committed)}/{facts.wanted} "
-            f"(rolled back {len(facts.rolled_back)}, taken back {len(facts.taken_back)})  {stages}  open {on_its_way}  "
+            f"(rolled back {len(facts.rolled_back)}, cancelled {len(facts.taken_back)})  {stages}  open {on_its_way}  "
             f"transfers {len(facts.transfers.deposited)}  "
             f"suppressed {facts.suppressed} (injected {facts.injected})  kills {facts.kills}"
         )
@@ -194,13 +194,14 @@ def _audit_table(result: Audit) -> Table:
     by_effect = Counter(finding.effect for finding in (*result.lost, *result.doubled, *result.ghosts))
     table.add_row("orders committed", str(ordered), _must(f"{facts.wanted}", ordered == facts.wanted))
     table.add_row("orders rolled back", str(len(facts.rolled_back)), _must("some", bool(facts.rolled_back)))
-    table.add_row("orders taken back", str(len(facts.taken_back)), _must("some", bool(facts.taken_back)))
-    table.add_row("… and too late for it", str(facts.too_late), "")
+    table.add_row("orders cancelled", str(len(facts.taken_back)), _must("some", bool(facts.taken_back)))
+    table.add_row("… and too late for that", str(facts.too_late), "")
     for effect in audit.EFFECTS[1:]:
         table.add_row(effect, str(result.total(effect)), _must("one for each order kept", not by_effect[effect]))
         if effect == audit.RECEIPT:
             table.add_row("… refused at first", str(facts.receipts_retried), _must("some", bool(facts.receipts_retried)))
-    table.add_row("… given by customers", str(len(facts.rated)), "")
+        if effect == audit.RATING:
+            table.add_row("… given by customers", str(len(facts.rated)), "")
     table.add_section()
     table.add_row("duplicates injected", str(facts.injected), _must("some", bool(facts.injected)))
     if facts.copied is not None:
@@ -222,10 +223,10 @@ def _audit_table(result: Audit) -> Table:
     table.add_section()
     table.add_row("dead letters", str(facts.dead), _must("0", not facts.dead))
     table.add_section()
-    table.add_row("lost", str(len(result.lost)), _must("0", not result.lost), style="bold")
-    table.add_row("doubled", str(len(result.doubled)), _must("0", not result.doubled), style="bold")
-    table.add_row("ghosts", str(len(result.ghosts)), _must("0", not result.ghosts), style="bold")
-    table.add_row("early", str(len(result.early)), _must("0", not result.early), style="bold")
+    table.add_row("lost effects", str(len(result.lost)), _must("0", not result.lost), style="bold")
+    table.add_row("doubled effects", str(len(result.doubled)), _must("0", not result.doubled), style="bold")
+    table.add_row("effects without an order", str(len(result.ghosts)), _must("0", not result.ghosts), style="bold")
+    table.add_row("early effects", str(len(result.early)), _must("0", not result.early), style="bold")
     return table
 
 

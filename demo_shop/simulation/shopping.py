@@ -231,4 +231,4 @@ class Supplier:
         stop.wait(self._comes_after)
         for product, wanted in self._wanted.items():
             stock.deliver(product, wanted - int(wanted * PART_IN_STOCK_AT_FIRST))
-        self._ledger.news.append("the supplier has come: what was sold out is on the shelf again")
+        self._ledger.news.append("delivery: products that were sold out are available again")

@@ -191,18 +191,16 @@ def _commands() -> dict[str, int]:
 
 
 def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
-    broker = "local:// (no broker)" if census.is_local() else "a broker"
-    screen.say(
-        f"{ledger.run}: {options.orders} orders from {options.threads} threads, {options.kills} kills, "
-        f"on {connection.display_name} with {broker}, seed {options.seed}."
-    )
-    screen.say(
-        f"A minute lasts {settings.DEMO_MINUTE / timedelta(milliseconds=1):.0f} ms here: the SMS follows its order after "
-        f"{_seconds(settings.SHOP_SMS_AFTER)} (20 minutes), the review request after {_seconds(settings.SHOP_REVIEW_AFTER)} "
-        f"(1 hour). The rating follows its shipment after {_seconds(settings.SHOP_RATE_AFTER)} instead of 48 hours. A refused "
-        f"receipt is mailed again after {_seconds(settings.SHOP_MAIL_RETRY_AFTER)} instead of 10 minutes."
-    )
-    screen.say("All data of this run contain its name; the data of earlier runs are neither deleted nor counted.")
+    minute = settings.DEMO_MINUTE / timedelta(milliseconds=1)
+    broker = "no broker (local://)" if census.is_local() else "a broker"
+    plan = f"{options.orders} orders by {options.threads} threads, {options.kills} kills, seed {options.seed}"
+    screen.say(f"{ledger.run}: {plan}.")
+    screen.say(f"{connection.display_name}, {broker}. A minute lasts {minute:.0f} ms:")
+    screen.say(f"  SMS              {_seconds(settings.SHOP_SMS_AFTER)} after the order (20 minutes)")
+    screen.say(f"  review request   {_seconds(settings.SHOP_REVIEW_AFTER)} after the order (1 hour)")
+    screen.say(f"  rating           {_seconds(settings.SHOP_RATE_AFTER)} after the shipment (for 48 hours)")
+    screen.say(f"  refused receipt  {_seconds(settings.SHOP_MAIL_RETRY_AFTER)} until it is mailed again (for 10 minutes)")
+    screen.say("The data of earlier runs stay in the database and are not counted.")
 
 
 def _seconds(span: timedelta) -> str:

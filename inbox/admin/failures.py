@@ -38,7 +38,7 @@ class InboxFailureGroupAdmin(FailureGroupAdmin):
     notes = notes
     planner = planner
     messages_model = InboxMessage
-    view_permission = "inbox.view_inboxmessage"
+    view_permission = f"{InboxMessage._meta.app_label}.view_inboxmessage"
     place_label = _("Place")
     who_label = _("Handlers")
 
@@ -49,4 +49,4 @@ class InboxOperationAdmin(OperationAdmin):
 
     table = operations
     bulk_actions: ClassVar = ACTIONS
-    view_permission = "inbox.view_inboxmessage"
+    view_permission = f"{InboxMessage._meta.app_label}.view_inboxmessage"

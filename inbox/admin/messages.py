@@ -163,9 +163,7 @@ class InboxMessageAdmin(MessageAdmin):
         State.SHED: Tone.OVER,
     }
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
-    counterpart = Counterpart(
-        changelist="outbox_outboxmessage_changelist", title=_("outbox messages"), permission="outbox.view_outboxmessage"
-    )
+    counterpart = Counterpart(app="outbox", model="outboxmessage", title=_("outbox messages"))
     planner = planner
     letters = letters
     refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
@@ -517,18 +515,18 @@ class InboxMessageAdmin(MessageAdmin):
         return moment(row.next_attempt_at, row.database_now)
 
     def has_retry_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.retry_inboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.retry_inboxmessage")
 
     def has_edit_permission(self, request: HttpRequest) -> bool:
         """The page of a correction shows the payload as it is stored."""
-        may_see = not self.redaction() or request.user.has_perm("inbox.unredacted_inboxmessage")
-        return may_see and request.user.has_perm("inbox.edit_inboxmessage")
+        may_see = not self.redaction() or request.user.has_perm(f"{self.opts.app_label}.unredacted_inboxmessage")
+        return may_see and request.user.has_perm(f"{self.opts.app_label}.edit_inboxmessage")
 
     def has_override_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.override_inboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.override_inboxmessage")
 
     def has_skip_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.skip_inboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.skip_inboxmessage")
 
     @admin.action(permissions=["retry"], description=_("Retry now"))
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
@@ -617,7 +615,7 @@ class InboxMessageAdmin(MessageAdmin):
         return TemplateResponse(request, DRY_RUN, context)
 
     def has_dry_run_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.dry_run_inboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.dry_run_inboxmessage")
 
     @admin.action(permissions=["skip"], description=_("Skip…"))
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:

@@ -35,10 +35,11 @@ from outbox.console.overview_admin import OverviewAdmin
 from outbox.database.minutes import database_time
 from outbox.kernel.wire import CELERY_TOPICS
 
-_VIEW = "inbox.view_inboxmessage"
-_MESSAGES = "inbox_inboxmessage_changelist"
-_CONSUMERS = Link(page="inbox_consumerheartbeat_changelist", permission="inbox.view_consumerheartbeat")
-_PAUSED = Link(page="inbox_pausedhandler_changelist", permission="inbox.view_pausedhandler")
+_APP = Overview._meta.app_label
+_VIEW = f"{_APP}.view_inboxmessage"
+_MESSAGES = f"{_APP}_inboxmessage_changelist"
+_CONSUMERS = Link(page=f"{_APP}_consumerheartbeat_changelist", permission=f"{_APP}.view_consumerheartbeat")
+_PAUSED = Link(page=f"{_APP}_pausedhandler_changelist", permission=f"{_APP}.view_pausedhandler")
 _MOST_NAMED = 5
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
 

@@ -71,10 +71,10 @@ class PausedHandlerAdmin(PausedAdmin):
         return form
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.pause_pausedhandler")
+        return request.user.has_perm(f"{self.opts.app_label}.pause_pausedhandler")
 
     def has_resume_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox.resume_pausedhandler")
+        return request.user.has_perm(f"{self.opts.app_label}.resume_pausedhandler")
 
     def pause(self, row: Any, by: str) -> None:
         pause_handler(row.handler, reason=row.reason, by=by, using=self.using)

@@ -28,6 +28,7 @@ from inbox.receiving.reading import Arrival, can_wait, message_of, read
 from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store import statistics
+from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic
@@ -55,7 +56,7 @@ class _Read:
         return replace(self, arrival=replace(self.arrival, message=None))
 
 
-_REFUSAL_REMEDY = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses the row, and remove it."
+_REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
 _TIMED = (Received.HANDLED, Received.STORED)
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""

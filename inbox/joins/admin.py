@@ -27,6 +27,7 @@ from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin, by
 from outbox.console.audit import Subject, actor_of, posted, record
 from outbox.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
 from outbox.console.redaction import Redaction
+from outbox.database.labels import label_of
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
 _OPEN = [state for state in State if state not in SETTLED]
@@ -164,13 +165,13 @@ class RunAdmin(ActingAdmin):
         return gettext("it is %(state)s now") % {"state": row.row.get_state_display().lower()}
 
     def has_complete_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_joins.complete_run")
+        return request.user.has_perm(f"{self.opts.app_label}.complete_run")
 
     def has_extend_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_joins.extend_run")
+        return request.user.has_perm(f"{self.opts.app_label}.extend_run")
 
     def has_start_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("inbox_joins.start_run")
+        return request.user.has_perm(f"{self.opts.app_label}.start_run")
 
     @admin.action(permissions=["complete"], description=_("Enter the missing messages…"))
     def complete(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
@@ -253,7 +254,7 @@ class RunAdmin(ActingAdmin):
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:
         try:
-            url = reverse(f"{self.admin_site.name}:inbox_inboxmessage_change", args=[row.row_id])
+            url = reverse(f"{self.admin_site.name}:{label_of(_APP)}_inboxmessage_change", args=[row.row_id])
         except NoReverseMatch:
             return identifier(row.row.message_id)
         return format_html('<a href="{}">{}</a>', url, identifier(row.row.message_id))

@@ -4,6 +4,10 @@ import django.db.models.deletion
 import django.db.models.functions.comparison
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
@@ -93,7 +97,7 @@ class Migration(migrations.Migration):
                 ('received_at', models.DateTimeField()),
                 ('next_attempt_at', models.DateTimeField(null=True)),
                 ('settled_at', models.DateTimeField(null=True)),
-                ('replaces', models.ForeignKey(db_constraint=False, db_index=False, null=True, on_delete=django.db.models.deletion.DO_NOTHING, related_name='replacements', to='inbox.inboxmessage')),
+                ('replaces', models.ForeignKey(db_constraint=False, db_index=False, null=True, on_delete=django.db.models.deletion.DO_NOTHING, related_name='replacements', to=f'{LABEL}.inboxmessage')),
             ],
             options={
                 'verbose_name': 'inbox message',
@@ -130,7 +134,7 @@ class Migration(migrations.Migration):
                 ('name', models.CharField(max_length=255)),
                 ('result', models.JSONField(null=True)),
                 ('taken_at', models.DateTimeField()),
-                ('message', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='steps', to='inbox.inboxmessage')),
+                ('message', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='steps', to=f'{LABEL}.inboxmessage')),
             ],
             options={
                 'default_permissions': ('view',),

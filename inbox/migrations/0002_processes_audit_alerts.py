@@ -2,11 +2,15 @@
 
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0001_initial'),
+        (LABEL, '0001_initial'),
     ]
 
     operations = [

@@ -2,11 +2,15 @@
 
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0002_processes_audit_alerts'),
+        (LABEL, '0002_processes_audit_alerts'),
     ]
 
     operations = [
@@ -48,7 +52,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('inbox.minutestatistics',),
+            bases=(f'{LABEL}.minutestatistics',),
         ),
         migrations.CreateModel(
             name='Overview',
@@ -62,6 +66,6 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('inbox.minutestatistics',),
+            bases=(f'{LABEL}.minutestatistics',),
         ),
     ]

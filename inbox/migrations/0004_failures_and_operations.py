@@ -3,11 +3,15 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0003_statistics'),
+        (LABEL, '0003_statistics'),
     ]
 
     operations = [
@@ -124,6 +128,6 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='operationpart',
             name='operation',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to='inbox.operation'),
+            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to=f'{LABEL}.operation'),
         ),
     ]

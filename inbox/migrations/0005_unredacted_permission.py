@@ -2,11 +2,15 @@
 
 from django.db import migrations
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0004_failures_and_operations'),
+        (LABEL, '0004_failures_and_operations'),
     ]
 
     operations = [

@@ -2,11 +2,15 @@
 
 from django.db import migrations
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0005_unredacted_permission'),
+        (LABEL, '0005_unredacted_permission'),
     ]
 
     operations = [

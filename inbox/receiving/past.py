@@ -12,11 +12,12 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.store import starts
 from inbox.store.starts import Wanted
+from outbox.database.labels import label_of
 
 
 def has_outbox(alias: str) -> bool:
     """Does this project have an outbox in the database, from which a relay can hand the past over?"""
-    return apps.is_installed("outbox") and bool(router.allow_migrate(alias, "outbox"))
+    return apps.is_installed("outbox") and bool(router.allow_migrate(alias, label_of("outbox")))
 
 
 def wanting_on(alias: str) -> list[Handler]:

@@ -12,6 +12,7 @@ from django.db import DatabaseError, InterfaceError
 
 from inbox.models import InboxMessage
 from inbox.store import trial
+from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
 from outbox.database.faults import is_canceled, is_collision, may_be_of_a_row, remedy
 from outbox.database.schema import is_missing
@@ -75,7 +76,7 @@ class RefusedMessages(RefusedRows):
                 row,
                 describe(error),
                 remedy(error, self._alias)
-                or "Look for a trigger, a constraint or a damaged index of inbox_inboxmessage that refuses it, and remove it.",
+                or f"Look for a trigger, a constraint or a damaged index of {TABLE} that refuses it, and remove it.",
                 LONGEST_SKIP_SECONDS,
             )
 

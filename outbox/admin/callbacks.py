@@ -123,7 +123,7 @@ class PendingCallbackAdmin(ActingAdmin):
     def message_link(self, row: Any) -> SafeString:
         name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
         try:
-            url = reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[row.message.pk])
+            url = reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[row.message.pk])
         except NoReverseMatch:
             return name
         return format_html('<a href="{}">{}</a>', url, name)
@@ -154,13 +154,13 @@ class PendingCallbackAdmin(ActingAdmin):
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """These pages show data of messages, so they also require the permission to view messages."""
-        return super().has_view_permission(request, obj) and request.user.has_perm("outbox.view_outboxmessage")
+        return super().has_view_permission(request, obj) and request.user.has_perm(f"{self.opts.app_label}.view_outboxmessage")
 
     def has_run_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.run_pendingcallback")
+        return request.user.has_perm(f"{self.opts.app_label}.run_pendingcallback")
 
     def has_discard_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.discard_pendingcallback")
+        return request.user.has_perm(f"{self.opts.app_label}.discard_pendingcallback")
 
     @admin.action(permissions=["run"], description=_("Call now"))
     def call_now(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:

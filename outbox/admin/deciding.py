@@ -47,9 +47,7 @@ class DecidingAdmin(MessageAdmin):
     }
     planner = planner
     letters = letters
-    counterpart = Counterpart(
-        changelist="inbox_inboxmessage_changelist", title=_("inbox messages"), permission="inbox.view_inboxmessage"
-    )
+    counterpart = Counterpart(app="inbox", model="inboxmessage", title=_("inbox messages"))
     allowed_in: ClassVar[Any] = {
         "publish_now": PUBLISH_NOW.sources,
         "reschedule": RESCHEDULE.sources,
@@ -88,16 +86,16 @@ class DecidingAdmin(MessageAdmin):
         return super().why_not(request, alias, pk)
 
     def has_reschedule_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.reschedule_outboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.reschedule_outboxmessage")
 
     def has_cancel_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.cancel_outboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.cancel_outboxmessage")
 
     def has_restore_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.restore_outboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.restore_outboxmessage")
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.decide_outboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.decide_outboxmessage")
 
     @admin.action(permissions=["reschedule"], description=_("Publish now…"))
     def publish_now(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:

@@ -50,7 +50,7 @@ class OutboxFailureGroupAdmin(FailureGroupAdmin):
     notes = notes
     planner = planner
     messages_model = OutboxMessage
-    view_permission = "outbox.view_outboxmessage"
+    view_permission = f"{OutboxMessage._meta.app_label}.view_outboxmessage"
     place_label = _("Topic")
     who_label = _("Topics")
 
@@ -61,4 +61,4 @@ class OutboxOperationAdmin(OperationAdmin):
 
     table = operations
     bulk_actions: ClassVar = {**ACTIONS, REPLAY.name: REPLAY}
-    view_permission = "outbox.view_outboxmessage"
+    view_permission = f"{OutboxMessage._meta.app_label}.view_outboxmessage"

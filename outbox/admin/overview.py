@@ -33,10 +33,11 @@ from outbox.states import State
 from outbox.store import figures, heartbeats
 from outbox.store.statistics import minutes
 
-_VIEW = "outbox.view_outboxmessage"
-_MESSAGES = "outbox_outboxmessage_changelist"
-_RELAYS = Link(page="outbox_relayheartbeat_changelist", permission="outbox.view_relayheartbeat")
-_PAUSED = Link(page="outbox_pausedtopic_changelist", permission="outbox.view_pausedtopic")
+_APP = Overview._meta.app_label
+_VIEW = f"{_APP}.view_outboxmessage"
+_MESSAGES = f"{_APP}_outboxmessage_changelist"
+_RELAYS = Link(page=f"{_APP}_relayheartbeat_changelist", permission=f"{_APP}.view_relayheartbeat")
+_PAUSED = Link(page=f"{_APP}_pausedtopic_changelist", permission=f"{_APP}.view_pausedtopic")
 _MOST_NAMED = 5
 
 

@@ -64,10 +64,10 @@ class PausedTopicAdmin(PausedAdmin):
     shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.pause_pausedtopic")
+        return request.user.has_perm(f"{self.opts.app_label}.pause_pausedtopic")
 
     def has_resume_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.resume_pausedtopic")
+        return request.user.has_perm(f"{self.opts.app_label}.resume_pausedtopic")
 
     def pause(self, row: Any, by: str) -> None:
         pause(row.topic, reason=row.reason, by=by, using=self.using)

@@ -32,13 +32,15 @@ class SelectionAdmin(OutboxMessageAdmin):
         return OutboxMessage.objects.using(self.using).annotate(database_now=DatabaseTime())
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return request.user.has_perm("outbox.view_outboxmessage")
+        return request.user.has_perm(f"{self.opts.app_label}.view_outboxmessage")
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         return ()
 
     def own_url(self, pk: int) -> str:
-        return reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[pk])
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[pk])
 
     def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
-        return HttpResponseRedirect(reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[object_id]))
+        return HttpResponseRedirect(
+            reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[object_id])
+        )

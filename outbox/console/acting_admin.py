@@ -150,7 +150,7 @@ class ReadOnlyAdmin(_ModelAdmin):
         Each app has a copy, because either may be installed alone and staticfiles searches only installed apps. Inline styles
         would need no file, but a strict Content-Security-Policy blocks them.
         """
-        return super().media + Media(css={"all": [f"{self.opts.app_label}/admin.css"]})
+        return super().media + Media(css={"all": [f"{self.opts.app_config.name}/admin.css"]})
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

@@ -33,6 +33,7 @@ from django.dispatch import Signal
 from outbox.console.alert_options import AlertOptions
 from outbox.database.alert_table import AlertTable, Key
 from outbox.database.connections import drop_unusable_connections, with_table
+from outbox.database.labels import label_of
 from outbox.kernel.heartbeat import one_line
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.masking import masked
@@ -74,14 +75,15 @@ def register_conditions(app: str, conditions: Conditions) -> None:
 
 
 def alert_table(app: str) -> AlertTable:
-    return AlertTable(apps.get_model(app, "Alert"), apps.get_model(app, "AlertLease"))
+    label = label_of(app)
+    return AlertTable(apps.get_model(label, "Alert"), apps.get_model(label, "AlertLease"))
 
 
 class Evaluator:
     """Evaluates and reports the alerts of one app in one database.
 
     Args:
-        app: its label.
+        app: its package.
         alias: the database.
     """
 
@@ -203,7 +205,7 @@ class Alerting:
         try:
             drop_unusable_connections()
             for app in sorted(_conditions):
-                for alias in with_table(apps.get_model(app, "Alert"), self._aliases)[0]:
+                for alias in with_table(apps.get_model(label_of(app), "Alert"), self._aliases)[0]:
                     self._evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
             self._failing = False
         except Exception as error:  # noqa: BLE001 - it must not end, whatever a receiver of the signal or a query does

@@ -17,6 +17,7 @@ from django.apps import apps
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpRequest
 
+from outbox.database.labels import label_of
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, fit, printable
 
@@ -80,7 +81,7 @@ def record(
     parameters: Mapping[str, Any] | None = None,
 ) -> None:
     """Insert an entry for each subject into the audit log of an app, in the open transaction of `alias`."""
-    entry: Any = apps.get_model(app, "AuditEntry")
+    entry: Any = apps.get_model(label_of(app), "AuditEntry")
     given = {name: _recorded(value) for name, value in (parameters or {}).items() if value not in (None, "", [], False)}
     entry.objects.using(alias).bulk_create(
         entry(

@@ -39,7 +39,7 @@ class Letters:
     """The dead letters of one app.
 
     Args:
-        app: its label.
+        app: its package.
         columns: the columns of a message in a line, besides the body. Those without a default are required.
     """
 

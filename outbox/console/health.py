@@ -9,7 +9,6 @@ A view says no more than which check failed: no host name, no error text. The co
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from outbox.console.command import TranslatedCommand
+from outbox.console.terminal import fitted
 from outbox.database.schema import why_unmigrated
 from outbox.kernel.life_sign import life_signs
 from outbox.kernel.text import describe
@@ -167,7 +167,7 @@ class HealthCommand(TranslatedCommand):
             shown = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
             self.stdout.write(json.dumps({"status": OK if _all(checks) else "failing", "checks": shown}))
         else:
-            self.stdout.write(os.linesep.join(_line(check) for check in checks))
+            self.stdout.write(fitted("\n".join(_line(check) for check in checks), self.stdout))
         if not _all(checks):
             raise SystemExit(1)
 

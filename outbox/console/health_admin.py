@@ -23,6 +23,7 @@ from outbox.console.overview import Attention, Fact, Link, Text, bytes_text
 from outbox.console.pages import Page
 from outbox.database import health
 from outbox.database.health import Pin, TableHealth
+from outbox.database.labels import label_of
 from outbox.database.minutes import database_time
 
 _PAGE: Any = Page("health.html")
@@ -40,7 +41,7 @@ class HealthAdmin(ReadOnlyAdmin):
 
     @property
     def media(self) -> Media:
-        app = self.opts.app_label
+        app = self.opts.app_config.name
         return Media(css={"all": [f"{app}/admin.css", f"{app}/overview.css"]})
 
     def tables(self) -> list[TableHealth] | None:
@@ -83,7 +84,7 @@ class HealthAdmin(ReadOnlyAdmin):
 
 def table_names(app: str) -> list[str]:
     """The tables of an app."""
-    models = apps.get_app_config(app).get_models()
+    models = apps.get_app_config(label_of(app)).get_models()
     return sorted({model._meta.db_table for model in models if not model._meta.proxy})
 
 
@@ -94,7 +95,8 @@ def size_of_tables(alias: str, app: str) -> int | None:
 
 
 def link_of(app: str) -> Link:
-    return Link(page=f"{app}_databasehealth_changelist", permission=f"{app}.view_databasehealth")
+    label = label_of(app)
+    return Link(page=f"{label}_databasehealth_changelist", permission=f"{label}.view_databasehealth")
 
 
 def warnings(pins: Sequence[Pin] | None, link: Link | None = None) -> Iterator[Attention]:

@@ -30,6 +30,7 @@ from outbox.console.plurals import ngettext
 from outbox.console.redaction import Redaction
 from outbox.console.timeline import timeline
 from outbox.console.trail import life_of
+from outbox.database.labels import label_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,24 @@ class Counterpart:
     """The other app's page of the same message.
 
     Attributes:
-        changelist: the list's name in an admin site.
-        title: of that list.
-        permission: required to see the other app's data, also where this app shows it.
+        app: its package.
+        model: of its messages.
+        title: of their list.
     """
 
-    changelist: str
+    app: str
+    model: str
     title: Any
-    permission: str
+
+    @property
+    def changelist(self) -> str:
+        """The list's name in an admin site."""
+        return f"{label_of(self.app)}_{self.model}_changelist"
+
+    @property
+    def permission(self) -> str:
+        """Required to see the other app's data, also where this app shows it."""
+        return f"{label_of(self.app)}.view_{self.model}"
 
 
 class MessageChangeList(LeanChangeList):
@@ -304,7 +315,7 @@ class MessageAdmin(ActingAdmin):
         return row.state in self.allowed_in.get(action, ())
 
     def has_export_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.export_{self.opts.app_label}message")
+        return request.user.has_perm(f"{self.opts.app_label}.export_{self.letters.app}message")
 
     @admin.action(permissions=["export"], description=_("Export dead letters"))
     def export(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:

@@ -27,6 +27,7 @@ from outbox.console.alerts import alert_table
 from outbox.console.display import Tone, age, badge, headline, identifier
 from outbox.console.plurals import ngettext
 from outbox.database.counts import Count
+from outbox.database.labels import label_of
 from outbox.database.minutes import MINUTE, OTHER, Minutes, Step
 from outbox.kernel.statistics import Counted, percentile
 
@@ -129,7 +130,7 @@ class Half:
     """What one app shows.
 
     Attributes:
-        app: its label.
+        app: its package.
         read: reads the present figures from the database of this alias.
     """
 
@@ -140,7 +141,7 @@ class Half:
 
     @property
     def permission(self) -> str:
-        return f"{self.app}.view_overview"
+        return f"{label_of(self.app)}.view_overview"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ def _rounded(number: float) -> str:
 def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict[str, Any]:
     """The figures of a half for the template, with links that the user may follow."""
     reading, measured = half.read(alias), half.measured
-    alerts = _alerts(half.app, alias) if request.user.has_perm(f"{half.app}.view_alert") else _NO_ALERTS
+    alerts = _alerts(half.app, alias) if request.user.has_perm(f"{label_of(half.app)}.view_alert") else _NO_ALERTS
     is_kept = measured.minutes.is_kept(alias)
     hour = measured.minutes.sum(alias, HOUR) if is_kept else None
     day = measured.minutes.counts(alias, DAY) if is_kept else None
@@ -253,17 +254,17 @@ _NO_ALERTS = _Alerts()
 
 def _alerts(app: str, alias: str) -> _Alerts:
     """The raised alerts of an app: the latest by name, and their number."""
-    raised, permission = alert_table(app).raised(alias), f"{app}.view_alert"
-    number = raised.count()
+    raised, label = alert_table(app).raised(alias), label_of(app)
+    number, permission = raised.count(), f"{label}.view_alert"
     words = gettext("Alert {} was raised {}: {}")
     attention = [
         Attention(
             text=format_html(words, identifier(str(alert)), age(alert.raised_at, alert.database_now), headline(alert.summary)),
-            link=Link(page=f"{app}_alert_change", permission=permission, arguments=[alert.pk]),
+            link=Link(page=f"{label}_alert_change", permission=permission, arguments=[alert.pk]),
         )
         for alert in raised[:_MOST_ALERTS]
     ]
-    listed = Link(page=f"{app}_alert_changelist", permission=permission)
+    listed = Link(page=f"{label}_alert_changelist", permission=permission)
     if number > _MOST_ALERTS:
         more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", number - _MOST_ALERTS)
         attention.append(Attention(text=more, link=listed))

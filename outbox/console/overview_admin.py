@@ -29,7 +29,7 @@ class OverviewAdmin(ReadOnlyAdmin):
 
     @property
     def media(self) -> Media:
-        app = self.opts.app_label
+        app = self.opts.app_config.name
         return Media(
             css={"all": [f"{app}/admin.css", f"{app}/uplot/uPlot.min.css", f"{app}/overview.css"]},
             js=[f"{app}/uplot/uPlot.iife.min.js", f"{app}/overview.js"],

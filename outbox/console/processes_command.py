@@ -12,7 +12,7 @@ from django.utils.translation import gettext as _
 
 from outbox.console.audit import Actor, Subject, actor_of_command, record
 from outbox.console.command import TranslatedCommand
-from outbox.console.terminal import age, table
+from outbox.console.terminal import age, fitted, table
 from outbox.database.heartbeat_table import HeartbeatTable
 from outbox.database.schema import require_schema
 from outbox.kernel.requests import Request
@@ -54,7 +54,7 @@ class ProcessesCommand(TranslatedCommand):
         require_schema(alias, self.app)
         known = list(self.heartbeats.known(alias))
         if options["request"] == "list":
-            self.stdout.write(_listed(str(self.kind), known) if known else _("No process is known."))
+            self.stdout.write(fitted(_listed(str(self.kind), known), self.stdout) if known else _("No process is known."))
             return
         chosen = self._chosen(known, options["processes"], everyone=options["all"])
         request, actor, left = Request(options["request"]), actor_of_command(type(self).__module__), []

@@ -18,6 +18,7 @@ from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.command import TranslatedCommand
 from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, days
+from outbox.database.labels import label_of
 from outbox.database.operations import OperationTable
 from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.database.schema import require_schema
@@ -88,7 +89,7 @@ class PurgeCommand(TranslatedCommand):
             were=partial(ngettext, "%(count)s entry of the trail deleted.", "%(count)s entries of the trail deleted."),
         )
         yield _Kind(
-            rows=older_entries(apps.get_model(self.app, "AuditEntry"), alias, configured.AUDIT_RETENTION),
+            rows=older_entries(apps.get_model(label_of(self.app), "AuditEntry"), alias, configured.AUDIT_RETENTION),
             would_be=partial(
                 ngettext,
                 "%(count)s entry of the audit log would be deleted.",

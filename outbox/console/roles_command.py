@@ -12,6 +12,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 
 from outbox.console.command import TranslatedCommand
+from outbox.database.labels import label_of
 from outbox.database.schema import parts_of
 
 
@@ -31,7 +32,7 @@ class RolesCommand(TranslatedCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
-        config = apps.get_app_config(self.app)
+        config = apps.get_app_config(label_of(self.app))
         parts = parts_of(self.app)
         for part in parts:
             create_permissions(part, verbosity=0, using=alias)

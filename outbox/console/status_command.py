@@ -14,7 +14,7 @@ from django.utils.translation import gettext as _
 
 from outbox.console.command import TranslatedCommand
 from outbox.console.live_view import LiveView, Rates
-from outbox.console.terminal import age, table
+from outbox.console.terminal import age, fitted, table
 from outbox.database.schema import require_schema
 from outbox.kernel.loop import StopRequest, running_until_signalled
 
@@ -71,7 +71,7 @@ class StatusCommand(TranslatedCommand):
             with running_until_signalled(StopRequest()) as stop:
                 view.run(stop)
         else:
-            self.stdout.write(draw())
+            self.stdout.write(fitted(draw(), self.stdout))
 
 
 def iso(instant: datetime | None) -> str | None:

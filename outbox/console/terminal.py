@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import textwrap
 import uuid
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import TextIO
+from typing import Any, TextIO
 
 from django.core.management.base import CommandError
 from django.utils.dateparse import parse_datetime
@@ -19,6 +21,7 @@ from outbox.kernel.clock import monotonic, utcnow
 _PRECISE_SECONDS = 10
 _MOST_DAYS = 36_500
 _SHORTEST_MEASURED_SECONDS = 0.5
+_CONTINUED = "  "
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
@@ -71,6 +74,24 @@ def table(rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def fitted(text: str, stream: Any) -> str:
+    """`text` for `stream`: on a terminal, lines that are longer than it is wide are broken between words.
+
+    Args:
+        stream: with `isatty()`; text for a file or a pipe is not changed.
+    """
+    if not stream.isatty():
+        return text
+    wrapper = textwrap.TextWrapper(
+        width=shutil.get_terminal_size().columns,
+        subsequent_indent=_CONTINUED,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def days(option: str, given: float) -> timedelta:

@@ -65,13 +65,17 @@ class MinuteRow(models.Model):
     class Meta:
         abstract = True
         default_permissions = ()
-        indexes = (
-            models.Index(fields=["subject", "minute"], name="%(app_label)s_minute_subject"),
-            models.Index(fields=["minute"], name="%(app_label)s_minute"),
-        )
 
     def __str__(self) -> str:
         return f"{self.subject} in {self.minute:%Y-%m-%d %H:%M}"
+
+
+def minute_indexes(app: str) -> tuple[models.Index, ...]:
+    """The indexes of a subclass of `MinuteRow`, named after its package: a project may change the label, but not migrations."""
+    return (
+        models.Index(fields=["subject", "minute"], name=f"{app}_minute_subject"),
+        models.Index(fields=["minute"], name=f"{app}_minute"),
+    )
 
 
 def database_time(alias: str) -> datetime:

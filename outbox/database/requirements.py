@@ -10,6 +10,11 @@ from django.db import connections, router
 from django.db.models import Model
 
 _SUPPORTED_VENDORS = ("postgresql", "sqlite")
+_FOREIGN_OPTIONS = {
+    "postgresql": {"check_same_thread", "detect_types", "init_command", "timeout", "transaction_mode"},
+    "sqlite": {"assume_role", "connect_timeout", "options", "pool", "server_side_binding", "service", "sslmode"},
+}
+"""By vendor: `OPTIONS` of the other one. Django passes them on, and each attempt to connect fails."""
 
 
 def unsupported_databases(model: type[Model], databases: Sequence[str] | None, check_id: str) -> list[CheckMessage]:
@@ -42,13 +47,16 @@ def deferred_sqlite(model: type[Model], check_id: str) -> list[CheckMessage]:
 
 
 def unfit_settings(model: type[Model], check_id: str) -> list[CheckMessage]:
-    """Database settings for `model` that break transactions or instants."""
+    """Database settings for `model` that break connections, transactions or instants."""
     return [Error(problem, hint=hint, id=check_id) for problem, hint in _unfit_settings(model)]
 
 
 def _unfit_settings(model: type[Model]) -> Iterator[tuple[str, str]]:
     for alias in _holding(model, connections):
         given = connections[alias].settings_dict
+        if foreign := sorted(_FOREIGN_OPTIONS.get(connections[alias].vendor, set()) & {*given["OPTIONS"]}):
+            name, given_here = connections[alias].display_name, f"DATABASES[{alias!r}]['OPTIONS'] has {', '.join(foreign)}"
+            yield f"{given_here}, which {name} does not support, so every connection fails.", "Remove them."
         if not given["AUTOCOMMIT"]:
             problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
             yield problem, "Remove AUTOCOMMIT; Django's default is correct."

@@ -20,6 +20,8 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
+from outbox.database.labels import label_of
+
 if TYPE_CHECKING:
     from django.apps import AppConfig
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -29,10 +31,10 @@ _MISSING = {"42P01", "42703"}
 """SQLSTATEs: no such table, no such column."""
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
-_LABELS = ("outbox", "inbox")
+_APPS = ("outbox", "inbox")
 
 
-def require_schema(alias: str, *labels: str) -> None:
+def require_schema(alias: str, *packages: str) -> None:
     """Check before a command runs that the tables of these apps, and of their optional packages, are migrated for this version.
 
     Raises:
@@ -40,26 +42,28 @@ def require_schema(alias: str, *labels: str) -> None:
     """
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
-    for label in labels:
-        for part in parts_of(label):
+    for package in packages:
+        for part in parts_of(package):
             # The tables of an optional package may be in another database.
-            is_here = part.label == label or any(router.allow_migrate_model(alias, model) for model in part.get_models())
+            is_here = part.name == package or any(router.allow_migrate_model(alias, model) for model in part.get_models())
             if is_here and (problem := why_unmigrated(alias, part.label)):
                 raise CommandError(problem)
 
 
-def parts_of(label: str) -> list[AppConfig]:
-    """The app, and after it its installed optional packages."""
-    name = apps.get_app_config(label).name
-    return sorted((part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{name}.")), key=attrgetter("name"))
+def parts_of(package: str) -> list[AppConfig]:
+    """The app in `package` if it is installed, and after it its installed optional packages."""
+    parts = (part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{package}."))
+    return sorted(parts, key=attrgetter("name"))
 
 
-def why_unmigrated(alias: str, label: str, *, begun: bool = False) -> str:
+def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
     """One line with the missing tables or columns and the command to run; "" if none is missing or the database is unavailable.
 
     Args:
+        app: its package or its label.
         begun: also accept a database that has none of the tables, or for which the routers do not allow them.
     """
+    label = label_of(app)
     models = [model for model in apps.get_app_config(label).get_models() if router.allow_migrate_model(alias, model)]
     if not models and begun:
         return ""
@@ -118,8 +122,8 @@ def is_missing(error: BaseException) -> bool:
 
 def describe_missing(error: BaseException, alias: str) -> str:
     """What is missing at run time, as after a deploy in the wrong order, and which migration to run."""
-    for label in _LABELS:
-        for part in parts_of(label) if apps.is_installed(label) else ():
+    for package in _APPS:
+        for part in parts_of(package):
             with suppress(DatabaseError, InterfaceError):
                 if problem := why_unmigrated(alias, part.label, begun=True):
                     return problem

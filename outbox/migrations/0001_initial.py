@@ -4,7 +4,10 @@ import django.db.models.deletion
 import outbox.kernel.identity
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
 from outbox.migrations._partitions import CreateMessages
+
+LABEL = label_of('outbox')
 
 
 class Migration(migrations.Migration):
@@ -116,7 +119,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.outboxmessage',),
+            bases=(f'{LABEL}.outboxmessage',),
         ),
         migrations.CreateModel(
             name='ScheduledMessage',
@@ -130,7 +133,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.outboxmessage',),
+            bases=(f'{LABEL}.outboxmessage',),
         ),
         migrations.CreateModel(
             name='TrailEntry',
@@ -161,7 +164,7 @@ class Migration(migrations.Migration):
                 ('attempts', models.PositiveIntegerField(default=0, verbose_name='attempts')),
                 ('available_at', models.DateTimeField(verbose_name='due')),
                 ('last_error', models.TextField(default='')),
-                ('message', models.ForeignKey(db_constraint=False, on_delete=django.db.models.deletion.DO_NOTHING, to='outbox.outboxmessage', to_field='message_id')),
+                ('message', models.ForeignKey(db_constraint=False, on_delete=django.db.models.deletion.DO_NOTHING, to=f'{LABEL}.outboxmessage', to_field='message_id')),
             ],
             options={
                 'verbose_name': 'pending callback',

@@ -2,11 +2,15 @@
 
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('outbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0001_initial'),
+        (LABEL, '0001_initial'),
     ]
 
     operations = [

@@ -2,13 +2,16 @@
 
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
 from outbox.migrations._partitions import AddLiveIndex
+
+LABEL = label_of('outbox')
 
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0002_processes_audit_alerts'),
+        (LABEL, '0002_processes_audit_alerts'),
     ]
 
     operations = [
@@ -49,7 +52,7 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.minutestatistics',),
+            bases=(f'{LABEL}.minutestatistics',),
         ),
         migrations.CreateModel(
             name='Overview',
@@ -63,6 +66,6 @@ class Migration(migrations.Migration):
                 'indexes': [],
                 'constraints': [],
             },
-            bases=('outbox.minutestatistics',),
+            bases=(f'{LABEL}.minutestatistics',),
         ),
     ]

@@ -3,13 +3,16 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
 from outbox.migrations._partitions import AddLiveIndex
+
+LABEL = label_of('outbox')
 
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0003_statistics'),
+        (LABEL, '0003_statistics'),
     ]
 
     operations = [
@@ -112,6 +115,6 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='operationpart',
             name='operation',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to='outbox.operation'),
+            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='parts', to=f'{LABEL}.operation'),
         ),
     ]

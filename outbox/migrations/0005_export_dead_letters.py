@@ -2,11 +2,15 @@
 
 from django.db import migrations
 
+from outbox.database.labels import label_of
+
+LABEL = label_of('outbox')
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0004_failures_and_operations'),
+        (LABEL, '0004_failures_and_operations'),
     ]
 
     operations = [

@@ -24,6 +24,7 @@ from outbox.kernel.clock import monotonic
 from outbox.relay.stuck_rows import StuckRows
 from outbox.store import pausing
 from outbox.store.claiming import TopicPause
+from outbox.store.dialect import PAUSED_TOPICS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _FORBIDDEN = (
 )
 _RESUMED = "relay: topic %r resumed: the broker takes its messages again"
 _STRANDED = (
-    "relay: topic %r resumed: it had paused messages, but no row in outbox_pausedtopic, which may have been deleted by hand"
+    f"relay: topic %r resumed: it had paused messages, but no row in {PAUSED_TOPICS}, which may have been deleted by hand"
 )
 
 

@@ -20,15 +20,14 @@ from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 from outbox.store import claiming, settling
 from outbox.store.claiming import RelayedMessage
+from outbox.store.dialect import TABLE
 from outbox.store.settling import SettledApart
 
 logger = logging.getLogger(__name__)
 
 _DOUBTFUL_SECONDS = 10.0
 """Since the last row that could not be settled was found."""
-WHAT_REFUSES = (
-    "Look for a trigger, a constraint or a damaged index of outbox_outboxmessage that refuses it, and remove the cause."
-)
+WHAT_REFUSES = f"Look for a trigger, a constraint or a damaged index of {TABLE} that refuses it, and remove the cause."
 
 
 class Unsettled:

@@ -6,7 +6,7 @@ import ast
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"
 _BLOCK = re.compile(r"^( *)```(\w+)(?: title=\"([^\"]*)\")?[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _MANAGE = re.compile(r"\bmanage\.py (\w+)((?:[ \t]+(?:\"[^\"]*\"|'[^']*'|[^\s\"'|;&<>#(){}]+)+)*)")
+_APPEND = " (append)"
 _LIST = re.compile(r"\[[^\[\]\n]*manage\.py[^\[\]\n]*\]")
 
 
@@ -48,6 +49,16 @@ class Block:
         return False
 
     @property
+    def file(self) -> str:
+        """The path of the file that its title names; "" if it names none."""
+        name = self.title.removesuffix(_APPEND)
+        return name if self.language == "python" and name.endswith(".py") else ""
+
+    def applied_to(self, content: str) -> str:
+        """The content of its file after the reader has done what the page says."""
+        return f"{content}\n{self.code}" if self.title.endswith(_APPEND) else self.code
+
+    @property
     def place(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
@@ -58,14 +69,30 @@ def pages() -> list[Path]:
 
 def blocks(*languages: str) -> Iterator[Block]:
     """The blocks in one of these languages, page by page."""
-    for page in pages():
-        text = page.read_text()
-        for found in _BLOCK.finditer(text):
-            indent, language, title, code = found.groups()
-            if language in languages:
-                line = text.count("\n", 0, found.start()) + 2
-                code = "".join(each.removeprefix(indent) for each in code.splitlines(keepends=True))
-                yield Block(page=page, line=line, language=language, title=title or "", code=code)
+    return (block for page in pages() for block in blocks_of(page) if block.language in languages)
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of one page."""
+    text = page.read_text()
+    for found in _BLOCK.finditer(text):
+        indent, language, title, code = found.groups()
+        line = text.count("\n", 0, found.start()) + 2
+        code = "".join(each.removeprefix(indent) for each in code.splitlines(keepends=True))
+        yield Block(page=page, line=line, language=language, title=title or "", code=code)
+
+
+def titled_files(page: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The files that a reader of the page has at its end, by path.
+
+    Args:
+        given: the files before.
+    """
+    files = dict(given or {})
+    for block in blocks_of(page):
+        if block.file:
+            files[block.file] = block.applied_to(files.get(block.file, ""))
+    return files
 
 
 def commands(text: str) -> Iterator[list[str]]:

@@ -3,13 +3,17 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+from outbox.database.labels import label_of
+
+INBOX, LABEL = label_of('inbox'), label_of('inbox.joins')
+
 
 class Migration(migrations.Migration):
 
     initial = True
 
     dependencies = [
-        ('inbox', '0001_initial'),
+        (INBOX, '0001_initial'),
     ]
 
     operations = [
@@ -22,7 +26,7 @@ class Migration(migrations.Migration):
                 ('opened_at', models.DateTimeField()),
                 ('deadline_at', models.DateTimeField(verbose_name='deadline')),
                 ('started_by', models.CharField(db_default='', default='', max_length=255)),
-                ('row', models.OneToOneField(db_constraint=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='+', to='inbox.inboxmessage')),
+                ('row', models.OneToOneField(db_constraint=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='+', to=f'{INBOX}.inboxmessage')),
             ],
             options={
                 'verbose_name': 'run of a join',
@@ -45,7 +49,7 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField(null=True)),
                 ('stored_at', models.DateTimeField()),
                 ('entered_by', models.CharField(db_default='', default='', max_length=255)),
-                ('run', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.CASCADE, related_name='parts', to='inbox_joins.run')),
+                ('run', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.CASCADE, related_name='parts', to=f'{LABEL}.run')),
             ],
             options={
                 'default_permissions': (),

@@ -225,6 +225,25 @@ class TestDatabaseSettings:
         assert "outbox.E005" in done.stdout
         assert "inbox.E005" in done.stdout
 
+    @pytest.mark.parametrize(
+        ("vendor", "options", "shown"),
+        [
+            ("postgresql", {"transaction_mode": "IMMEDIATE", "timeout": 20, "sslmode": "prefer"}, "timeout, transaction_mode"),
+            ("sqlite3", {"transaction_mode": "IMMEDIATE", "pool": True}, "pool"),
+        ],
+    )
+    def test_options_of_another_engine_are_an_error_that_names_them(self, tmp_path, vendor, options, shown):
+        (tmp_path / "left_settings.py").write_text(
+            "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox']\n"
+            f"DATABASES = {{'default': {{'ENGINE': 'django.db.backends.{vendor}', 'NAME': 'x', 'OPTIONS': {options!r}}}}}\n"
+        )
+
+        done = run_in(tmp_path, "left_settings", "-m", "django", "check")
+
+        assert done.returncode != 0
+        assert f"DATABASES['default']['OPTIONS'] has {shown}, which" in done.stdout
+        assert "outbox.E005" in done.stdout
+
 
 class TestMissingTables:
     @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""The labels of the apps, which a project may change.
+
+A project that has another app with the label "outbox" installs a subclass of `outbox.apps.OutboxConfig` with its own `label`.
+Django derives from it the names of tables, permissions, URLs of the admin and migrations. The package keeps its name, so both
+apps name themselves and each other by package, and convert it to the label where Django asks for one.
+"""
+
+from __future__ import annotations
+
+from django.apps import apps
+
+
+def label_of(app: str) -> str:
+    """The label of an installed app.
+
+    Args:
+        app: its package, "outbox" or "inbox". A label, or a package that is not installed, is returned as it is.
+    """
+    return next((config.label for config in apps.get_app_configs() if config.name == app), app)

@@ -1,0 +1,213 @@
+"""A project whose own apps are labelled outbox and inbox installs ours under other labels, as the documentation shows."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+
+from tests.support import ROOT
+from tests.support.pages import titled_files
+from tests.support.projects import run_in
+
+PAGE = ROOT / "docs" / "how-to" / "app-named-outbox.md"
+SETTINGS = """\
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ALLOWED_HOSTS = ["testserver"]
+INSTALLED_APPS = [
+    *("django.contrib.admin", "django.contrib.auth", "django.contrib.contenttypes"),
+    *("django.contrib.messages", "django.contrib.sessions", "django.contrib.staticfiles"),
+    *("shop.outbox", "shop.inbox", "shop.orders"),
+]
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+PROCESSORS = [
+    "django.template.context_processors.request",
+    "django.contrib.auth.context_processors.auth",
+    "django.contrib.messages.context_processors.messages",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {"context_processors": PROCESSORS},
+    }
+]
+ROOT_URLCONF = "shop.urls"
+STATIC_URL = "static/"
+"""
+URLS = """\
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]
+"""
+THEIR_MODELS = """\
+from django.db import models
+
+
+class {name}(models.Model):
+    body = models.TextField()
+"""
+HANDLERS = """\
+from inbox import Reject, idempotent_handler
+
+
+@idempotent_handler("shop.order.placed")
+def handle(message):
+    if message.payload["order"] == "bad":
+        raise Reject("it is bad")
+"""
+MIGRATE = """
+from django.core.management import call_command
+call_command("makemigrations", "outbox", "inbox", verbosity=0)
+call_command("makemigrations", check=True)
+call_command("migrate", verbosity=0)
+call_command("check", databases=["default"])
+"""
+USE = """
+import json
+from io import StringIO
+
+from django.apps import apps
+from django.core.management import call_command
+from django.db import connection, transaction
+
+from inbox.models import InboxMessage
+from outbox import publish
+from outbox.models import OutboxMessage
+
+
+def said(*command):
+    out = StringIO()
+    call_command(*command, stdout=out)
+    return out.getvalue()
+
+
+for order in ("good", "bad", "later"):
+    with transaction.atomic():
+        publish("shop.order.placed", {"order": order}, biz_id=order, delay_level="2m" if order == "later" else None)
+call_command("outbox_relay", drain=True, verbosity=0)
+assert {row.biz_id: row.state for row in InboxMessage.objects.all()} == {"good": "done", "bad": "dead"}
+
+for command in ("outbox_status", "inbox_status"):
+    json.loads(said(command, "--json"))
+    said(command)
+assert "it is bad" in said("inbox_trail", "--topic", "shop.order.placed", "--biz-id", "bad")
+assert "Group 'Outbox viewer' created" in said("outbox_roles")
+assert "Group 'Inbox operator' created" in said("inbox_roles")
+said("outbox_pause", "shop.order.placed", "--reason", "try"), said("outbox_resume", "shop.order.placed")
+said("outbox_purge"), said("inbox_purge")
+said("inbox_retry", "--all")
+tables = connection.introspection.table_names()
+assert {"message_outbox_outboxmessage", "message_inbox_inboxmessage", "outbox_outboxmessage", "inbox_inboxmessage"} <= {*tables}
+theirs = [apps.get_model("outbox.OutboxMessage"), apps.get_model("inbox.InboxMessage")]
+assert [model.objects.count() for model in theirs] == [0, 0]
+"""
+VISIT = """
+from django.contrib import admin
+from django.contrib.auth.models import Permission, User
+from django.contrib.staticfiles import finders
+from django.test import Client
+
+from outbox.models import AuditEntry, OutboxMessage
+
+user = User.objects.create_user("operator", is_staff=True)
+ours = Permission.objects.filter(content_type__app_label__in=["message_outbox", "message_inbox"])
+user.user_permissions.set(ours)
+client = Client()
+client.force_login(user)
+
+
+def visited(path, data=None):
+    response = client.get(path) if data is None else client.post(path, data, follow=True)
+    assert response.status_code == 200, (path, response.status_code)
+    return response.text
+
+
+pages = [model._meta for model in admin.site._registry if model._meta.app_label in {"message_outbox", "message_inbox"}]
+for opts in pages:
+    text = visited(f"/admin/{opts.app_label}/{opts.model_name}/")
+    package = opts.app_label.removeprefix("message_")
+    assert f'href="/static/{package}/admin.css"' in text, opts
+assert finders.find("outbox/admin.css")
+assert len(pages) > 15
+visited("/admin/message_outbox/overview/figures/?charts=hour")
+
+row = OutboxMessage.objects.get(biz_id="later")
+page = visited(f"/admin/message_outbox/outboxmessage/{row.pk}/change/")
+assert "message-life" in page
+assert "/admin/message_inbox/inboxmessage/?q=" in visited(
+    f"/admin/message_outbox/outboxmessage/{OutboxMessage.objects.get(biz_id='bad').pk}/change/"
+)
+chosen = {"action": "cancel", "_selected_action": row.pk}
+assert "No, take me back" in visited("/admin/message_outbox/outboxmessage/", chosen)
+visited("/admin/message_outbox/outboxmessage/", {**chosen, "confirmed": "yes", "reason": "try"})
+assert OutboxMessage.objects.get(biz_id="later").state == "cancelled"
+assert AuditEntry.objects.filter(action="cancel", actor="operator").exists()
+"""
+
+
+@pytest.fixture
+def project(tmp_path, database):
+    """The files of the page, and two apps of the project with our labels and the names of our models."""
+    files = {
+        "shop/__init__.py": "",
+        "shop/urls.py": URLS,
+        "shop/settings.py": SETTINGS + f"DATABASES = {{'default': {database!r}}}\n",
+        "shop/outbox/models.py": THEIR_MODELS.format(name="OutboxMessage"),
+        "shop/inbox/models.py": THEIR_MODELS.format(name="InboxMessage"),
+        "shop/orders/handlers.py": HANDLERS,
+        **{f"shop/{app}/__init__.py": "" for app in ("outbox", "inbox", "orders")},
+    }
+    for name, text in titled_files(PAGE, given=files).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def database(tmp_path, request):
+    """The settings of an empty database."""
+    if connection.vendor == "sqlite":
+        options = {"transaction_mode": "IMMEDIATE", "timeout": 20}
+        yield {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3"), "OPTIONS": options}
+        return
+    server = request.getfixturevalue("postgres_server")
+    name = server.create_database().rpartition("/")[2]
+    yield {
+        "ENGINE": "django.db.backends.postgresql",
+        "HOST": "127.0.0.1",
+        "PORT": str(server.port),
+        "USER": "postgres",
+        "NAME": name,
+    }
+    server.drop_database(name)
+
+
+def run(project, *scripts):
+    program = "import django\ndjango.setup()\n" + "".join(scripts)
+    return run_in(project, "shop.settings", "-W", "error", "-c", program)
+
+
+@pytest.mark.every_database
+def test_apps_work_under_other_labels_beside_apps_labelled_outbox_and_inbox(project):
+    done = run(project, MIGRATE, USE, VISIT)
+
+    assert done.returncode == 0, done.stdout
+    assert "No changes detected" in done.stdout
+
+
+@pytest.mark.every_database
+def test_under_its_own_label_the_clash_is_the_error_that_the_page_shows(project):
+    settings = project / "shop" / "settings.py"
+    settings.write_text(settings.read_text() + "INSTALLED_APPS += ['outbox']\n")
+
+    done = run(project)
+
+    assert "Application labels aren't unique, duplicates: outbox" in done.stdout
