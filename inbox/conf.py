@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from ipaddress import ip_network
 from typing import Any
 
 from django.conf import settings
@@ -34,6 +35,7 @@ _MAY_BE_EMPTY = {
     "ALERTS",
     "REDACT",
     "REDACT_ERRORS",
+    "WEBHOOK_NETWORKS",
 }
 
 
@@ -75,6 +77,8 @@ class InboxOptions:
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
         WATCHDOG: a consumer process whose main loop does not respond for this long ends itself.
         SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
+        WEBHOOK_TIMEOUT: longest duration of a request to a webhook endpoint.
+        WEBHOOK_NETWORKS: networks that webhook endpoints may be in although they are not public, such as "10.1.0.0/16".
     """
 
     BROKER_URL: str = field(default="", repr=False)
@@ -108,6 +112,8 @@ class InboxOptions:
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
+    WEBHOOK_TIMEOUT: timedelta = timedelta(seconds=15)
+    WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
@@ -128,6 +134,9 @@ class InboxOptions:
             raise ValueError(f"GROUP is {quoted(self.GROUP)}, which cannot be the prefix of a queue name: {reason}.")
         if self.QUEUE_TYPE not in {"quorum", "classic"}:
             raise ValueError(f"QUEUE_TYPE is {quoted(self.QUEUE_TYPE)}: it must be 'quorum' or 'classic'.")
+        for network in self.WEBHOOK_NETWORKS:
+            if reason := _why_no_network(network):
+                raise ValueError(f"WEBHOOK_NETWORKS contains {network!r}: {reason}.")
         if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
 
@@ -229,6 +238,14 @@ def _why_no_management_url(url: str) -> str | None:
     if not url.startswith(("http://", "https://")):
         return "it must be a URL like http://host:15672"
     return why_unreadable(url)
+
+
+def _why_no_network(text: str) -> str | None:
+    try:
+        ip_network(text)
+    except ValueError as error:
+        return f"it must be a network such as 10.1.0.0/16 or fd00::/8 ({error})"
+    return None
 
 
 def _why_no_lease_store(url: str) -> str | None:

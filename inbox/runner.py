@@ -85,6 +85,7 @@ class Runner:
 
     Args:
         handlers: returns the handlers of this process; called repeatedly.
+        reports_unknown: log once that messages of other handlers are stored.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Runner:
         stop: StopRequest | None = None,
         *,
         handlers: Callable[[], Sequence[Handler]] = registry.all,
+        reports_unknown: bool = True,
     ) -> None:
         self._options = options
+        self._reports_unknown = reports_unknown
         self._handlers = handlers
         self._stop = StopRequest() if stop is None else stop
         self.outages = Outages()
@@ -210,7 +213,7 @@ class Runner:
         return done
 
     def _report_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
-        if alias in self._reported:
+        if alias in self._reported or not self._reports_unknown:
             return
         stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
         self._reported.add(alias)

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
+    from outbox.api import Draft, PublishedMessage, apublish, apublish_many, arequest, publish, publish_many, request
     from outbox.callbacks import SettledMessage, on_dead, on_published
     from outbox.checkers import Answer, HalfMessage, checker
     from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
@@ -57,6 +57,7 @@ __all__ = [
     "apublish",
     "apublish_many",
     "apublish_now",
+    "arequest",
     "areschedule",
     "arestore",
     "cancel",
@@ -68,6 +69,7 @@ __all__ = [
     "publish",
     "publish_many",
     "publish_now",
+    "request",
     "reschedule",
     "restore",
     "resume",

@@ -10,7 +10,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.kernel import tracing
 from outbox.kernel.clock import utcnow
-from outbox.kernel.context import current_cause
+from outbox.kernel.context import OUTER_CORRELATION, caused_by, current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from outbox.kernel.identity import new_message_id, new_message_ids
 from outbox.kernel.text import why_no_topic, why_unfit
@@ -149,6 +149,29 @@ def publish(
     return written
 
 
+def request(topic: str, payload: Any, *, headers: Mapping[str, HeaderValue] | None = None, **options: Any) -> PublishedMessage:
+    """Publish a message that is answered by another one, for a handler of `inbox.joins.correlated`.
+
+    The request begins a chain of its own: its correlation id is its message id, whatever message is being handled now. The
+    answer has the same correlation id, see Correlation Identifier in "Enterprise Integration Patterns". The handler of the
+    answer continues the chain in which the request was made.
+
+    Args:
+        options: the other arguments of `publish`.
+
+    Returns:
+        the message, whose `id` is the correlation id.
+
+    Raises:
+        PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
+    """
+    cause = current_cause()
+    if cause.correlation_id:
+        headers = {**(headers or {}), OUTER_CORRELATION: cause.correlation_id}
+    with caused_by(replace(cause, correlation_id="")):
+        return publish(topic, payload, headers=headers, **options)
+
+
 def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
     """Write many messages in few statements, in the transaction that is open on `using`.
 
@@ -179,6 +202,11 @@ async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage
     Async code cannot open a transaction, see `PublishedOutsideTransaction` for what an async view does instead.
     """
     return await _joining(publish, topic, payload, **options)
+
+
+async def arequest(topic: str, payload: Any, **options: Any) -> PublishedMessage:
+    """`request` for async code, see `apublish`."""
+    return await _joining(request, topic, payload, **options)
 
 
 async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[PublishedMessage]:

@@ -57,6 +57,7 @@ INSTALLED_APPS = [
     "outbox",
     "inbox",
     "inbox.joins",
+    "inbox.webhooks",
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [

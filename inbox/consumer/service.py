@@ -62,7 +62,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
             logger.info("consumer: stopped. Deliveries: %s.", counts or "none")
         elif not drain:
-            _run_stored(runner, size, stop, watchdog)
+            run_on_threads(runner, size, stop, watchdog)
         if drain or stop.is_draining:
             with watchdog.suspended():
                 while runner.drain(stop) + bulk.drain(stop):
@@ -70,7 +70,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
         logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
 
 
-def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
+def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
+    """Run stored messages on `size` threads until asked to stop or to drain."""
     # Handlers run on separate threads, so that a long one does not trigger the watchdog.
     pool = Pool([], runner, size=size)
     pool.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inbox.handlers.handler import Handler
-from outbox.kernel.wire import CELERY_TOPICS
+from outbox.kernel.wire import RUN_ELSEWHERE
 
 
 class Registry:
@@ -40,5 +40,5 @@ registry = Registry()
 
 
 def may_exist(handler: str) -> bool:
-    """Is it a handler of this process, or a Celery task? Those are registered with Celery, and need not be in this process."""
-    return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
+    """Is it a handler of this process, or one that other processes run: a Celery task, or a webhook endpoint?"""
+    return registry.get(handler) is not None or handler.startswith(RUN_ELSEWHERE)

@@ -8,9 +8,26 @@ Each awaited message is an ordinary message of an ordinary handler, which stores
 first part also stores the run's own inbox row, due at the deadline. The last part makes that row due now. The runner executes
 it as any stored message: retries, dead letters, timeouts and the exactly-once effect are those of the inbox.
 
+A request and its answer are a join, too, matched by the correlation id: `@correlated(request=..., answer=..., timeout=...)`.
+
 An optional app: add "inbox.joins" to INSTALLED_APPS. The rest of the inbox does not import it.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from inbox.joins.join import Join
 
-__all__ = ["Join"]
+if TYPE_CHECKING:
+    from inbox.joins.requests import correlated
+
+__all__ = ["Join", "correlated"]
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use, because Django imports this package before its models can be.
+    if name != "correlated":
+        raise AttributeError(f"module 'inbox.joins' has no attribute {name!r}")
+    return import_module("inbox.joins.requests").correlated

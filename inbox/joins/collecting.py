@@ -38,6 +38,7 @@ class Definition:
         topics: all of these.
         deadline: after the arrival of the first message of a run.
         on_missing: what happens then.
+        refuses_late: a message that comes when the run is over is a dead letter. Otherwise it is stored with the run.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Definition:
     topics: tuple[str, ...]
     deadline: timedelta
     on_missing: Literal["dead", "call"]
+    refuses_late: bool = False
 
     def missing(self, topics: set[str]) -> tuple[str, ...]:
         """Those of its topics that are not in `topics`."""
@@ -56,6 +58,7 @@ def collect(join: Definition, message: Message) -> None:
 
     Raises:
         RetryLater: the run is being changed by another transaction.
+        Reject: the run is over, and the join refuses late messages.
     """
     alias, run_id = join.using, message.biz_id
     run = store.lock(alias, join.name, run_id)
@@ -63,14 +66,20 @@ def collect(join: Definition, message: Message) -> None:
     # Another transaction has opened it in between.
     run = run or store.lock(alias, join.name, run_id)
     if run is None:
-        _report_late(join, message, "its run is over and was purged")
+        _late(join, message, "its run is over and was purged")
         return
     store.add_part(alias, run, message)
     state, attempts = store.state_of(alias, run)
     if state not in DUE:
-        _report_late(join, message, f"its run is {State(state).label.lower()}" if state else "its run was purged")
+        # An operator can still start a dead run, with this message.
+        report = _report_late if state == State.DEAD else _late
+        report(join, message, f"its run is {State(state).label.lower()}" if state else "its run was purged")
     elif attempts > 0:
-        if store.may_lack_messages(alias, run):
+        if join.refuses_late:
+            # The next attempt sees it, unless one is running now.
+            if not store.hold_back(alias, run):
+                raise RetryLater(_RUNNING, f"the run {run_id} of {join.name} is being handled without it")
+        elif store.may_lack_messages(alias, run):
             _report_late(join, message, "an attempt of its run began without it")
     elif not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
         raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
@@ -137,6 +146,12 @@ def _message_of(part: Part, of_the_run: Message) -> Message:
         correlation_id=part.correlation_id,
         causation_id=part.causation_id,
     )
+
+
+def _late(join: Definition, message: Message, why: str) -> None:
+    if join.refuses_late:
+        raise Reject(f"It came too late for the run {message.biz_id}: {why}. Check what has happened, then skip this message.")
+    _report_late(join, message, why)
 
 
 def _report_late(join: Definition, message: Message, why: str) -> None:

@@ -30,8 +30,12 @@ def joining(
     retry: Retry | None,
     rate_limit: str | None,
     concurrency: int | None,
+    refuses_late: bool = False,
 ) -> Callable[[Function], Function]:
     """The decorator that `idempotent_handler(all_of=...)` returns.
+
+    Args:
+        refuses_late: see `collecting.Definition`. The others: see `idempotent_handler`.
 
     Raises:
         TypeError: the deadline is not a timedelta.
@@ -52,7 +56,9 @@ def joining(
     def decorate(function: Function) -> Function:
         refuse_generator(function)
         named = name or default_name(function)
-        join = Definition(name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing)
+        join = Definition(
+            name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing, refuses_late=refuses_late
+        )
         for topic in join.topics:
             of_a_part = registering(
                 topic,

@@ -34,7 +34,8 @@ from outbox.kernel.identity import new_message_id
 TOPIC = "inbox.join"
 """The topic in the inbox rows of runs. No message is delivered for it."""
 _RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
-_WAITING = "attempts = 0 AND state IN ('received', 'retrying')"
+_DUE = "state IN ('received', 'retrying')"
+_WAITING = f"attempts = 0 AND {_DUE}"
 """The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
 
 
@@ -157,6 +158,20 @@ def make_due(alias: str, run: Locked) -> bool:
         cursor.execute(
             f"UPDATE {MESSAGES} SET next_attempt_at = {now(connection)} "
             f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {_WAITING} {skip_locked})",
+            [run.row],
+        )
+        return bool(cursor.rowcount)
+
+
+def hold_back(alias: str, run: Locked) -> bool:
+    """Lock the run's row, so that its next attempt begins after this transaction. False: an attempt is running now."""
+    connection = connections[alias]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        # An UPDATE, see `lock`.
+        cursor.execute(
+            f"UPDATE {MESSAGES} SET attempts = attempts "
+            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {_DUE} {skip_locked})",
             [run.row],
         )
         return bool(cursor.rowcount)

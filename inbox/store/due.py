@@ -20,7 +20,7 @@ from inbox.models import DUE
 from inbox.store.dialect import PAUSED_HANDLERS, TABLE
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
-from outbox.kernel.wire import CELERY_TOPICS
+from outbox.kernel.wire import RUN_ELSEWHERE
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -120,9 +120,9 @@ def stored_handlers(alias: str) -> list[str]:
 def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
     """By handler, how many messages are stored for handlers not in `handlers`, counted up to `MOST_COUNTED`.
 
-    Celery's tasks are left out, because Celery runs them.
+    Celery's tasks and the messages to webhook endpoints are left out, because other processes run them.
     """
-    unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(CELERY_TOPICS)]
+    unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(RUN_ELSEWHERE)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
     counts: dict[str, int] = {}
     with connections[alias].cursor() as cursor:

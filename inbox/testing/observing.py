@@ -42,7 +42,7 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
         LookupError: there is none.
         ValueError: the function handles several topics, and `topic` does not say which.
     """
-    known = [one for one in registry.all() if handler in (one.name, one.function, _decorated(one))]
+    known = [one for one in registry.all() if handler in (one.name, one.function, *_decorated(one))]
     selected = [one for one in known if topic in {None, one.topic, *one.all_of}]
     if len(selected) == 1:
         return selected[0]
@@ -60,10 +60,12 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
     )
 
 
-def _decorated(handler: Handler) -> object:
-    """The decorated function: that of an `async def` and that of a join are wrapped."""
-    function = getattr(getattr(handler.function, "awaitable", None), "__wrapped__", handler.function)
-    return getattr(function, "__wrapped__", None) if handler.all_of else function
+def _decorated(handler: Handler) -> list[object]:
+    """The decorated function of an `async def` or of a join, which are wrapped, and that of `correlated` twice."""
+    functions: list[object] = [getattr(getattr(handler.function, "awaitable", None), "__wrapped__", handler.function)]
+    while handler.all_of and (wrapped := getattr(functions[-1], "__wrapped__", None)):
+        functions.append(wrapped)
+    return functions
 
 
 class Failures:

@@ -9,6 +9,7 @@ from django.contrib.auth.management import create_permissions
 from django.contrib.auth.models import Group, Permission
 from django.core.management.base import CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db.models import Q
 from django.utils.translation import gettext as _
 
 from outbox.console.command import TranslatedCommand
@@ -19,7 +20,7 @@ from outbox.database.schema import parts_of
 class RolesCommand(TranslatedCommand):
     """See the module's docstring. It may be run again, and then sets the permissions that this version has.
 
-    The permission to see payloads unredacted is given by hand.
+    The permissions to see payloads unredacted, and secrets, are given by hand.
 
     Attributes:
         app: whose permissions.
@@ -38,7 +39,10 @@ class RolesCommand(TranslatedCommand):
             create_permissions(part, verbosity=0, using=alias)
         every = Permission.objects.using(alias).filter(content_type__app_label__in=[part.label for part in parts])
         # An export shows payloads as they are, as a correction without redaction does.
-        operating = every.exclude(codename__startswith="unredacted_").exclude(codename=f"export_{self.app}message")
+        by_hand = (
+            Q(codename__startswith="unredacted_") | Q(codename=f"export_{self.app}message") | Q(codename__startswith="secret_")
+        )
+        operating = every.exclude(by_hand)
         roles = {"viewer": every.filter(codename__startswith="view_"), "operator": operating}
         with transaction.atomic(using=alias):
             for role, permissions in roles.items():

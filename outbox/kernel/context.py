@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+OUTER_CORRELATION = "outercorrelationid"
+"""The header of a request: the correlation id of the chain in which it was made, which its answer continues."""
+
 
 @dataclass(frozen=True)
 class Cause:

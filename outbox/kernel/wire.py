@@ -13,6 +13,10 @@ from kombu.utils.json import dumps, loads
 
 CELERY_TOPICS = "celery."
 """Prefix of the topic of a Celery message; the name of its task follows."""
+WEBHOOK_HANDLERS = "webhook/"
+"""Prefix of the handler of the messages to one webhook endpoint; the name of the endpoint follows."""
+RUN_ELSEWHERE = (CELERY_TOPICS, WEBHOOK_HANDLERS)
+"""Handlers with such a name exist although `inbox_consume` does not run them: Celery and `inbox_webhooks` do."""
 
 
 class Wire(NamedTuple):

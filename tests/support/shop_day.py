@@ -20,6 +20,7 @@ import inbox.models
 import outbox.models
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
+from inbox.webhooks import Endpoint
 from outbox.kernel.clock import utcnow
 from outbox.kernel.failures import DEFERRED
 from outbox.kernel.identity import new_message_id
@@ -257,7 +258,28 @@ def _inbox() -> None:
     inbox.models.PausedHandler.objects.create(
         handler=TEXT, paused_by="ada in the admin", reason="The SMS provider is down.", paused_at=utcnow() - 9 * MINUTE
     )
+    _endpoints()
     _a_life()
+
+
+def _endpoints() -> None:
+    now = utcnow()
+    for name, columns in {
+        "warehouse": {"topics": [PLACED, PAID], "state_since": now - 9 * HOUR},
+        "accounting": {
+            "state": "paused",
+            "state_since": now - MINUTE,
+            "probe_at": now + MINUTE,
+            "failures": 6,
+            "reason": "POST https://accounting.example/in was answered with 503: maintenance until 15:00",
+        },
+        "old-partner": {
+            "state": "disabled",
+            "state_since": now - 5 * HOUR,
+            "reason": "POST https://old-partner.example/in was answered with 410.",
+        },
+    }.items():
+        Endpoint.objects.create(name=name, url=f"https://{name}.example/in", **columns)
 
 
 def a_handled(handler: str, biz_id: str, *, ago: timedelta = timedelta(), state: str = InboxState.DONE, **columns: Any) -> Any:
@@ -488,6 +510,7 @@ def hostile_rows(text: str) -> None:
     )
     outbox.models.PausedTopic.objects.create(topic=text, paused_by=text, reason=text, paused_at=now)
     inbox.models.PausedHandler.objects.create(handler=text, paused_by=text, reason=text, paused_at=now)
+    Endpoint.objects.create(name=text[:64], url=text, topics=[text], state="disabled", state_since=now, reason=text)
     asked = {"requested": "pause", "requested_by": text, "requested_at": now}
     a_relay(host=text, waits_for=text)
     a_consumer(host=text, waits_for=text, handlers=[text])

@@ -24,6 +24,8 @@ import inbox.joins
 import inbox.metrics
 import inbox.signals
 import inbox.testing
+import inbox.webhooks
+import inbox.webhooks.checks
 import outbox
 import outbox.checks
 import outbox.metrics
@@ -83,9 +85,9 @@ def default_of(field):
 
 def commands():
     return {
-        path.stem: side
+        path.stem: ".".join(path.relative_to(ROOT).parts[:-3])
         for side in SIDES
-        for path in (ROOT / side / "management" / "commands").glob("*.py")
+        for path in (ROOT / side).rglob("management/commands/*.py")
         if path.stem != "__init__"
     }
 
@@ -133,14 +135,16 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (outbox.checks, inbox.checks, inbox.joins.checks)
-        for found in re.findall(r'id="((?:outbox|inbox|inbox_joins)\.[EWI]\d{3})"', Path(module.__file__).read_text())
+        for module in (outbox.checks, inbox.checks, inbox.joins.checks, inbox.webhooks.checks)
+        for found in re.findall(
+            r'id="((?:outbox|inbox|inbox_joins|inbox_webhooks)\.[EWI]\d{3})"', Path(module.__file__).read_text()
+        )
     }
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-PACKAGES = [outbox, inbox, inbox.joins, outbox.testing, inbox.testing, outbox.webhooks]
+PACKAGES = [outbox, inbox, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks]
 
 
 def documented_names(package):
@@ -211,7 +215,7 @@ def test_every_table_is_documented_and_no_other():
 
     tables = {
         model._meta.db_table
-        for app in (*SIDES, "inbox_joins")
+        for app in (*SIDES, "inbox_joins", "inbox_webhooks")
         for model in apps.get_app_config(app).get_models()
         if not model._meta.proxy
     }

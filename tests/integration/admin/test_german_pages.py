@@ -40,6 +40,7 @@ LISTS = [
     "inbox_consumerheartbeat",
     "inbox_pausedhandler",
     "inbox_joins_run",
+    "inbox_webhooks_endpoint",
 ]
 
 

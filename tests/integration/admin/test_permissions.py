@@ -18,6 +18,7 @@ import inbox.models
 import outbox.models
 from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
+from inbox.webhooks import Endpoint
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
 from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
@@ -28,7 +29,7 @@ from tests.support.heartbeats import a_consumer, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-APPS = {"outbox", "inbox", "inbox_joins"}
+APPS = {"outbox", "inbox", "inbox_joins", "inbox_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
 ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
 PERMISSION = {
@@ -105,6 +106,7 @@ def a_row(handles):
         "outbox.PendingCallback": a_pending_callback,
         "inbox.InboxMessage": a_dead_letter,
         "inbox_joins.Run": a_run,
+        "inbox_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
     }
     for label, model_admin in OURS.items():
         if label.endswith(".Alert"):
@@ -178,6 +180,10 @@ def forms_beside_the_actions(a_row):
         yield reverse(f"admin:{app}_operation_cancel", args=[a_row(f"{app}.Operation").pk]), {}
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
+    yield (
+        url_of("inbox_webhooks.Endpoint", "add"),
+        {"name": "h", "url": "https://example.com", "topics": "[]", "concurrency": 2},
+    )
 
 
 def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_nothing_by_get(a_row):
@@ -195,6 +201,7 @@ def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_no
         assert not app.AuditEntry.objects.exists()
     assert not PausedTopic.objects.exists()
     assert not PausedHandler.objects.exists()
+    assert not Endpoint.objects.exists()
 
 
 @pytest.mark.parametrize("label", ["outbox.PausedTopic", "inbox.PausedHandler"])
@@ -224,7 +231,7 @@ class TestRoles:
         viewer, operator = (Group.objects.get(name=f"{app.capitalize()} {role}") for role in ("viewer", "operator"))
 
         every = set(Permission.objects.filter(content_type__app_label__startswith=app).values_list("codename", flat=True))
-        by_hand = {f"export_{app}message", *(["unredacted_inboxmessage"] if app == "inbox" else [])}
+        by_hand = {f"export_{app}message", *(["unredacted_inboxmessage", "secret_endpoint"] if app == "inbox" else [])}
         assert by_hand < every
         assert set(operator.permissions.values_list("codename", flat=True)) == every - by_hand
         assert set(viewer.permissions.values_list("codename", flat=True)) == {

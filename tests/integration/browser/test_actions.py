@@ -12,6 +12,7 @@ import inbox.models
 import outbox.models
 from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, FailureNote, InboxMessage, Operation, PausedHandler
+from inbox.webhooks import Endpoint
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
@@ -29,7 +30,10 @@ from tests.support.workers import Process
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
 PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
-AUDIT = {"outbox": outbox.models.AuditEntry, "inbox": inbox.models.AuditEntry, "inbox_joins": inbox.models.AuditEntry}
+AUDIT = {
+    "outbox": outbox.models.AuditEntry,
+    **dict.fromkeys(("inbox", "inbox_joins", "inbox_webhooks"), inbox.models.AuditEntry),
+}
 EVERY = {
     (model._meta.label, action)
     for model, model_admin in admin.site._registry.items()
@@ -78,6 +82,10 @@ def a_run(run_id):
     return Run.objects.get(run_id=run_id)
 
 
+def an_endpoint(**given):
+    return Endpoint.objects.create(name=NASTY[:64], url=f"https://example.com/{NASTY}", reason=NASTY, **given)
+
+
 def rows_to_act_on():
     """What makes a row for each action."""
     found = {("outbox.OutboxMessage", action): partial(a_hostile, State.DEAD) for action in ("restore", "export")}
@@ -100,6 +108,9 @@ def rows_to_act_on():
     found["inbox.InboxMessage", "override_maximum_age"] = partial(a_dead_letter, NASTY, quarantined=True)
     for action in ("complete", "extend", "start"):
         found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
+    for action in ("test", "edit", "rotate", "enable", "disable"):
+        state = "disabled" if action == "enable" else "active"
+        found["inbox_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
     return found
 
 

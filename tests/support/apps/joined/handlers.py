@@ -1,13 +1,30 @@
-"""The join: one row per run, and nothing in the database that would stop a second one."""
+"""The join: one row per run, and nothing in the database that would stop a second one. Likewise a request and its answer."""
 
 from datetime import timedelta
 
-from inbox import idempotent_handler
-from inbox.joins import Join
+from inbox import Message, idempotent_handler
+from inbox.joins import Join, correlated
+from outbox import publish
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.joined import TOPICS
+from tests.support.apps.joined import ANSWERED, ASKED, TOPICS
 
 
 @idempotent_handler(all_of=TOPICS, correlate="run_id", deadline=timedelta(hours=1))
 def report(join: Join) -> None:
     Effect.objects.create(name=join.run_id, detail=",".join(join.messages))
+
+
+@idempotent_handler(ASKED)
+def answer(message: Message) -> None:
+    """The other service."""
+    if message.payload["is_answered"]:
+        publish(ANSWERED, {"result": "paid"})
+
+
+def give_up(asked: Message) -> None:
+    Effect.objects.create(name=asked.payload["payment"], detail="no answer")
+
+
+@correlated(request=ASKED, answer=ANSWERED, timeout=timedelta(hours=1), on_timeout=give_up)
+def settle(asked: Message, answered: Message) -> None:
+    Effect.objects.create(name=asked.payload["payment"], detail=answered.payload["result"])

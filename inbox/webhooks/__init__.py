@@ -1,0 +1,35 @@
+"""Outbound webhooks: send messages to the HTTP endpoints of other companies, signed, each at its own pace.
+
+    # handlers.py
+    from inbox.webhooks import send_webhooks
+
+    send_webhooks("shop.order.placed", "shop.order.shipped")
+
+A message of these topics is handled like any other: in one transaction it becomes one inbox row for each endpoint that wants
+it (`fanning_out`). The process `inbox_webhooks` (`service`) runs these rows under a lease, without a transaction: it signs the
+body and posts it (`delivering`). Retries, dead letters and the trail are those of the inbox. An endpoint is a handler to the
+runner, so that endpoints take turns and a slow one occupies only its own share of the threads. An endpoint that fails
+repeatedly is paused (`endpoints`).
+
+An optional app: add "inbox.webhooks" to INSTALLED_APPS. The rest of the inbox does not import it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inbox.webhooks.fanning_out import send_webhooks
+    from inbox.webhooks.models import Endpoint
+
+__all__ = ["Endpoint", "send_webhooks"]
+
+_MODULES = {"Endpoint": "inbox.webhooks.models", "send_webhooks": "inbox.webhooks.fanning_out"}
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use, because Django imports this package before its models can be.
+    if name not in _MODULES:
+        raise AttributeError(f"module 'inbox.webhooks' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

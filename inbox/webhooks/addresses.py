@@ -1,0 +1,71 @@
+"""Which addresses a request may be sent to.
+
+An endpoint's URL comes from outside, and its host may resolve to any address. A request to a private one would reach services
+that trust this network (server-side request forgery). So the host is resolved once, its addresses are checked, and the
+connection is made to a checked address: a second answer of the name server (DNS rebinding) has no effect.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_NAT64 = IPv6Network("64:ff9b::/96")
+_COMPATIBLE = IPv6Network("::/96")
+_LAST_32_BITS = 0xFFFFFFFF
+
+
+class NotAllowed(Exception):
+    """The host has no address that requests may be sent to."""
+
+
+def networks(given: Sequence[str]) -> list[Network]:
+    """Raises ValueError if one is not a network."""
+    return [ip_network(text) for text in given]
+
+
+def allowed_addresses(host: str, port: int, *, is_encrypted: bool, private: Sequence[Network]) -> list[str]:
+    """The addresses of `host` that may be connected to, in the resolver's order.
+
+    Args:
+        is_encrypted: the URL is https. Unencrypted requests are sent to `private` addresses only.
+        private: networks that are allowed although they are not public.
+
+    Raises:
+        NotAllowed: there is none.
+        OSError: the host cannot be resolved.
+    """
+    found = list(dict.fromkeys(str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    allowed = [text for text in found if _is_allowed(ip_address(text), is_encrypted=is_encrypted, private=private)]
+    if not allowed:
+        # The addresses are not named: the owner of the endpoint may read this, and would learn about our network.
+        why = "none is public" if is_encrypted else "http:// is allowed for private networks only"
+        raise NotAllowed(
+            f"The host {host} has no address that requests may be sent to: {why}. If it is right, add its network to "
+            'INBOX["WEBHOOK_NETWORKS"].'
+        )
+    return allowed
+
+
+def _is_allowed(address: Address, *, is_encrypted: bool, private: Sequence[Network]) -> bool:
+    if any(address in network for network in private):
+        return True
+    return is_encrypted and all(one.is_global and not one.is_multicast for one in (address, *_embedded(address)))
+
+
+def _embedded(address: Address) -> Iterator[IPv4Address]:
+    """The IPv4 addresses that gateways may translate an IPv6 address to."""
+    if not isinstance(address, IPv6Address):
+        return
+    if address.ipv4_mapped:
+        yield address.ipv4_mapped
+    if address.sixtofour:
+        yield address.sixtofour
+    if address.teredo:
+        yield from address.teredo
+    if address in _NAT64 or address in _COMPATIBLE:
+        yield IPv4Address(int(address) & _LAST_32_BITS)

@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class HookedConfig(AppConfig):
+    name = "tests.support.apps.hooked"
+    label = "testhooked"
