@@ -12,6 +12,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.console.alert_options import AlertOptions, read_alerts
+from outbox.console.http_options import HttpOptions, read_http
 from outbox.kernel import options
 from outbox.kernel.body import BODY_LIMIT_BYTES
 from outbox.kernel.broker import why_no_exchange
@@ -33,6 +34,7 @@ _MAY_BE_EMPTY = {
     "TRAIL",
     "KEEP_BODIES",
     "ALERTS",
+    "HTTP",
     "REDACT",
     "REDACT_ERRORS",
     "WEBHOOK_NETWORKS",
@@ -68,6 +70,7 @@ class InboxOptions:
         AUDIT_RETENTION: how long entries of the audit log are kept.
         OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
+        HTTP: the options of the HTTP API, see `outbox.console.http_options.HttpOptions`; {} takes `OUTBOX["HTTP"]`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "" takes
             `OUTBOX["REDACT"]`.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
@@ -105,6 +108,7 @@ class InboxOptions:
     AUDIT_RETENTION: timedelta = timedelta(days=365)
     OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
+    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     REDACT: str = ""
     REDACT_ERRORS: str = ""
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
@@ -119,6 +123,7 @@ class InboxOptions:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
         options.require_trail(self.TRAIL)
         read_alerts(self.ALERTS)
+        read_http(self.HTTP)
         if self.KEEP_BODIES not in {"all", "failed"}:
             raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.MAX_AGE_MARGIN >= self.RETENTION:
@@ -142,9 +147,11 @@ class InboxOptions:
 
     @cached_property
     def alerts(self) -> AlertOptions:
-        outbox = getattr(settings, "OUTBOX", None)
-        shared = outbox.get("ALERTS", {}) if isinstance(outbox, dict) else {}
-        return read_alerts(self.ALERTS or shared)
+        return read_alerts(self.ALERTS or _given_to_the_outbox("ALERTS", {}))
+
+    @cached_property
+    def http(self) -> HttpOptions:
+        return read_http(self.HTTP or _given_to_the_outbox("HTTP", {}))
 
     @property
     def keeps_all_bodies(self) -> bool:

@@ -320,7 +320,7 @@ class Runner:
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
-        here = [handler for handler in handlers if handler.using == alias and self._take_slot(handler)]
+        here = [handler for handler in handlers if handler.using == alias and not handler.pulled and self._take_slot(handler)]
         claimed: tuple[Handler, InboxMessage] | None = None
         try:
             claimed = self._claim_in_turn(here, alias)

@@ -12,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from outbox.console.alert_options import AlertOptions, read_alerts
+from outbox.console.http_options import HttpOptions, read_http
 from outbox.kernel import options
 from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.masking import quoted
@@ -28,6 +29,7 @@ _NO_AMOUNTS = {
     "LISTEN_ALIAS",
     "TRAIL",
     "ALERTS",
+    "HTTP",
     "REDACT",
     "REDACT_ERRORS",
 }
@@ -68,6 +70,7 @@ class OutboxOptions:
         AUDIT_RETENTION: how long entries of the audit log are kept.
         OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
+        HTTP: the options of the HTTP API, see `outbox.console.http_options.HttpOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "": none.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
             `outbox.kernel.redactors`; "": none.
@@ -106,6 +109,7 @@ class OutboxOptions:
     AUDIT_RETENTION: timedelta = timedelta(days=365)
     OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
+    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     REDACT: str = ""
     REDACT_ERRORS: str = ""
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -128,12 +132,17 @@ class OutboxOptions:
                 )
         options.require_trail(self.TRAIL)
         read_alerts(self.ALERTS)
+        read_http(self.HTTP)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
 
     @cached_property
     def alerts(self) -> AlertOptions:
         return read_alerts(self.ALERTS)
+
+    @cached_property
+    def http(self) -> HttpOptions:
+        return read_http(self.HTTP)
 
     @cached_property
     def delays(self) -> dict[str, timedelta]:

@@ -24,6 +24,9 @@ from outbox.kernel.text import why_unfit
 from outbox.states import CANCEL, RESCHEDULE
 from outbox.store import operating
 
+BUSINESS = "the business"
+"""Who decides, if the caller does not say."""
+
 
 class Outcome(StrEnum):
     """The outcome of `cancel`, `reschedule` and `publish_now`."""
@@ -59,6 +62,7 @@ def cancel(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
+    by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Cancel a message before it is published: one by its id, or all unpublished ones with this topic and biz-id.
@@ -71,10 +75,13 @@ def cancel(
     keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its outcome is
     `TOO_LATE`, and the state is `ready`.
 
+    Args:
+        by: who decides, for the trail.
+
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    change = partial(operating.cancel, reason="cancel() by the business")
+    change = partial(operating.cancel, reason=f"cancel() by {by}")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
         if decision:
@@ -91,6 +98,7 @@ def reschedule(
     delay: timedelta | None = None,
     delay_level: str | int | None = None,
     deliver_at: datetime | None = None,
+    by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Change the time before which an unpublished message is not delivered; it is identified as for `cancel`.
@@ -100,6 +108,7 @@ def reschedule(
 
     Args:
         delay, delay_level, deliver_at: one of them, as for `publish`.
+        by: who decides, for the trail.
 
     Raises:
         UnknownMessage: see `cancel`.
@@ -108,7 +117,7 @@ def reschedule(
     at = due(delay, delay_level, deliver_at)
     if at is None:
         raise InvalidMessage("reschedule() needs a time: give delay, delay_level or deliver_at, or call publish_now().")
-    return _reschedule(named(message_id, topic, biz_id), at, using, "reschedule()")
+    return _reschedule(named(message_id, topic, biz_id), at, using, f"reschedule() by {by}")
 
 
 def publish_now(
@@ -116,10 +125,11 @@ def publish_now(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
+    by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """`reschedule` to now: a delayed or retrying message is sent as soon as the transaction commits."""
-    return _reschedule(named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
+    return _reschedule(named(message_id, topic, biz_id), timedelta(), using, f"publish_now() by {by}")
 
 
 acancel = sync_to_async(cancel)
@@ -164,8 +174,8 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) -> Decision:
-    change = partial(operating.reschedule, due=at, reason=f"{called} by the business")
+def _reschedule(find: _Find, at: timedelta | datetime, using: str, reason: str) -> Decision:
+    change = partial(operating.reschedule, due=at, reason=reason)
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
         if decision:

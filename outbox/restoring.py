@@ -11,7 +11,7 @@ from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from outbox import doorbell
-from outbox.decisions import named, refuse_unfit
+from outbox.decisions import BUSINESS, named, refuse_unfit
 from outbox.errors import InvalidMessage
 from outbox.states import RESTORE
 from outbox.store.dialect import chunks
@@ -45,6 +45,7 @@ def restore(
     biz_id: str | None = None,
     states: Collection[str] | None = None,
     overdue: bool = True,
+    by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Restoration:
     """Have messages published after all: one by its id, all with this topic and biz-id, or all of a topic.
@@ -57,6 +58,7 @@ def restore(
     Args:
         states: of messages in these states only. Default: cancelled, expired, dead; and retrying, if it is named by its id.
         overdue: False: only those whose time is ahead.
+        by: who decides, for the trail.
 
     Raises:
         UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic, or by what can be no name.
@@ -74,7 +76,7 @@ def restore(
     else:
         positions = named(message_id, topic, biz_id)(using, everywhere=True)
     restored, left = 0, Counter[str]()
-    for some in restoring(using, positions, states=states, overdue=overdue, reason="restore() by the business"):
+    for some in restoring(using, positions, states=states, overdue=overdue, reason=f"restore() by {by}"):
         restored += some.ready + some.scheduled
         left.update(some.left)
     return Restoration(restored=restored, left=dict(left))

@@ -19,7 +19,7 @@ from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
 
 STORED_AT_ONCE = 100
-"""Deliveries of an ordered handler that are stored in one transaction."""
+"""Deliveries that are stored in one transaction, if their handler does not run them here."""
 CHECKED_AT_ONCE = 100
 """Deliveries that are checked together for load shedding."""
 LOAD_BYTES = 8 * 1024 * 1024
@@ -69,7 +69,7 @@ class Unanswered(Exception):
 
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
-    if handler.ordered:
+    if handler.ordered or handler.pulled:
         return STORED_AT_ONCE
     return handler.batch.size if handler.batch else handler.group_commit
 

@@ -44,6 +44,7 @@ class Handler:
         all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
         publishes: the topics that it is declared to publish.
         start_from: what it gets of the messages that were published before it existed.
+        pulled: its messages are stored, and clients of `inbox.http` claim them. No process calls the function.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Handler:
     all_of: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "last"
+    pulled: bool = False
 
     @property
     def identity(self) -> tuple[str, str, str]:

@@ -63,7 +63,7 @@ def receive(
         DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     try:
-        if arrival.refused:
+        if arrival.refused or handler.pulled:
             return admit(handler, [(arrival, redelivered)], options)[0]
         if handler.lease:
             return leased.receive(handler, arrival, options, redelivered=redelivered, acknowledge=acknowledge)
@@ -131,6 +131,24 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
+    envelope = open_claimed(handler, stored, options)
+    if isinstance(envelope, Received):
+        return envelope
+    with in_hand.running(stored):
+        if handler.lease:
+            return leased.run_stored(handler, stored, envelope, options)
+        messages = _stored_messages(stored, envelope, options)
+        return run_claimed(Policy(handler, options), stored, envelope, messages, follower)
+
+
+def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Received:
+    """The content of a claimed message that can be run; the outcome of one that cannot.
+
+    It cannot be run if its attempts are used up, it cannot be read, or its message has another row.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer.
+    """
     if exhausted := fail_exhausted(handler, stored, options):
         return exhausted
     if is_undecided(stored.biz_id):
@@ -147,11 +165,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         committed(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
     stored.biz_id = biz_id
-    with in_hand.running(stored):
-        if handler.lease:
-            return leased.run_stored(handler, stored, envelope, options)
-        messages = _stored_messages(stored, envelope, options)
-        return run_claimed(Policy(handler, options), stored, envelope, messages, follower)
+    return envelope
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:

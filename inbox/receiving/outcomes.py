@@ -34,6 +34,8 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _SHORTEST_DELAY = timedelta(seconds=1)
+_NEVER_ENDED = "Its attempts never ended: its process died, or its database became unavailable."
+_NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or released it before its lease ended."
 
 
 class Received(Enum):
@@ -101,7 +103,7 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     made = stored.attempts - 1
     if made < handler.retry.over(options.retry).max_attempts:
         return None
-    error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
+    error = stored.last_error or (_NOT_ACKNOWLEDGED if handler.pulled else _NEVER_ENDED)
     failure = Failure(
         error=error,
         error_class=stored.error_class or NEVER_ENDED,

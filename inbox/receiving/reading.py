@@ -86,8 +86,8 @@ def read(
             refused = why_undecodable(error)
     row = row_of(handler, envelope, biz_id=biz_id)
     if message is not None:
-        # An ordered message is read again when it is run; many of them are stored at once, so keeping them would take memory.
-        message = None if handler.ordered else _named(message, row.biz_id)
+        # It is read again when it is run. Many are stored at once, so keeping them would take memory.
+        message = None if handler.ordered or handler.pulled else _named(message, row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 

@@ -14,10 +14,12 @@ rolled back, conflicts in the index `outbox_history_unique` with a message that 
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, OperationalError, connections, transaction
 from django.db.models import Exists, OuterRef, Q
 
@@ -132,10 +134,10 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
     return found and UniqueMessage(*found)
 
 
-def body_of(alias: str, position: int) -> bytes | None:
-    """The serialised payload of a message; None if it has been purged."""
+def has_payload(alias: str, position: int, payload: Any) -> bool:
+    """Has a message this payload, compared as JSON? True if it has been purged."""
     body = OutboxMessage.objects.using(alias).filter(pk=position).values_list("body", flat=True).first()
-    return None if body is None else bytes(body)
+    return body is None or json.loads(bytes(body)) == json.loads(DjangoJSONEncoder().encode(payload))
 
 
 def is_replaced(alias: str, position: int) -> bool:

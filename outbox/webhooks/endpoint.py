@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.serializers.json import DjangoJSONEncoder
 from django.db import connections, transaction
 
 from outbox.api import PublishedMessage, publish
 from outbox.errors import InvalidMessage, PayloadTooLarge
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.text import why_no_topic, why_unfit
-from outbox.store.unique import body_of
+from outbox.store.unique import has_payload
 from outbox.webhooks.signatures import Verify
 
 
@@ -141,11 +140,10 @@ class Endpoint:
                 raise
             except InvalidMessage:
                 raise Unreadable("its payload cannot be published") from None
-            return Stored(message=published, conflicts=not (published.created or self._is_content_of(published, event)))
-
-    def _is_content_of(self, earlier: PublishedMessage, event: Event) -> bool:
-        stored = body_of(self.using, earlier.position)
-        return stored is None or json.loads(stored) == json.loads(DjangoJSONEncoder().encode(event.payload))
+            return Stored(
+                message=published,
+                conflicts=not (published.created or has_payload(self.using, published.position, event.payload)),
+            )
 
     def _part(self, callback: Callback) -> Any:
         if (part := self._value("payload", callback)) is None:

@@ -184,6 +184,7 @@ def _defaults(block: Block, tree: ast.Module, names: dict) -> dict:
 def well_known() -> dict:
     """What pages use without importing it."""
     import inbox.celery  # noqa: PLC0415 - needs configured settings, as do the others
+    import inbox.http  # noqa: PLC0415
     import inbox.joins  # noqa: PLC0415
     import inbox.testing  # noqa: PLC0415
     import inbox.webhooks  # noqa: PLC0415
@@ -191,7 +192,7 @@ def well_known() -> dict:
     import outbox.testing  # noqa: PLC0415
     import outbox.webhooks  # noqa: PLC0415
 
-    modules: Iterable = (outbox.testing, inbox.testing, outbox.webhooks, inbox.joins, inbox.webhooks, outbox, inbox)
+    modules: Iterable = (outbox.testing, inbox.testing, outbox.webhooks, inbox.http, inbox.joins, inbox.webhooks, outbox, inbox)
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}
     django_names = {"transaction": transaction, "timedelta": timedelta, "F": F, "settings": settings}

@@ -20,6 +20,7 @@ from django.dispatch import Signal
 
 import inbox
 import inbox.checks
+import inbox.http
 import inbox.joins
 import inbox.metrics
 import inbox.signals
@@ -144,7 +145,7 @@ def test_every_check_is_documented_and_no_other():
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-PACKAGES = [outbox, inbox, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks]
+PACKAGES = [outbox, inbox, inbox.http, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks]
 
 
 def documented_names(package):

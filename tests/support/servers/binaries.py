@@ -25,6 +25,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 OLDEST_POSTGRES = 14  # the oldest Django 5.2 supports
+OLDEST_NODE = 18  # the oldest with `fetch`
 INSTALL_SECONDS = 900
 POLICY = Path("/usr/sbin/policy-rc.d")
 
@@ -169,6 +170,24 @@ def faketime() -> Path:
         ],
         remedy="apt-get install faketime, dnf install libfaketime, or brew install libfaketime",
     )
+
+
+def node() -> Path:
+    """A Node with `fetch`, for clients in another language."""
+    return _first(
+        f"Node {OLDEST_NODE} or newer",
+        [
+            ("on this machine", _node_on_the_machine),
+            ("from the system's packages", lambda: _with_apt("nodejs", _node_on_the_machine)),
+        ],
+        remedy="apt-get install nodejs, dnf install nodejs, or brew install node",
+    )
+
+
+def _node_on_the_machine() -> Path | None:
+    found = _executable("node") or _executable("nodejs")
+    version = re.match(r"v(\d+)\.", _said_by(found, "--version")) if found else None
+    return found if version and int(version[1]) >= OLDEST_NODE else None
 
 
 def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:

@@ -1,0 +1,108 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
+
+from django.http import HttpRequest
+
+from inbox.conf import inbox_options
+from inbox.handlers.handler import Handler
+from inbox.http import reading
+from inbox.http.reading import Settled
+from inbox.http.schemas import Extension, LeasedMessage, LeasedMessages, Leases, Reading, Release, SettledLeases
+from inbox.http.subscribing import subscription
+from inbox.http.waiting import until_found
+from inbox.transactions.persistence import DatabaseUnavailable
+from outbox.console.http.api import Api, answers
+from outbox.console.http.problems import Problem
+from outbox.console.http.tokens import require
+from outbox.console.http_options import HttpOptions
+
+_BODY_LIMIT_BYTES = 1024 * 1024
+"""Of requests, which contain no messages."""
+
+
+def _options() -> HttpOptions:
+    return inbox_options().http
+
+
+api = Api(
+    name="inbox_http",
+    title="Inbox",
+    description="Read the messages of a subscription, each under a lease, and acknowledge them.",
+    options=_options,
+    body_limit=lambda: _BODY_LIMIT_BYTES,
+    statuses={DatabaseUnavailable: HTTPStatus.SERVICE_UNAVAILABLE},
+)
+
+
+@api.post("/subscriptions/{name}/read", operation_id="read", response=answers({200: LeasedMessages}, 404, 429))
+async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
+    """Read due messages, or wait for one. Each is the client's until its lease ends."""
+    handler, options, limits = _subscription(request, name), inbox_options(), _options()
+    _require_at_most("max_messages", how.max_messages, limits.MAX_MESSAGES)
+    _require_at_most("wait_seconds", how.wait_seconds, limits.MAX_WAIT.total_seconds())
+    leased = await until_found(
+        partial(reading.claim, handler, how.max_messages, how.lease, options),
+        alias=handler.using,
+        wait=how.wait,
+        longest_pause=options.POLL_INTERVAL,
+        most=limits.MAX_WAITING,
+    )
+    return LeasedMessages(messages=[LeasedMessage.of(one) for one in leased])
+
+
+@api.post("/subscriptions/{name}/acknowledge", operation_id="acknowledge", response=answers({200: SettledLeases}, 404, 409))
+def acknowledge(request: HttpRequest, name: str, given: Leases) -> SettledLeases:
+    """The messages are handled. 409: some leases have ended; the others are acknowledged. It may be repeated."""
+    return _settled(reading.acknowledge(_subscription(request, name), _leases(given), inbox_options()))
+
+
+@api.post("/subscriptions/{name}/extend", operation_id="extend", response=answers({200: SettledLeases}, 404, 409))
+def extend(request: HttpRequest, name: str, given: Extension) -> SettledLeases:
+    """Keep the messages for longer. 409: some leases have ended; the others are extended."""
+    return _settled(reading.extend(_subscription(request, name), _leases(given), given.lease))
+
+
+@api.post("/subscriptions/{name}/release", operation_id="release", response=answers({200: SettledLeases}, 404, 409))
+def release(request: HttpRequest, name: str, given: Release) -> SettledLeases:
+    """Give messages back, at once or after a delay; with an error, as a failed attempt, the last of which makes a dead letter.
+
+    409: some leases have ended; the others are released.
+    """
+    handler = _subscription(request, name)
+    return _settled(reading.release(handler, _leases(given), delay=given.delay, error=given.error, options=inbox_options()))
+
+
+def _subscription(request: HttpRequest, name: str) -> Handler:
+    require(request, "read", name)
+    if (handler := subscription(name)) is None:
+        raise Problem(
+            HTTPStatus.NOT_FOUND, f"There is no subscription {name}: a handlers.py of the service must call subscribe()."
+        )
+    return handler
+
+
+def _leases(given: Leases) -> Sequence[str]:
+    _require_at_most("leases", len(given.leases), _options().MAX_MESSAGES)
+    return list(dict.fromkeys(given.leases))
+
+
+def _require_at_most(field: str, value: float, most: float) -> None:
+    if value > most:
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{field} is {value:g}, and the limit is {most:g}.")
+
+
+def _settled(outcome: Settled) -> SettledLeases:
+    if outcome.refused:
+        raise Problem(
+            HTTPStatus.CONFLICT,
+            f"{len(outcome.refused)} leases have ended. Their messages are another client's, or due again. Nothing was changed "
+            "for them; the others are settled.",
+            refused=outcome.refused,
+            settled=outcome.settled,
+        )
+    return SettledLeases(settled=list(outcome.settled))

@@ -1,0 +1,178 @@
+"""Messages in the hands of clients: claimed under a lease, and settled by its fencing token.
+
+A client has a message until it acknowledges or releases it, or until the lease ends; then another client gets it. Attempts are
+counted when a message is claimed, in the commit before the answer, so a message whose clients die runs out of attempts.
+
+The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_STORE"]` is: the messages have rows in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.http.statistics import write_statistics
+from inbox.leases.stores import LeaseRequest, stored_row
+from inbox.models import InboxMessage, State
+from inbox.receiving.execute import open_claimed
+from inbox.receiving.outcomes import Received, announce, defer_locked, handled, redacted
+from inbox.receiving.reading import message_of, stored_envelope
+from inbox.store import claims, leases, statistics
+from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
+from inbox.transactions.persistence import committed
+from outbox.kernel.failures import DEFERRED
+
+REPORTED = "reported by a client"
+"""The class of failures that clients report."""
+_LARGEST_ANSWER_BYTES = 8 * 1024 * 1024
+_KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leased:
+    """A message that a client has until its lease ends; `lease` names it."""
+
+    lease: str
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """Which leases were settled, and which had ended, so that nothing was changed."""
+
+    settled: Sequence[str]
+    refused: Sequence[str]
+
+
+def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[Leased]:
+    """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer. Messages that were claimed before are due after their lease.
+    """
+    claimed: list[Leased] = []
+    size = 0
+    # Messages that cannot be read are settled on the way; they count, so that many of them do not delay the answer.
+    for _ in range(most):
+        if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
+            break
+        if leased := _lease(handler, stored, lease, options):
+            claimed.append(leased)
+            size += len(stored.body)
+    return claimed
+
+
+def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> Settled:
+    """running → done. A repeated acknowledgement of the same lease is accepted."""
+
+    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
+        done = committed(partial(leases.consume, handler.using, stored.pk, stored.fence, request.order), handler.using)
+        if done and stored.state == State.RUNNING:
+            handled(handler, _message(stored, options))
+            statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
+        return done
+
+    return _each(handler, names, settle)
+
+
+def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> Settled:
+    """running → running, until `lease` from now."""
+
+    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
+        return committed(partial(leases.extend, handler.using, stored.pk, stored.fence, lease), handler.using)
+
+    return _each(handler, names, settle)
+
+
+def release(handler: Handler, names: Sequence[str], *, delay: timedelta | None, error: str, options: InboxOptions) -> Settled:
+    """running → retrying, without an attempt, or with an `error` after a failed one; then dead if it was the last."""
+
+    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
+        failure = _failure(handler, stored, delay, error, options)
+        free = partial(leases.free, handler.using, stored.pk, stored.fence, failure, request.leaves(failure))
+        freed = committed(free, handler.using)
+        if freed and stored.state == State.RUNNING:
+            announce(handler, stored.message_id, stored.biz_id, failure)
+        return freed
+
+    return _each(handler, names, settle)
+
+
+def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
+    return committed(partial(claims.claim_due, handler.using, [handler.name], options.REDELIVERY_AFTER), handler.using)
+
+
+def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> Leased | None:
+    """The lease of a claimed message; None if it is settled, or is not to be had now."""
+    if isinstance(open_claimed(handler, stored, options), Received):
+        return None
+    request, alias = _request(handler, stored), handler.using
+    grant = partial(leases.lease_stored, alias, stored.pk, stored.attempts, lease, request.exclusive_key, was=stored.state)
+    try:
+        granted = committed(grant, alias)
+    except KeyBusy:
+        committed(partial(claims.give_back, alias, stored.pk, stored.attempts, _KEY_BUSY_BACKOFF), alias)
+        return None
+    except ConcurrentDuplicate:
+        defer_locked(handler, stored)
+        return None
+    if granted is None:
+        return None
+    message = replace(_message(stored, options), fence=granted.fence)
+    return Leased(lease=f"{granted.row}.{granted.fence}", message=message)
+
+
+def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]) -> Settled:
+    """Settle each lease in its own commit, so that one that has ended does not keep the others."""
+    settled: dict[str, bool] = {}
+    for name in names:
+        pk, fence = map(int, name.split("."))
+        stored = committed(partial(_find, handler, pk, fence), handler.using)
+        settled[name] = stored is not None and settle(stored, _request(handler, stored))
+    write_statistics(handler.using)
+    return Settled(
+        settled=[name for name, done in settled.items() if done], refused=[name for name, done in settled.items() if not done]
+    )
+
+
+def _find(handler: Handler, pk: int, fence: int) -> InboxMessage | None:
+    """The row, if no later lease was granted. Its handler is compared, because a lease is not a secret."""
+    found: InboxMessage | None = (
+        InboxMessage.objects.using(handler.using).filter(pk=pk, handler=handler.name, fence=fence).first()
+    )
+    return found
+
+
+def _request(handler: Handler, stored: InboxMessage) -> LeaseRequest:
+    return LeaseRequest(handler=handler, row=stored_row(stored), stored=stored)
+
+
+def _message(stored: InboxMessage, options: InboxOptions) -> Message:
+    return message_of(
+        stored_envelope(stored), options, needs_id=False, attempt=stored.attempts, biz_id=business_id(stored.biz_id)
+    )
+
+
+def _failure(handler: Handler, stored: InboxMessage, delay: timedelta | None, error: str, options: InboxOptions) -> Failure:
+    if not error:
+        return Failure(
+            error="deferred: released by a client",
+            error_class=DEFERRED,
+            retry_after=delay or timedelta(),
+            attempts=stored.attempts - 1,
+            deferred=True,
+        )
+    policy = handler.retry.over(options.retry)
+    retry_after = policy.delay(stored.attempts) if delay is None else delay
+    failure = Failure(
+        error=error,
+        error_class=REPORTED,
+        retry_after=None if policy.exhausted(stored.attempts) else retry_after,
+        attempts=stored.attempts,
+    )
+    return redacted(failure, options)

@@ -1,0 +1,23 @@
+"""Write the statistics of a web process, which sends no heartbeats: with a request, at most once a minute."""
+
+from __future__ import annotations
+
+import threading
+
+from inbox.store.statistics import continued_writer
+from outbox.database.minutes import MinuteWriter
+
+_lock = threading.Lock()
+_writers: dict[str, MinuteWriter] = {}
+
+
+def write_statistics(alias: str) -> None:
+    """Write what this process has counted for a database, unless another thread is writing it."""
+    if not _lock.acquire(blocking=False):
+        return
+    try:
+        if alias not in _writers:
+            _writers[alias] = continued_writer(alias)
+        _writers[alias].write_if_due()
+    finally:
+        _lock.release()

@@ -1,0 +1,209 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Annotated
+from uuid import UUID
+
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from ninja import Header, Query
+from ninja.responses import Status
+
+from outbox import decisions, restoring
+from outbox.conf import outbox_options
+from outbox.console.http.api import Api, answers
+from outbox.console.http.fields import Name
+from outbox.console.http.problems import Problem
+from outbox.console.http.tokens import client_of, require
+from outbox.console.http_options import Client, HttpOptions
+from outbox.decisions import Decision, Outcome
+from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
+from outbox.http.publishing import publish_all, with_key
+from outbox.http.schemas import (
+    Chosen,
+    Decided,
+    MessageStatus,
+    NewMessage,
+    NewMessages,
+    Published,
+    PublishedMessages,
+    Rescheduling,
+    Restored,
+    Restoring,
+    Statuses,
+)
+from outbox.models import OutboxMessage
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = ("message_id", "topic", "biz_id", "key", "state", "attempts", "last_error")
+_SHOWN_AT = ("created_at", "available_at", "expires_at", "settled_at")
+
+
+def _options() -> HttpOptions:
+    return outbox_options().http
+
+
+api = Api(
+    name="outbox_http",
+    title="Outbox",
+    description="Publish messages, and decide about those that are not published yet.",
+    options=_options,
+    body_limit=lambda: outbox_options().BODY_LIMIT_BYTES,
+    statuses={
+        PayloadTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        InvalidMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
+        UnknownMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
+    },
+)
+
+
+@api.post("/messages", operation_id="publish", response=answers({200: Published, 201: Published}, 409))
+def publish(
+    request: HttpRequest,
+    message: NewMessage,
+    idempotency_key: Annotated[Name | None, Header(alias="Idempotency-Key")] = None,
+) -> Status[Published]:
+    """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
+
+    A request with an Idempotency-Key may be repeated. The key becomes the biz-id of the message, which is published once per
+    topic. Another payload with the same key is answered with 409.
+    """
+    require(request, "publish", message.topic)
+    if idempotency_key is not None:
+        message = with_key(message, idempotency_key)
+    (published,) = publish_all([message], _options().DATABASE)
+    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.of(published))
+
+
+@api.post("/messages/batch", operation_id="publish_many", response=answers({200: PublishedMessages}, 409))
+def publish_many(request: HttpRequest, batch: NewMessages) -> PublishedMessages:
+    """Publish messages in one transaction: all of them are committed, or none.
+
+    A request may be repeated if every message has a biz_id and unique: true. An Idempotency-Key is for a single message.
+    """
+    for topic in {message.topic for message in batch.messages}:
+        require(request, "publish", topic)
+    if len(batch.messages) > (most := _options().MAX_MESSAGES):
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"messages has {len(batch.messages)} items, and the limit is {most}.")
+    if "Idempotency-Key" in request.headers:
+        raise Problem(
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+            "An Idempotency-Key is for a single message: give each message of a batch a biz_id and unique: true.",
+        )
+    return PublishedMessages(messages=[Published.of(one) for one in publish_all(batch.messages, _options().DATABASE)])
+
+
+@api.get("/messages/{uuid:message_id}", operation_id="message", response=answers({200: MessageStatus}, 404))
+def message(request: HttpRequest, message_id: UUID) -> MessageStatus:
+    """The state of a message."""
+    return MessageStatus.of(_identified(client_of(request), message_id, "publish", "manage"))
+
+
+@api.get("/messages", operation_id="messages", response=answers({200: Statuses}))
+def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Annotated[Name, Query()]) -> Statuses:
+    """The state of the messages with a topic and biz-id, the newest first."""
+    if not client_of(request).may(topic, "publish", "manage"):
+        require(request, "publish", topic)
+    decisions.refuse_unfit(topic=topic, biz_id=biz_id)
+    found = _rows().filter(topic=topic, biz_id=biz_id).order_by("-pk")[: _options().MAX_MESSAGES]
+    return Statuses(messages=[MessageStatus.of(row) for row in found])
+
+
+@api.post("/messages/cancel", operation_id="cancel", response=answers({200: Decided}, 404, 409))
+def cancel(request: HttpRequest, which: Chosen) -> Decided:
+    """Cancel a message before it is published, or all unpublished ones with a topic and biz-id. 409: it is too late."""
+    client = _manager(request, which)
+    decision = decisions.cancel(
+        which.id, topic=which.topic, biz_id=which.biz_id, by=_name_of(client), using=_options().DATABASE
+    )
+    return _decided(client, "cancel", which, decision)
+
+
+@api.post("/messages/reschedule", operation_id="reschedule", response=answers({200: Decided}, 404, 409))
+def reschedule(request: HttpRequest, which: Rescheduling) -> Decided:
+    """Change the time before which an unpublished message is not delivered; a delay of 0 publishes it now."""
+    client = _manager(request, which)
+    decision = decisions.reschedule(
+        which.id,
+        topic=which.topic,
+        biz_id=which.biz_id,
+        delay=which.delay,
+        deliver_at=which.deliver_at,
+        by=_name_of(client),
+        using=_options().DATABASE,
+    )
+    return _decided(client, "reschedule", which, decision)
+
+
+@api.post("/messages/restore", operation_id="restore", response=answers({200: Restored}, 404))
+def restore(request: HttpRequest, which: Restoring) -> Restored:
+    """Have cancelled, expired or dead messages published after all: one by its id, all with a topic and biz-id, or all of a
+    topic.
+
+    All of a topic are restored in several transactions. The request may be repeated: what was restored stays restored.
+    """
+    client = _manager(request, which)
+    restored = restoring.restore(
+        which.id,
+        topic=which.topic,
+        biz_id=which.biz_id,
+        states=which.states,
+        overdue=which.overdue,
+        by=_name_of(client),
+        using=_options().DATABASE,
+    )
+    logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
+    return Restored(restored=restored.restored, left=dict(restored.left))
+
+
+def _manager(request: HttpRequest, which: Chosen) -> Client:
+    """The client, if it may decide about these messages."""
+    if which.topic is not None:
+        return require(request, "manage", which.topic)
+    client = client_of(request)
+    if which.id is not None:
+        _identified(client, which.id, "manage")
+    return client
+
+
+def _identified(client: Client, message_id: UUID, *actions: str) -> OutboxMessage:
+    """The message with this id.
+
+    Raises:
+        Problem: there is none, or the client has no scope for its topic. It must not learn which.
+    """
+    row = _rows().filter(message_id=message_id).first()
+    if row is None or not client.may(row.topic, *actions):
+        raise Problem(
+            HTTPStatus.NOT_FOUND, f"There is no message {message_id}, or its topic is outside the scopes of the token."
+        )
+    return row
+
+
+def _rows() -> QuerySet[OutboxMessage]:
+    return OutboxMessage.objects.using(_options().DATABASE).only(*_SHOWN, *_SHOWN_AT)
+
+
+def _decided(client: Client, action: str, which: Chosen, decision: Decision) -> Decided:
+    if decision.outcome is Outcome.NOT_FOUND:
+        raise Problem(HTTPStatus.NOT_FOUND, f"There is no message with {_text_of(which)}.")
+    if not decision:
+        raise Problem(
+            HTTPStatus.CONFLICT,
+            f"It is too late to {action} the message with {_text_of(which)}: it is {decision.state}. Nothing was changed.",
+            state=decision.state,
+        )
+    logger.info("http: client %s: %s (%s): %s", client.name, action, _text_of(which), decision.outcome)
+    return Decided(outcome=decision.outcome, state=decision.state)
+
+
+def _text_of(which: Chosen) -> str:
+    return ", ".join(f"{name} {value}" for name in ("id", "topic", "biz_id") if (value := getattr(which, name)) is not None)
+
+
+def _name_of(client: Client) -> str:
+    return f"the HTTP client {client.name}"

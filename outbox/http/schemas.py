@@ -1,0 +1,156 @@
+"""What clients send and get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
+from outbox.console.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from outbox.models import OutboxMessage
+
+Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
+
+
+class NewMessage(Body):
+    """A message to publish."""
+
+    topic: Name
+    payload: Any = Field(description="Any JSON value. Fractions are stored in double precision.")
+    biz_id: Name | None = Field(None, description="The business's own name of the fact; consumers deduplicate on it.")
+    key: Annotated[str, Field(max_length=255)] = Field("", description="Messages with the same key keep their order.")
+    headers: Mapping[str, StrictStr | StrictBool | StrictInt | StrictFloat] = Field(default_factory=dict)
+    priority: Priority = Field(0, description="0 to 9, higher first; not together with a key.")
+    delay_seconds: Seconds | None = Field(None, description="Not delivered before this time from now.")
+    deliver_at: Instant | None = Field(None, description="Not delivered before this instant.")
+    expires_in_seconds: PositiveSeconds | None = Field(None, description="Not delivered if it has been due for this long.")
+    unique: Flag = Field(False, description="At most one message with this topic and biz-id, as long as it is retained.")
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(
+            self.topic,
+            self.payload,
+            biz_id=self.biz_id,
+            key=self.key,
+            headers=self.headers,
+            priority=self.priority,
+            delay=_duration(self.delay_seconds),
+            deliver_at=self.deliver_at,
+            expires_in=_duration(self.expires_in_seconds),
+            unique=self.unique,
+        )
+
+
+class NewMessages(Body):
+    """Messages to publish in one transaction: all of them or none."""
+
+    messages: list[NewMessage] = Field(min_length=1)
+
+
+class Published(BaseModel):
+    """A message that was published, or found by its biz-id."""
+
+    id: UUID
+    topic: str
+    biz_id: str
+    created: bool = Field(description="False: an earlier request or transaction published it.")
+    state: str
+
+    @classmethod
+    def of(cls, message: PublishedMessage) -> Published:
+        return cls(id=message.id, topic=message.topic, biz_id=message.biz_id, created=message.created, state=str(message.state))
+
+
+class PublishedMessages(BaseModel):
+    """In the order of the request."""
+
+    messages: list[Published]
+
+
+class Chosen(Body):
+    """A message by its id, or messages by topic and biz-id."""
+
+    id: UUID | None = None
+    topic: Name | None = None
+    biz_id: Name | None = None
+
+
+class Rescheduling(Chosen):
+    """Which messages, and their new time: `delay_seconds` or `deliver_at`. No delay publishes them now."""
+
+    delay_seconds: Seconds | None = None
+    deliver_at: Instant | None = None
+
+    @property
+    def delay(self) -> timedelta | None:
+        return _duration(self.delay_seconds)
+
+
+class Restoring(Chosen):
+    """A message by its id, all with a topic and biz-id, or all of a topic."""
+
+    states: list[Literal["cancelled", "expired", "dead", "retrying"]] | None = Field(
+        None, min_length=1, description="Only messages in these states. Default: cancelled, expired and dead ones."
+    )
+    overdue: Flag = Field(True, description="False: only messages whose time is in the future.")
+
+
+class Decided(BaseModel):
+    """What was done, and the state that the message has now."""
+
+    outcome: str
+    state: str
+
+
+class Restored(BaseModel):
+    """How many messages were restored, and how many were left as they are, by reason."""
+
+    restored: int
+    left: dict[str, int]
+
+
+class MessageStatus(BaseModel):
+    """A message in the outbox, without its payload."""
+
+    id: UUID
+    topic: str
+    biz_id: str
+    key: str
+    state: str
+    attempts: int = Field(description="Failed attempts to publish it.")
+    last_error: str
+    created_at: datetime
+    due_at: datetime
+    expires_at: datetime | None
+    settled_at: datetime | None = Field(description="When it was published, cancelled or expired.")
+
+    @classmethod
+    def of(cls, row: OutboxMessage) -> MessageStatus:
+        return cls(
+            id=row.message_id,
+            topic=row.topic,
+            biz_id=row.biz_id,
+            key=row.key,
+            state=row.state,
+            attempts=row.attempts,
+            last_error=row.last_error,
+            created_at=row.created_at,
+            due_at=row.available_at,
+            expires_at=row.expires_at,
+            settled_at=row.settled_at,
+        )
+
+
+class Statuses(BaseModel):
+    """The newest first."""
+
+    messages: list[MessageStatus]
+
+
+def _duration(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)

@@ -1,0 +1,125 @@
+"""A web server is killed while it answers clients of the HTTP API: they repeat their requests, and nothing is lost."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+
+import pytest
+from django.db import transaction
+
+from inbox.models import InboxMessage
+from outbox import publish
+from outbox.database.now import DatabaseTime
+from outbox.models import OutboxMessage
+from tests.support.apps.subscribed import NAME, TOPIC
+from tests.support.http_api import SHOP
+from tests.support.servers.private import LOOPBACK, free_port
+
+pytestmark = pytest.mark.every_database
+
+PUBLISHING = {
+    "before outbox.http.publishing.publish_many": 0,
+    "after outbox.http.publishing.publish_many": 0,
+    "after outbox.http.api.publish_all": 1,
+}
+"""Where the server is killed while it publishes, and how many messages are committed then."""
+READING = {
+    "after inbox.http.reading._claim_due": 1,
+    "before inbox.store.leases.lease_stored": 1,
+    "after inbox.http.reading.claim": 1,
+}
+"""Where it is killed while a client reads, and how many attempts are counted then."""
+ACKNOWLEDGING = {"before inbox.store.leases.consume": "running", "after inbox.store.leases.consume": "done"}
+"""Where it is killed while a client acknowledges, and the state of the message then."""
+
+
+@pytest.fixture
+def serving(local_world):
+    """Start the web server, to be killed at a failpoint; returns the process and a function that calls it."""
+    local_world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.subscribed.settings"
+
+    def start(failpoint=""):
+        port = free_port()
+        how = {"failpoint": f"kill {failpoint}" if failpoint else ""}
+        server = local_world.command("runserver", f"{LOOPBACK}:{port}", "--noreload", **how)
+        local_world.wait_until(lambda: listens(port), "the server listens")
+        return server, lambda where, body, **headers: call(port, where, body, headers)
+
+    return start
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def call(port, where, body, headers):
+    """The status and the body of the answer."""
+    client = http.client.HTTPConnection(LOOPBACK, port, timeout=60)
+    try:
+        headers = {"Authorization": f"Bearer {SHOP}", "Content-Type": "application/json", **headers}
+        client.request("POST", f"/api/{where}", json.dumps(body), headers)
+        answer = client.getresponse()
+        return answer.status, json.load(answer)
+    finally:
+        client.close()
+
+
+def killed(local_world, serving, point, where, body, **headers):
+    server, ask = serving(point)
+    with pytest.raises(OSError):  # noqa: PT011 - the connection ends without an answer
+        ask(where, body, **headers)
+    local_world.dead(server, point)
+
+
+def a_stored_message(local_world):
+    """A message that a client may read."""
+    with transaction.atomic():
+        publish(TOPIC, {"job": 1})
+    relay = local_world.relay()
+    local_world.wait_until(InboxMessage.objects.exists, "the message is stored")
+    relay.kill()
+
+
+def test_message_is_published_once_although_the_server_is_killed_before_and_after_the_commit(local_world, serving):
+    message, key = {"topic": TOPIC, "payload": {"job": 1}}, {"Idempotency-Key": "job-1"}
+    for point, stored in PUBLISHING.items():
+        killed(local_world, serving, point, "outbox/messages", message, **key)
+        assert OutboxMessage.objects.count() == stored, point
+
+    _, ask = serving()
+    assert ask("outbox/messages", message, **key)[0] == 200
+    assert OutboxMessage.objects.count() == 1
+
+
+def test_message_is_read_again_although_the_server_is_killed_between_its_claim_and_the_answer(local_world, serving):
+    a_stored_message(local_world)
+    how = {"lease_seconds": 1}
+    for number, (point, attempts) in enumerate(READING.items()):
+        local_world.wait_until(is_due, "the message is due again")
+        killed(local_world, serving, point, f"inbox/subscriptions/{NAME}/read", how)
+        assert InboxMessage.objects.get().attempts == attempts + number, point
+
+    _, ask = serving()
+    status, body = ask(f"inbox/subscriptions/{NAME}/read", {"wait_seconds": 20})
+    assert (status, [message["attempt"] for message in body["messages"]]) == (200, [4])
+    assert ask(f"inbox/subscriptions/{NAME}/acknowledge", {"leases": [body["messages"][0]["lease"]]})[0] == 200
+    assert InboxMessage.objects.get().state == "done"
+
+
+def test_repeated_acknowledgement_is_accepted_although_the_server_is_killed_before_and_after_its_commit(local_world, serving):
+    a_stored_message(local_world)
+    _, ask = serving()
+    _, body = ask(f"inbox/subscriptions/{NAME}/read", {"lease_seconds": 600})
+    leases = {"leases": [body["messages"][0]["lease"]]}
+    for point, state in ACKNOWLEDGING.items():
+        killed(local_world, serving, point, f"inbox/subscriptions/{NAME}/acknowledge", leases)
+        assert InboxMessage.objects.get().state == state, point
+
+    assert ask(f"inbox/subscriptions/{NAME}/acknowledge", leases) == (200, {"settled": leases["leases"]})
+
+
+def is_due():
+    return InboxMessage.objects.filter(next_attempt_at__lte=DatabaseTime()).exists()

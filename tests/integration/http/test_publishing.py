@@ -1,0 +1,367 @@
+"""The HTTP API of the outbox: publish, cancel, reschedule, restore, and ask for the state."""
+
+import json
+import uuid
+
+import pytest
+from django.db import OperationalError
+from django.test import override_settings
+
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.testing import published, run_relay
+from tests.support.deliveries import at_once
+from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+TOPIC = "shop.order.placed"
+MESSAGE = {"topic": TOPIC, "payload": {"order": "17", "total": "9.90"}}
+LIMIT = 2048
+
+
+@pytest.fixture(autouse=True)
+def _urls():
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP, "BODY_LIMIT_BYTES": LIMIT}):
+        yield
+
+
+def push(api=None, message=MESSAGE, **headers):
+    return (api or Api()).post("outbox/messages", message, **headers)
+
+
+def status_of(message_id, api=None):
+    return (api or Api()).get(f"outbox/messages/{message_id}").json()
+
+
+def test_message_is_published_as_by_publish():
+    response = push(
+        message={**MESSAGE, "biz_id": "order-17", "key": "customer-1", "headers": {"tenant": "acme", "n": 1, "ok": True}}
+    )
+
+    assert response.status_code == 201
+    [message] = published()
+    answer = response.json()
+    assert answer == {"id": message.id, "topic": TOPIC, "biz_id": "order-17", "created": True, "state": "ready"}
+    assert (message.payload, message.key) == (MESSAGE["payload"], "customer-1")
+    assert message.headers == {"tenant": "acme", "n": 1, "ok": True}
+
+
+def test_scheduled_and_expiring_message_is_published_with_its_times():
+    scheduled = push(message={**MESSAGE, "delay_seconds": 3600, "expires_in_seconds": 60}).json()
+    at = push(message={**MESSAGE, "deliver_at": "2027-01-31T12:00:00+02:00", "priority": 9}).json()
+
+    assert (scheduled["state"], at["state"]) == ("scheduled", "scheduled")
+    status = status_of(at["id"])
+    assert status["due_at"] == "2027-01-31T10:00:00Z"
+    assert status_of(scheduled["id"])["expires_at"] is not None
+
+
+@pytest.mark.parametrize("key", ["8e03978e-40d5", '"8e03978e-40d5"'])
+def test_repeated_request_with_an_idempotency_key_publishes_once(key):
+    first, second = (push(**{"Idempotency-Key": key}) for _ in range(2))
+
+    assert (first.status_code, second.status_code) == (201, 200)
+    assert first.json()["id"] == second.json()["id"]
+    assert second.json()["created"] is False
+    assert [message.biz_id for message in published()] == ["8e03978e-40d5"]
+
+
+def test_another_payload_with_the_same_idempotency_key_is_answered_with_409_and_not_published():
+    first = push(**{"Idempotency-Key": "k-1"}).json()
+
+    other = push(message={**MESSAGE, "payload": {"order": "18"}}, **{"Idempotency-Key": "k-1"})
+
+    assert other.status_code == 409
+    assert other.json()["id"] == first["id"]
+    assert len(published()) == 1
+
+
+@pytest.mark.parametrize("key", ["", '""', "  "])
+def test_empty_idempotency_key_is_refused(key):
+    assert push(**{"Idempotency-Key": key}).status_code == 422
+    assert published() == []
+
+
+def test_idempotency_key_beside_a_biz_id_is_refused():
+    assert push(message={**MESSAGE, "biz_id": "order-17"}, **{"Idempotency-Key": "k-1"}).status_code == 422
+    assert published() == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_concurrent_requests_with_one_idempotency_key_publish_once():
+    answers = at_once([lambda: push(**{"Idempotency-Key": "k-1"})] * 6)
+
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [201]
+    assert OutboxMessage.objects.count() == 1
+
+
+def test_many_messages_are_published_in_one_transaction():
+    batch = {"messages": [{**MESSAGE, "biz_id": f"order-{number}", "unique": True} for number in range(5)]}
+
+    first, second = (Api().post("outbox/messages/batch", batch) for _ in range(2))
+
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert [one["biz_id"] for one in first.json()["messages"]] == [f"order-{number}" for number in range(5)]
+    assert [one["id"] for one in first.json()["messages"]] == [one["id"] for one in second.json()["messages"]]
+    assert len(published()) == 5
+
+
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        ({"topic": "shop.*", "payload": 1}, 422),
+        ({"topic": TOPIC, "payload": 1, "priority": 3, "key": "a"}, 422),
+        ({"topic": "partner.news", "payload": 1}, 403),
+        ({"topic": TOPIC, "payload": {}, "biz_id": "order-0", "unique": True}, 409),
+    ],
+)
+def test_no_message_of_a_batch_is_published_if_one_is_refused(bad, status):
+    push(message={**MESSAGE, "biz_id": "order-0", "unique": True})
+
+    response = Api().post("outbox/messages/batch", {"messages": [MESSAGE, bad]})
+
+    assert response.status_code == status
+    assert len(published()) == 1
+
+
+def test_batch_is_refused_if_it_is_empty_too_large_or_has_an_idempotency_key():
+    few = {"HTTP": {**HTTP, "MAX_MESSAGES": 2}}
+    with override_settings(OUTBOX=few):
+        answers = [
+            Api().post("outbox/messages/batch", {"messages": []}),
+            Api().post("outbox/messages/batch", {"messages": [MESSAGE] * 3}),
+            Api().post("outbox/messages/batch", {"messages": [MESSAGE]}, **{"Idempotency-Key": "k-1"}),
+        ]
+
+    assert [answer.status_code for answer in answers] == [422, 422, 422]
+    assert published() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"topic": ""},
+        {"topic": 1},
+        {"topic": "x" * 256},
+        {"topic": "shop.\x00"},
+        {"biz_id": "  "},
+        {"priority": 10},
+        {"priority": "1"},
+        {"priority": True},
+        {"delay_seconds": -1},
+        {"delay_seconds": "5"},
+        {"delay_seconds": 1e300},
+        {"delay_seconds": 1, "deliver_at": "2027-01-31T12:00:00Z"},
+        {"deliver_at": "2027-01-31T12:00:00"},
+        {"deliver_at": 1700000000},
+        {"expires_in_seconds": 0},
+        {"unique": "yes"},
+        {"unique": 1},
+        {"headers": {"tenant": ["acme"]}},
+        {"headers": {"cloudEvents:id": "1"}},
+        {"headers": {"n": 2**64}},
+        {"payload": "\ud800"},
+        {"delay": 5},
+    ],
+)
+def test_message_that_cannot_be_published_is_refused_and_not_stored(change):
+    response = push(Api(AUDITOR), {**MESSAGE, **change})
+
+    assert response.status_code == 422
+    assert published() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"not json", 400),
+        (b"\xff", 400),
+        (b"[" * 2000, 400),
+        (b"[]", 422),
+        (b'{"topic": "shop.a"}', 422),
+        (b'{"topic": "shop.a", "payload": NaN}', 422),
+        (b'{"topic": "shop.a", "payload": "' + b"x" * LIMIT + b'"}', 413),
+    ],
+)
+def test_body_that_is_not_a_message_is_refused_and_not_stored(body, status):
+    assert push(message=body).status_code == status
+    assert published() == []
+
+
+def test_error_names_the_field_and_not_its_value():
+    problem = push(message={**MESSAGE, "priority": "secret"}).json()
+
+    assert [error["field"] for error in problem["errors"]] == ["body.message.priority"]
+    assert "secret" not in json.dumps(problem)
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "x" * 5000, "ü", f"{SHOP} {SHOP}", HTTP["TOKENS"]["shop"]["DIGESTS"][0]])
+def test_request_without_a_valid_token_is_answered_with_401(token):
+    answers = [
+        push(Api(token)),
+        Api(token).get("outbox/messages", topic=TOPIC, biz_id="order-17"),
+        Api(token).post("outbox/messages/restore", {"topic": TOPIC}),
+    ]
+
+    assert [answer.status_code for answer in answers] == [401] * 3
+    assert {answer["WWW-Authenticate"] for answer in answers} == {"Bearer"}
+    assert published() == []
+
+
+def test_without_tokens_in_the_settings_every_request_is_answered_with_401():
+    with override_settings(OUTBOX={}):
+        assert push().status_code == 401
+
+
+def test_each_of_several_tokens_of_a_client_is_valid():
+    assert [push(Api(token)).status_code for token in (SHOP, NEXT_SHOP)] == [201, 201]
+
+
+def test_token_does_nothing_beyond_its_scopes():
+    message = push().json()
+    partner = Api(PARTNER)
+
+    answers = [
+        push(partner),
+        push(partner, {**MESSAGE, "topic": "partner.news.daily"}),
+        partner.get("outbox/messages", topic=TOPIC, biz_id=message["biz_id"]),
+        partner.post("outbox/messages/cancel", {"topic": TOPIC, "biz_id": message["biz_id"]}),
+        partner.post("outbox/messages/reschedule", {"topic": TOPIC, "biz_id": message["biz_id"], "delay_seconds": 0}),
+        partner.post("outbox/messages/restore", {"topic": TOPIC}),
+    ]
+
+    assert [answer.status_code for answer in answers] == [403] * 6
+    assert answers[0].json()["scope"] == f"publish:{TOPIC}"
+    assert push(partner, {**MESSAGE, "topic": "partner.news"}).status_code == 201
+
+
+def test_message_outside_the_scopes_looks_as_if_it_did_not_exist():
+    known, unknown = push().json()["id"], str(uuid.uuid4())
+    partner = Api(PARTNER)
+
+    for where in ("cancel", "restore"):
+        answers = [partner.post(f"outbox/messages/{where}", {"id": each}) for each in (known, unknown)]
+        assert [answer.status_code for answer in answers] == [404, 404]
+    texts = [partner.get(f"outbox/messages/{each}").json()["detail"].replace(each, "…") for each in (known, unknown)]
+    assert texts[0] == texts[1]
+
+
+def test_message_is_cancelled_once_by_its_id_or_by_its_topic_and_biz_id():
+    one, two = push().json(), push(message={**MESSAGE, "biz_id": "order-18"}).json()
+
+    by_id = Api().post("outbox/messages/cancel", {"id": one["id"]})
+    by_name = Api().post("outbox/messages/cancel", {"topic": TOPIC, "biz_id": "order-18"})
+    again = Api().post("outbox/messages/cancel", {"id": one["id"]})
+
+    assert [answer.json()["outcome"] for answer in (by_id, by_name)] == ["cancelled", "cancelled"]
+    assert (again.status_code, again.json()["state"]) == (409, "cancelled")
+    assert status_of(two["id"])["state"] == "cancelled"
+    assert {entry.reason for entry in TrailEntry.objects.all()} == {"cancel() by the HTTP client shop"}
+
+
+def test_decision_about_an_unknown_message_is_answered_with_404():
+    for where in ("cancel", "reschedule"):
+        body = {"topic": TOPIC, "biz_id": "order-99", **({"delay_seconds": 1} if where == "reschedule" else {})}
+        assert Api().post(f"outbox/messages/{where}", body).status_code == 404
+
+
+def test_message_is_rescheduled_and_published_now():
+    message = push(message={**MESSAGE, "delay_seconds": 3600}).json()
+    at = Api().post("outbox/messages/reschedule", {"id": message["id"], "deliver_at": "2027-01-31T12:00:00Z"})
+
+    assert at.json() == {"outcome": "rescheduled", "state": "scheduled"}
+    assert status_of(message["id"])["due_at"] == "2027-01-31T12:00:00Z"
+    assert Api().post("outbox/messages/reschedule", {"id": message["id"], "delay_seconds": 0}).json()["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("where", "body"),
+    [
+        ("cancel", {}),
+        ("cancel", {"topic": TOPIC}),
+        ("cancel", {"id": str(uuid.uuid4()), "topic": TOPIC, "biz_id": "order-17"}),
+        ("cancel", {"id": "17"}),
+        ("cancel", {"biz_id": "order-17"}),
+        ("cancel", {"topic": TOPIC, "biz_id": "\x00"}),
+        ("reschedule", {"topic": TOPIC, "biz_id": "order-17"}),
+        ("restore", {}),
+        ("restore", {"topic": TOPIC, "states": ["published"]}),
+        ("restore", {"topic": TOPIC, "states": []}),
+    ],
+)
+def test_decision_without_a_clear_choice_of_messages_is_refused(where, body):
+    assert Api().post(f"outbox/messages/{where}", body).status_code == 422
+
+
+def test_messages_are_restored_one_by_one_and_all_of_a_topic():
+    messages = [push(message={**MESSAGE, "biz_id": f"order-{number}"}).json() for number in range(3)]
+    other = push(message={**MESSAGE, "topic": "shop.order.paid"}).json()
+    for message in [*messages, other]:
+        Api().post("outbox/messages/cancel", {"id": message["id"]})
+
+    one = Api().post("outbox/messages/restore", {"id": messages[0]["id"]})
+    rest = Api().post("outbox/messages/restore", {"topic": TOPIC})
+    again = Api().post("outbox/messages/restore", {"topic": TOPIC})
+
+    assert [answer.json()["restored"] for answer in (one, rest, again)] == [1, 2, 0]
+    assert {status_of(message["id"])["state"] for message in messages} == {"ready"}
+    assert status_of(other["id"])["state"] == "cancelled"
+
+
+def test_overdue_messages_are_left_out_of_a_restore_on_request():
+    overdue = push().json()
+    ahead = push(message={**MESSAGE, "delay_seconds": 3600}).json()
+    for message in (overdue, ahead):
+        Api().post("outbox/messages/cancel", {"id": message["id"]})
+
+    restored = Api().post("outbox/messages/restore", {"topic": TOPIC, "overdue": False}).json()
+
+    assert restored == {"restored": 1, "left": {"overdue": 1}}
+    assert status_of(ahead["id"])["state"] == "scheduled"
+
+
+def test_state_is_shown_by_id_and_by_topic_and_biz_id_from_publishing_to_history():
+    first = push(message={**MESSAGE, "biz_id": "order-17"}).json()
+    second = push(message={**MESSAGE, "biz_id": "order-17"}).json()
+    assert status_of(first["id"])["state"] == "ready"
+    run_relay(handlers=False)
+
+    found = Api().get("outbox/messages", topic=TOPIC, biz_id="order-17").json()["messages"]
+
+    assert [one["id"] for one in found] == [second["id"], first["id"]]
+    assert "payload" not in found[0]
+    assert Api().get("outbox/messages", topic=TOPIC, biz_id="order-99").json() == {"messages": []}
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_no_other_method_changes_a_message(method):
+    message = push().json()
+
+    for where in ("batch", "cancel", "reschedule", "restore"):
+        response = Api().ask(method, f"outbox/messages/{where}")
+        assert (response.status_code, response["Allow"]) == (405, "POST")
+    assert status_of(message["id"])["state"] == "ready"
+
+
+@pytest.mark.parametrize("where", ["", "unknown", "messages/17", "messages/", "openapi.json/"])
+def test_unknown_address_is_answered_with_404(where):
+    assert Api().get(f"outbox/{where}").status_code == 404
+
+
+def test_unavailable_database_is_answered_with_503_and_an_unexpected_error_with_500(monkeypatch, caplog):
+    def fails(error):
+        def publish_many(*args, **kwargs):
+            raise error
+
+        return publish_many
+
+    monkeypatch.setattr("outbox.http.publishing.publish_many", fails(OperationalError("password=secret")))
+    unavailable = push()
+    monkeypatch.setattr("outbox.http.publishing.publish_many", fails(ZeroDivisionError("secret")))
+    unexpected = push()
+
+    assert (unavailable.status_code, unavailable["Retry-After"]) == (503, "1")
+    assert unexpected.status_code == 500
+    assert "secret" not in unavailable.content.decode() + unexpected.content.decode()
+    assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,530 @@
+"""The HTTP API of the inbox: clients read messages under a lease, acknowledge, extend and release them."""
+
+import asyncio
+import json
+import logging
+from datetime import timedelta
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections, transaction
+from django.test import AsyncClient, override_settings
+
+from inbox import Ordered, Retry
+from inbox.dry_run import why_not
+from inbox.handlers.registry import registry
+from inbox.http import reading, subscribe
+from inbox.http.waiting import waiting
+from inbox.models import InboxMessage, MinuteStatistics, State, TrailEntry
+from inbox.pausing import pause_handler, resume_handler
+from inbox.receiving.outcomes import Received
+from inbox.signals import duplicate_suppressed, message_dead, message_handled
+from inbox.store.operating import retry as retry_by_operator
+from inbox.store.operating import skip
+from inbox.testing import deliver as deliver_and_drain
+from inbox.testing import make_message, travel
+from outbox import publish
+from outbox.testing import run_relay
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row
+from tests.support.http_api import AUDITOR, HTTP, PARTNER, Api
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+TOPIC = "shop.order.placed"
+PATH = f"inbox/subscriptions/{TOPIC}"
+LEASE = {"lease_seconds": 60}
+
+
+@pytest.fixture(autouse=True)
+def _urls():
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}, INBOX={"MAX_ATTEMPTS": 3}):
+        yield
+
+
+@pytest.fixture
+def subscribed():
+    """Register a subscription for this test."""
+    before = {handler.name for handler in registry.all()}
+
+    def register(topic=TOPIC, **options):
+        subscribe(topic, **options)
+        return registry.get(options.get("name") or topic)
+
+    yield register
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
+
+
+@pytest.fixture
+def orders(subscribed):
+    return subscribed()
+
+
+def arrive(handler, number=1, **attributes):
+    """Messages that a consumer stores."""
+    for _ in range(number):
+        assert deliver(handler, an_envelope(**attributes)) is Received.STORED
+
+
+def read(api=None, path=PATH, **how):
+    response = (api or Api()).post(f"{path}/read", how)
+    assert response.status_code == 200, response.json()
+    return response.json()["messages"]
+
+
+def settle(action, *messages, api=None, path=PATH, **more):
+    return (api or Api()).post(f"{path}/{action}", {"leases": [message["lease"] for message in messages], **more})
+
+
+def end_leases():
+    travel(timedelta(minutes=2))
+
+
+def test_message_is_read_under_a_lease_and_done_when_it_is_acknowledged(orders):
+    arrive(orders, payload={"order": "17"}, biz_id="order-17", key="customer-1", headers={"tenant": "acme"})
+
+    [message] = read(**LEASE)
+    assert (message["topic"], message["biz_id"], message["key"]) == (TOPIC, "order-17", "customer-1")
+    assert (message["payload"], message["headers"], message["attempt"]) == ({"order": "17"}, {"tenant": "acme"}, 1)
+    assert message["id"] == the_row().message_id
+    assert the_row().state == State.RUNNING
+    assert read() == [], "it is the first client's"
+
+    assert settle("acknowledge", message).json() == {"settled": [message["lease"]]}
+    assert the_row().state == State.DONE
+    assert read() == []
+
+
+def test_consumer_stores_a_message_of_a_subscription_and_runs_nothing(orders):
+    deliver_and_drain(make_message(TOPIC, {"order": "17"}))
+
+    assert drain() == 0
+    assert (the_row().state, the_row().attempts) == (State.RECEIVED, 0)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_published_message_reaches_its_reader_without_a_broker(orders):
+    with transaction.atomic():
+        publish(TOPIC, {"order": "17"}, biz_id="order-17")
+    run_relay()
+
+    assert [message["biz_id"] for message in read()] == ["order-17"]
+
+
+def test_each_subscription_gets_every_message_and_its_clients_share_them(subscribed):
+    orders, copies = subscribed(), subscribed(name="shop.copies")
+    for handler in (orders, copies):
+        arrive(handler, 4)
+
+    first, second = read(max_messages=3), read(max_messages=3)
+
+    assert (len(first), len(second)) == (3, 1)
+    assert len({message["id"] for message in first + second}) == 4
+    assert len(read(path="inbox/subscriptions/shop.copies", max_messages=10)) == 4
+
+
+def test_message_is_read_again_when_its_lease_has_ended_and_the_old_lease_is_refused(orders):
+    arrive(orders)
+    [first] = read(**LEASE)
+    end_leases()
+    [second] = read(**LEASE)
+
+    assert (second["id"], second["attempt"]) == (first["id"], 2)
+    assert second["fence"] > first["fence"]
+    for action, more in (("acknowledge", {}), ("extend", {}), ("release", {}), ("release", {"error": "broken"})):
+        late = settle(action, first, **more)
+        assert (late.status_code, late.json()["refused"]) == (409, [first["lease"]])
+    assert the_row().state == State.RUNNING
+    assert settle("acknowledge", second).status_code == 200
+
+
+def test_ended_lease_is_refused_although_no_client_has_read_the_message_since(orders):
+    arrive(orders)
+    [message] = read(**LEASE)
+    end_leases()
+
+    assert [settle(action, message).status_code for action in ("acknowledge", "extend", "release")] == [409] * 3
+    assert the_row().state == State.RUNNING
+
+
+def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders):
+    arrive(orders, 3)
+    messages = read(max_messages=3, **LEASE)
+    settle("extend", messages[0], messages[2], lease_seconds=600)
+    end_leases()
+
+    problem = settle("acknowledge", *messages).json()
+
+    assert problem["refused"] == [messages[1]["lease"]]
+    assert problem["settled"] == [messages[0]["lease"], messages[2]["lease"]]
+    assert InboxMessage.objects.filter(state=State.DONE).count() == 2
+
+
+def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orders):
+    handled = []
+    message_handled.connect(lambda message, **_: handled.append(message.id), weak=False, dispatch_uid="http")
+    try:
+        with override_settings(INBOX={"KEEP_BODIES": "failed"}):
+            arrive(orders, 2)
+            one, two = read(max_messages=2, **LEASE)
+            assert [settle("acknowledge", one).status_code for _ in range(2)] == [200, 200]
+            assert [settle("release", two, delay_seconds=60).status_code for _ in range(2)] == [200, 200]
+    finally:
+        message_handled.disconnect(dispatch_uid="http")
+
+    assert handled == [one["id"]]
+    assert settle("acknowledge", two).status_code == 409
+
+
+def test_lease_is_extended(orders):
+    arrive(orders)
+    [message] = read(lease_seconds=1)
+    before = the_row().next_attempt_at
+
+    assert settle("extend", message, lease_seconds=600).status_code == 200
+    assert the_row().next_attempt_at > before + timedelta(minutes=9)
+
+
+def test_released_message_is_due_at_once_or_after_the_delay_and_costs_no_attempt(orders):
+    arrive(orders)
+    for _ in range(5):
+        [message] = read()
+        assert settle("release", message).status_code == 200
+    assert message["attempt"] == 1
+
+    [message] = read()
+    settle("release", message, delay_seconds=3600)
+    assert read() == []
+    travel(timedelta(hours=2))
+    assert len(read()) == 1
+
+
+def test_reported_errors_use_up_the_attempts_and_make_a_dead_letter(orders, caplog):
+    arrive(orders)
+    for _ in range(3):
+        [message] = read()
+        assert settle("release", message, error="no such order", delay_seconds=0).status_code == 200
+
+    assert message["attempt"] == 3
+    row = the_row()
+    assert (row.state, row.attempts, row.error_class) == (State.DEAD, 3, reading.REPORTED)
+    assert row.last_error == "no such order"
+    assert "is a dead letter after attempt 3: no such order" in caplog.text
+    assert retry_by_operator("default", row.pk)
+    assert read()[0]["attempt"] == 1
+
+
+def test_reported_error_is_stored_redacted(orders):
+    arrive(orders)
+    with override_settings(INBOX={"REDACT_ERRORS": "tests.support.redactors.mask_ibans"}):
+        settle("release", read()[0], error="cannot book DE12345678901234567890")
+
+    assert the_row().last_error == "cannot book DE…"
+
+
+def test_failed_attempt_waits_as_the_subscription_says(subscribed):
+    handler = subscribed(retry=Retry(max_attempts=2))
+    arrive(handler)
+    settle("release", read()[0], error="later")
+
+    assert read() == []
+    assert the_row().state == State.RETRYING
+    travel(timedelta(minutes=1))
+    settle("release", read()[0], error="again")
+    assert the_row().state == State.DEAD
+
+
+def test_message_whose_clients_die_becomes_a_dead_letter(orders):
+    arrive(orders)
+    dead = []
+    message_dead.connect(lambda error, **_: dead.append(error), weak=False, dispatch_uid="http")
+    try:
+        for attempt in (1, 2, 3):
+            assert read(**LEASE)[0]["attempt"] == attempt
+            end_leases()
+        assert read() == []
+    finally:
+        message_dead.disconnect(dispatch_uid="http")
+
+    assert (the_row().state, the_row().attempts) == (State.DEAD, 3)
+    assert dead == ["Its attempts never ended: no client acknowledged or released it before its lease ended."]
+
+
+def test_message_that_cannot_be_read_is_a_dead_letter_and_the_next_one_is_read(orders):
+    arrive(orders, 2)
+    InboxMessage.objects.filter(pk=InboxMessage.objects.order_by("pk").first().pk).update(body=b"not json")
+
+    assert len(read(max_messages=2)) == 1
+    assert InboxMessage.objects.get(body=b"not json").state == State.DEAD
+
+
+def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
+    causes = []
+    duplicate_suppressed.connect(lambda **given: causes.append(given["biz_id"]), weak=False, dispatch_uid="http")
+    envelope = an_envelope()
+    try:
+        assert deliver(orders, envelope) is Received.STORED
+        assert deliver(orders, envelope) is Received.DUPLICATE
+        [message] = read()
+        assert deliver(orders, envelope, redelivered=True) in {Received.DUPLICATE, Received.STORED}
+        assert read() == []
+        settle("acknowledge", message)
+        assert deliver(orders, envelope) is Received.DUPLICATE
+    finally:
+        duplicate_suppressed.disconnect(dispatch_uid="http")
+
+    assert InboxMessage.objects.count() == 1
+    assert len(causes) == 3
+
+
+def test_redelivered_message_is_read_once(orders):
+    envelope = an_envelope()
+    for _ in range(2):
+        deliver(orders, envelope, redelivered=True)
+
+    assert len(read(max_messages=10)) == 1
+
+
+def test_messages_of_a_key_are_read_one_at_a_time_in_order(subscribed):
+    handler = subscribed(ordered=Ordered())
+    for key in "aabab":
+        arrive(handler, key=key, payload={"key": key})
+
+    first = read(max_messages=10)
+    assert [message["key"] for message in first] == ["a", "b"]
+    assert read(max_messages=10) == []
+    settle("release", first[0])
+    assert [message["id"] for message in read(max_messages=10)] == [first[0]["id"]], "the head comes again before the next"
+    end_leases()
+
+    order = {"a": [], "b": []}
+    while messages := read(max_messages=10):
+        for message in messages:
+            order[message["key"]].append(message["id"])
+            assert settle("acknowledge", message).status_code == 200
+    arrived = list(InboxMessage.objects.order_by("pk").values_list("key", "message_id"))
+    assert order == {key: [message for of, message in arrived if of == key] for key in "ab"}
+
+
+def test_dead_letter_blocks_its_key_until_an_operator_skips_it(subscribed):
+    handler = subscribed(ordered=True, retry=Retry(max_attempts=1))
+    arrive(handler, 2, key="a")
+    [head] = read(max_messages=10)
+    settle("release", head, error="broken")
+
+    assert read() == []
+    assert skip("default", the_row(state=State.DEAD).pk, "not needed")
+    assert len(read()) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_concurrent_readers_never_get_the_same_message(orders):
+    arrive(orders, 12)
+
+    answers = at_once([lambda: read(max_messages=6)] * 4)
+
+    ids = [message["id"] for answer in answers for message in answer]
+    assert len(ids) == len({*ids}) == 12
+
+
+@pytest.mark.django_db(transaction=True)
+def test_waiting_reader_gets_a_message_that_comes_later_and_holds_no_connection_meanwhile(orders):
+    with InAThread(lambda: read(wait_seconds=20)) as reader:
+        wait_until(lambda: waiting._count == 1)
+        if connection.vendor == "postgresql":
+            wait_until(lambda: others_connected() == 0)
+        arrive(orders)
+    assert len(reader.answer) == 1
+
+
+def others_connected():
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            " AND backend_type = 'client backend'"
+        )
+        return cursor.fetchone()[0]
+
+
+def test_reader_that_waits_in_vain_gets_nothing_after_its_time(orders):
+    assert read(wait_seconds=0.2) == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_request_has_no_transaction_around_it_with_atomic_requests(orders, monkeypatch):
+    monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
+    with transaction.atomic():
+        arrive(orders)
+
+    [message] = read(wait_seconds=0.1)
+    assert settle("acknowledge", message).status_code == 200
+    assert Api().post("outbox/messages", {"topic": "shop.a", "payload": 1}).status_code == 201
+    assert read(wait_seconds=0.1) == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_more_waiting_readers_than_allowed_are_answered_with_429(orders):
+    with override_settings(OUTBOX={"HTTP": {**HTTP, "MAX_WAITING": 1}}), InAThread(lambda: read(wait_seconds=20)):
+        wait_until(lambda: waiting._count == 1)
+        refused = Api().post(f"{PATH}/read", {"wait_seconds": 5})
+        assert (refused.status_code, refused["Retry-After"]) == (429, "1")
+        assert read() == [], "a reader that does not wait is answered"
+        arrive(orders)
+    assert waiting._count == 0
+
+
+@pytest.mark.django_db(transaction=True)
+@override_settings(MIDDLEWARE=[])  # with a synchronous one a request occupies a thread, of which the test client has one
+def test_reader_waits_under_asgi_without_a_thread(orders):
+    async def both():
+        client, headers = AsyncClient(), {"Authorization": f"Bearer {AUDITOR}"}
+
+        def post(**how):
+            return client.post(f"/api/{PATH}/read", json.dumps(how), content_type="application/json", headers=headers)
+
+        waits = asyncio.create_task(post(wait_seconds=20))
+        await asyncio.to_thread(wait_until, lambda: waiting._count)
+        answered_at_once = await post()
+        await asyncio.to_thread(arrive_and_disconnect, orders)
+        waited = await waits
+        await sync_to_async(connections.close_all)()
+        return answered_at_once.json(), waited.json()
+
+    answered_at_once, waited = asyncio.run(both())
+
+    assert answered_at_once == {"messages": []}
+    assert len(waited["messages"]) == 1
+
+
+def arrive_and_disconnect(handler):
+    try:
+        arrive(handler)
+    finally:
+        connection.close()
+
+
+def test_paused_subscription_is_not_read(orders):
+    arrive(orders)
+    pause_handler(orders.name, by="operator")
+    assert read() == []
+
+    resume_handler(orders.name, by="operator")
+    assert len(read()) == 1
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_request_without_a_valid_token_is_answered_with_401(orders, token):
+    assert [Api(token).post(f"{PATH}/{action}", {}).status_code for action in ("read", "acknowledge")] == [401, 401]
+
+
+def test_subscription_is_read_by_clients_with_its_scope_only(subscribed):
+    orders, news = subscribed(), subscribed("shop.news", name="partner.news")
+    arrive(orders)
+    arrive(news, topic="shop.news")
+    [message] = read()
+    partner, path = Api(PARTNER), "inbox/subscriptions/partner.news"
+
+    assert partner.post(f"{PATH}/read", {}).status_code == 403
+    assert settle("acknowledge", message, api=partner).status_code == 403
+    assert Api().post(f"{path}/read", {}).status_code == 403
+    assert len(read(partner, path)) == 1
+    assert settle("acknowledge", message, api=partner, path=path).status_code == 409, "the lease is of another subscription"
+    assert InboxMessage.objects.get(handler=TOPIC).state == State.RUNNING
+
+
+def test_handler_of_this_project_is_not_a_subscription(handles):
+    handles(print, topic=TOPIC, name="shop.own")
+
+    assert Api().post("inbox/subscriptions/shop.own/read", {}).status_code == 404
+    assert Api().post("inbox/subscriptions/shop.unknown/read", {}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("action", "body"),
+    [
+        ("read", {"max_messages": 0}),
+        ("read", {"max_messages": 101}),
+        ("read", {"max_messages": "1"}),
+        ("read", {"wait_seconds": 31}),
+        ("read", {"wait_seconds": -1}),
+        ("read", {"lease_seconds": 0}),
+        ("read", {"lease_seconds": 43201}),
+        ("read", {"wait": 1}),
+        ("acknowledge", {}),
+        ("acknowledge", {"leases": []}),
+        ("acknowledge", {"leases": ["1"]}),
+        ("acknowledge", {"leases": ["1.1; DROP TABLE"]}),
+        ("acknowledge", {"leases": ["9" * 19 + ".1"]}),
+        ("acknowledge", {"leases": [f"1.{fence}" for fence in range(101)]}),
+        ("extend", {"leases": ["1.1"], "lease_seconds": 1e9}),
+        ("release", {"leases": ["1.1"], "delay_seconds": -1}),
+        ("release", {"leases": ["1.1"], "error": "x" * 2001}),
+    ],
+)
+def test_request_beyond_the_limits_is_refused(orders, action, body):
+    assert Api().post(f"{PATH}/{action}", body).status_code == 422
+
+
+def test_unknown_lease_is_refused(orders):
+    assert Api().post(f"{PATH}/acknowledge", {"leases": ["999999999999999999.999999999"]}).status_code == 409
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_no_other_method_reads_or_settles(orders, method):
+    arrive(orders)
+
+    for action in ("read", "acknowledge", "extend", "release"):
+        assert Api().ask(method, f"{PATH}/{action}").status_code == 405
+    assert the_row().state == State.RECEIVED
+
+
+def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(orders, monkeypatch):
+    with override_settings(INBOX={"TRAIL": "all"}):
+        arrive(orders)
+        settle("acknowledge", read()[0])
+
+    assert list(TrailEntry.objects.order_by("pk").values_list("was", "became")) == [
+        ("", "received"),
+        ("received", "running"),
+        ("running", "done"),
+    ]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_web_process_writes_what_it_has_counted(orders, monkeypatch):
+    monkeypatch.setattr("inbox.http.statistics._writers", {})
+    arrive(orders)
+    settle("acknowledge", read()[0])
+
+    assert MinuteStatistics.objects.filter(subject=TOPIC, handled__gte=1).exists()
+
+
+def test_message_of_a_subscription_is_not_run_dry(orders):
+    arrive(orders)
+    settle("release", read()[0], error="broken")
+
+    assert "read over HTTP" in why_not(the_row())
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "ü", "a?b"])
+def test_name_that_cannot_be_part_of_a_url_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be part of a URL"):
+        subscribe(TOPIC, name=name)
+
+
+def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
+    monkeypatch.setattr(reading, "_LARGEST_ANSWER_BYTES", 1000)
+    arrive(orders, 4, payload={"text": "x" * 900})
+
+    assert [len(read(max_messages=4)) for _ in range(2)] == [2, 2]
+
+
+def test_no_lease_or_token_is_logged(orders, caplog):
+    caplog.set_level(logging.DEBUG)
+    arrive(orders)
+    settle("acknowledge", read(Api(AUDITOR))[0], api=Api("wrong-token"))
+
+    assert AUDITOR not in caplog.text
+    assert "wrong-token" not in caplog.text

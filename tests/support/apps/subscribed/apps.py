@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class SubscribedConfig(AppConfig):
+    name = "tests.support.apps.subscribed"
+    label = "testsubscribed"
