@@ -192,8 +192,7 @@ def well_known() -> dict:
     import outbox.testing  # noqa: PLC0415
     import outbox.webhooks  # noqa: PLC0415
 
-    optional = (outbox.testing, inbox.testing, outbox.webhooks, inbox.http, inbox.joins, inbox.webhooks)
-    modules: Iterable = (*optional, outbox, inbox)
+    modules: Iterable = (outbox.testing, inbox.testing, outbox.webhooks, inbox.http, inbox.joins, inbox.webhooks, outbox, inbox)
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}
     django_names = {"transaction": transaction, "timedelta": timedelta, "F": F, "settings": settings}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -12,7 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from django.apps import apps
 from django.core.management import BaseCommand, load_command_class
+from django.db.models import CheckConstraint
 from django.dispatch import Signal
 
 import inbox
@@ -32,8 +35,10 @@ import outbox.testing
 import outbox.webhooks
 import outbox.webhooks.signals
 from inbox.conf import InboxOptions
+from inbox.models import InboxMessage
 from outbox.conf import OutboxOptions
 from outbox.kernel import meter
+from outbox.models import OutboxMessage
 from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests.support import ROOT
 
@@ -55,11 +60,22 @@ def headings(text, level):
     return re.findall(rf"^{'#' * level} (.+)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("title", "options"), [("OUTBOX", OutboxOptions), ("INBOX", InboxOptions)])
-def test_every_option_is_documented_with_its_default(title, options):
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section(page("reference/settings.md"), title), re.MULTILINE)
+def rows(text, *columns):
+    """The cells of the tables with these columns."""
+    tables = re.findall(rf"^\| {re.escape(' | '.join(columns))} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for table in tables for row in table.splitlines()]
 
-    documented = {name: eval(default, {"timedelta": timedelta}) for name, default in rows}
+
+def code(cell):
+    """What a cell has in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize(("app", "options"), [("outbox", OutboxOptions), ("inbox", InboxOptions)])
+def test_every_option_is_documented_with_its_default(app, options):
+    table = rows(page(f"reference/{app}/settings.md"), "option", "default", "meaning")
+
+    documented = {name.strip("`"): eval(default.strip("`"), {"timedelta": timedelta}) for name, default, _ in table}
 
     assert documented == {field.name: default_of(field) for field in dataclasses.fields(options)}
 
@@ -86,8 +102,24 @@ def arguments(command):
     }
 
 
+def command_pages():
+    return {
+        f"{side}/{name}.md": page(f"reference/{side}/{name}.md")
+        for side in SIDES
+        for name in ("process-commands", "message-commands")
+    }
+
+
 def test_every_command_is_documented_and_no_other():
-    assert sorted(headings(page("reference/commands.md"), 2)) == sorted(commands())
+    documented = [title for text in command_pages().values() for title in headings(text, 2)]
+
+    assert sorted(documented) == sorted(commands())
+
+
+def test_every_command_is_in_the_overview_of_commands():
+    linked = re.findall(r"\[`(\w+)`\]\((.+?)#\1\)", page("reference/commands.md"))
+
+    assert sorted(linked) == sorted((title, path) for path, text in command_pages().items() for title in headings(text, 2))
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
@@ -95,8 +127,9 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
     command = load_command_class(commands()[name], name)
     assert isinstance(command, BaseCommand)
 
-    documented = re.findall(r"^\| `([^`]+)` \|", section(page("reference/commands.md"), name), re.MULTILINE)
+    [text] = [section(each, name) for each in command_pages().values() if name in headings(each, 2)]
 
+    documented = [option.strip("`") for option, _ in rows(text, "option", "meaning")]
     assert sorted(documented) == sorted(arguments(command))
 
 
@@ -112,22 +145,104 @@ def test_every_check_is_documented_and_no_other():
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-@pytest.mark.parametrize(
-    "package",
-    [outbox, inbox, inbox.http, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks],
-    ids=lambda package: package.__name__,
-)
-def test_every_public_name_is_documented_and_no_other(package):
-    names = headings(section(page("reference/api.md"), package.__name__), 3)
+PACKAGES = [outbox, inbox, inbox.http, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks]
 
-    assert sorted(names) == sorted(package.__all__)
+
+def documented_names(package):
+    """The public names that the overview of the API lists for a package, each with its page."""
+    table = rows(page("reference/api.md"), "package", "page", "names")
+    listed = [cell for name, _, cell in table if name == f"`{package}`"]
+    return {name: path for cell in listed for name, path in re.findall(r"\[`(\w+)`\]\((.+?)#\w+\)", cell)}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_every_public_name_is_documented_and_no_other(package):
+    assert sorted(documented_names(package.__name__)) == sorted(package.__all__)
+
+
+def test_every_page_of_the_api_describes_the_names_that_the_overview_lists():
+    listed = {}
+    for name, path in re.findall(r"\[`(\w+)`\]\((.+?)#\w+\)", page("reference/api.md")):
+        listed.setdefault(path, []).append(name)
+
+    assert listed == {path: headings(page(f"reference/{path}"), 2) for path in listed}
+
+
+def own(package, kind):
+    """The public names of a package that are of this kind and defined in its app, as parameters of a test."""
+    app = package.__name__.partition(".")[0]
+    return [
+        pytest.param(package, name, id=f"{package.__name__}.{name}")
+        for name in package.__all__
+        if kind(value := getattr(package, name)) and value.__module__.startswith(app)
+    ]
+
+
+def described(package, name):
+    return section(page("reference/" + documented_names(package.__name__)[name]), name)
+
+
+@pytest.mark.parametrize(("package", "name"), [each for package in PACKAGES for each in own(package, inspect.isfunction)])
+def test_documented_signature_of_a_function_is_that_of_the_code(package, name):
+    [source] = re.findall(rf"^```python\n((?:async )?def {name}\(.*?)```", described(package, name), re.MULTILINE | re.DOTALL)
+    written = {"timedelta": timedelta}
+    exec(f"from __future__ import annotations\n{source}", written)
+
+    signature = inspect.signature(getattr(package, name))
+    assert inspect.signature(written[name]) == signature
+    arguments = {argument for cell, _ in rows(described(package, name), "argument", "meaning") for argument in code(cell)}
+    assert arguments <= set(signature.parameters)
+
+
+@pytest.mark.parametrize(("package", "name"), [each for package in PACKAGES for each in own(package, dataclasses.is_dataclass)])
+def test_documented_attributes_of_a_value_are_those_of_the_code(package, name):
+    text = described(package, name)
+    documented = [
+        attribute
+        for cells in [*rows(text, "attribute", "meaning"), *rows(text, "attribute", "meaning", "default")]
+        for attribute in code(cells[0])
+    ]
+
+    if documented:  # some are described in a sentence
+        public = [field.name for field in dataclasses.fields(getattr(package, name)) if not field.name.startswith("_")]
+        assert sorted(documented) == sorted(public)
+
+
+def test_every_table_is_documented_and_no_other():
+    named = [name for cells in rows(page("architecture/tables.md"), "table", "one row for") for name in code(cells[0])]
+    documented = {name for name in named if "_" in name} | {
+        f"{app}_{name}" for app in SIDES for name in named if "_" not in name
+    }
+
+    tables = {
+        model._meta.db_table
+        for app in (*SIDES, "inbox_joins", "inbox_webhooks")
+        for model in apps.get_app_config(app).get_models()
+        if not model._meta.proxy
+    }
+    assert documented == tables - {"outbox_outboxmessage", "inbox_inboxmessage"}
+
+
+def test_every_index_of_messages_is_documented_and_no_other():
+    cells = [cells[0] for cells in rows(page("architecture/tables.md"), "index", "on", "of", "for")]
+    documented = [name for cell in cells for name in code(cell) if "_" in name]
+
+    declared = {
+        each.name
+        for model in (OutboxMessage, InboxMessage)
+        for each in [*model._meta.indexes, *model._meta.constraints]
+        if not isinstance(each, CheckConstraint)
+    }
+    history = re.findall(r"INDEX (outbox_history_\w+)", (ROOT / "outbox" / "migrations" / "_partitions.py").read_text())
+    assert sorted(documented) == sorted(declared | set(history))
 
 
 @pytest.mark.parametrize(
     ("module", "title"), [(outbox.signals, "Outbox"), (inbox.signals, "Inbox"), (outbox.webhooks.signals, "outbox.webhooks")]
 )
 def test_every_signal_is_documented_and_no_other(module, title):
-    documented = re.findall(r"^\| `(\w+)` \|", section(page("reference/signals.md"), title), re.MULTILINE)
+    table = rows(section(page("reference/signals.md"), title), "signal", "sent when", "arguments")
+    documented = [name.strip("`") for name, *_ in table]
 
     assert sorted(documented) == sorted(name for name, value in vars(module).items() if isinstance(value, Signal))
 
@@ -195,27 +310,45 @@ def test_index_of_the_decisions_has_each_with_its_title():
     assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
 
 
-def test_every_how_to_page_has_at_most_1200_words():
-    pages = sorted(DOCS.glob("how-to/*.md"))
-    words = {path.name: [word for word in prose(path).split() if word.strip("|-:")] for path in pages}
+LONG = {"checks.md", "features.md", "glossary.md", "proofs.md"}
+"""Lists, in which one looks something up."""
 
-    assert {name: len(found) for name, found in words.items() if len(found) > 1_200} == {}
+
+def test_no_page_has_more_than_1200_words():
+    pages = [path for path in sorted(DOCS.rglob("*.md")) if path.name not in LONG]
+    words = {path.relative_to(DOCS): [word for word in prose(path).split() if word.strip("|-:")] for path in pages}
+
+    assert {str(name): len(found) for name, found in words.items() if len(found) > 1_200} == {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the features page."""
+    """One feature: its line on the page for users, and its exact statement with its tests."""
 
     id: str
-    what: str
-    status: str
+    line: str
     page: str
+    what: str
     tests: list[str]
+
+    @property
+    def status(self):
+        return status_of(self.what)
+
+
+def status_of(text):
+    return (re.match(r"\*\*(\w+)\.\*\* ", text) or ["", "Delivered"])[1]
 
 
 def features():
-    found = re.findall(r"^\| ([A-H]\d+) \| (.+?) \| (\w+) \| (.*?) ?\| (.*?) ?\|$", page("features.md"), re.MULTILINE)
-    return [Row(name, what, status, link, re.findall(r"`([^`]+)`", tests)) for name, what, status, link, tests in found]
+    """In the order of the page with the statements."""
+    statements = re.findall(r"^### ([A-H]\d+)\n\n(.+)\n((?:\n- `.+`)*)", page("reference/proofs.md"), re.MULTILINE)
+    lines = {
+        re.fullmatch(r"\[([A-H]\d+)\]\(reference/proofs\.md#[a-h]\d+\)", name)[1]: (line, link)
+        for name, line, link in rows(page("features.md"), "id", "feature", "page")
+    }
+    assert sorted(lines) == sorted(name for name, *_ in statements)
+    return [Row(name, *lines[name], what, re.findall(r"- `(.+)`", tests)) for name, what, tests in statements]
 
 
 def test_features_page_has_one_row_for_each_id():
@@ -228,21 +361,23 @@ def test_features_page_has_one_row_for_each_id():
 
 def test_features_page_knows_four_statuses_and_explains_what_is_not_plainly_delivered():
     for row in features():
-        assert row.status in {"delivered", "partly", "differs", "later"}, row.id
-        if row.status == "differs":
-            assert "because" in row.what, f"{row.id} does not say why it differs"
-        if row.status == "partly":
-            assert "later" in row.what, f"{row.id} does not say what is missing"
+        assert row.status in {"Delivered", "Partly", "Differs", "Later"}, row.id
+        assert status_of(row.line) == row.status, row.id
+        for text in (row.line, row.what):
+            if row.status == "Differs":
+                assert "because" in text, f"{row.id} does not say why it differs"
+            if row.status == "Partly":
+                assert "later" in text, f"{row.id} does not say what is missing"
 
 
 def test_features_page_links_each_row_that_is_there_to_an_existing_heading():
     broken = []
     for row in features():
-        if row.status == "later":
+        if row.status == "Later":
             assert row.page == "", row.id
             continue
-        target, _, anchor = re.fullmatch(r"\[page\]\((.+)\)", row.page)[1].partition("#")
-        slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in all_headings(page(target))}
+        target, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", row.page)[1].partition("#")
+        slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in all_headings(page(target))}
         if anchor and anchor not in slugs:
             broken.append(f"{row.id}: {target}#{anchor}")
 
@@ -253,8 +388,8 @@ def all_headings(text):
     return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
 
 
-def test_features_page_names_a_collected_test_function_for_each_row_that_is_there():
-    named = {row.id: row.tests for row in features() if row.status != "later"}
+def test_page_of_proofs_names_a_collected_test_function_for_each_feature_that_is_there():
+    named = {row.id: row.tests for row in features() if row.status != "Later"}
     assert [row for row, tests in named.items() if not tests] == []
     collected = collected_from({test.partition("::")[0] for tests in named.values() for test in tests})
 
@@ -284,19 +419,21 @@ def test_diagram_of_the_outbox_states_is_that_of_the_declared_transitions_of_one
     arrows += [(source, target, one.name) for one in drawn_ones for source in one.sources for target in one.targets]
     drawn = "".join(f"    {source} --> {target}: {name}\n" for source, target, name in arrows)
 
-    assert f"```mermaid\nstateDiagram-v2\n{drawn}```\n" in page("architecture.md")
+    assert f"```mermaid\nstateDiagram-v2\n{drawn}```\n" in page("architecture/states.md")
 
 
 def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
-    rows = [("publish", ["(none)"], ["`ready`"], "`publish()`")]
-    rows += [("publish later", ["(none)"], ["`scheduled`"], "`publish()` with `delay`, `delay_level` or `deliver_at`")]
-    rows += [("prepare", ["(none)"], ["`prepared`"], "[`prepare()`](how-to/prepared-messages.md)")]
-    rows += [
-        (one.name, [f"`{state}`" for state in one.sources], [f"`{state}`" for state in one.targets], one.when)
-        for one in TRANSITIONS
+    expected = [
+        ["publish", "(none)", "`ready`", "`publish()`"],
+        ["publish later", "(none)", "`scheduled`", "`publish()` with `delay`, `delay_level` or `deliver_at`"],
+        ["prepare", "(none)", "`prepared`", "[`prepare()`](how-to/prepared-messages.md)"],
+        *([one.name, as_code(one.sources), as_code(one.targets), one.when] for one in TRANSITIONS),
     ]
-    table = "".join(
-        f"| {name} | {', '.join(sources)} | {', '.join(targets)} | {when} |\n" for name, sources, targets, when in rows
-    )
 
-    assert f"| transition | from | to | when |\n|---|---|---|---|\n{table}\n" in page("architecture.md")
+    table = rows(page("architecture/states.md"), "transition", "from", "to", "when")
+
+    assert [[cell.replace("](../", "](") for cell in cells] for cells in table] == expected
+
+
+def as_code(states):
+    return ", ".join(f"`{state}`" for state in states)
