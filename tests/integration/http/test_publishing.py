@@ -196,6 +196,21 @@ def test_error_names_the_field_and_not_its_value():
     assert "secret" not in json.dumps(problem)
 
 
+@pytest.mark.parametrize(
+    ("where", "body"),
+    [
+        ("outbox/messages/batch", {"messages": [1] * 500}),
+        ("outbox/messages", {**MESSAGE, "headers": {str(number): [] for number in range(150)}}),
+        ("outbox/messages", {**MESSAGE, "headers": {"x" * 1_500: []}}),
+    ],
+)
+def test_answer_to_many_wrong_fields_is_short(where, body):
+    response = Api().post(where, body)
+
+    assert response.status_code == 422
+    assert len(response.content) < 2 * LIMIT
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 5000, "ü", f"{SHOP} {SHOP}", HTTP["TOKENS"]["shop"]["DIGESTS"][0]])
 def test_request_without_a_valid_token_is_answered_with_401(token):
     answers = [
