@@ -8,10 +8,12 @@ The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_ST
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -20,7 +22,7 @@ from inbox.http.statistics import write_statistics
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.execute import open_claimed
-from inbox.receiving.outcomes import Received, announce, defer_locked, handled, redacted
+from inbox.receiving.outcomes import Received, announce, defer_locked, fail_stored, handled, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
@@ -30,6 +32,12 @@ from outbox.kernel.failures import DEFERRED
 REPORTED = "reported by a client"
 """The class of failures that clients report."""
 _LARGEST_ANSWER_BYTES = 8 * 1024 * 1024
+_DEEPER = 150
+"""Levels of nesting."""
+_NOT_JSON = (
+    "Clients cannot read its payload: it contains NaN or Infinity, which Python reads and JSON does not have, or is nested too "
+    "deeply. Correct the payload."
+)
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 
 
@@ -111,6 +119,10 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
     """The lease of a claimed message; None if it is settled, or is not to be had now."""
     if isinstance(open_claimed(handler, stored, options), Received):
         return None
+    message = _message(stored, options)
+    if not _can_be_answered(message.payload):
+        fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
+        return None
     request, alias = _request(handler, stored), handler.using
     grant = partial(leases.lease_stored, alias, stored.pk, stored.attempts, lease, request.exclusive_key, was=stored.state)
     try:
@@ -123,8 +135,18 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         return None
     if granted is None:
         return None
-    message = replace(_message(stored, options), fence=granted.fence)
-    return Leased(lease=f"{granted.row}.{granted.fence}", message=message)
+    return Leased(lease=f"{granted.row}.{granted.fence}", message=replace(message, fence=granted.fence))
+
+
+def _can_be_answered(payload: Any) -> bool:
+    """Can clients read an answer with this payload? If not, they could read no message of that answer."""
+    # The answer is written with a deeper stack than that of this thread.
+    nested = reduce(lambda inner, _: [inner], range(_DEEPER), payload)
+    try:
+        json.dumps(nested, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]) -> Settled:

@@ -260,6 +260,16 @@ def test_message_that_cannot_be_read_is_a_dead_letter_and_the_next_one_is_read(o
     assert InboxMessage.objects.get(body=b"not json").state == State.DEAD
 
 
+@pytest.mark.parametrize("body", [b'{"total": NaN}', b'{"total": 1e999}', b"[" * 900 + b"]" * 900])
+def test_payload_that_clients_cannot_read_is_a_dead_letter_and_the_other_messages_are_read(orders, body):
+    arrive(orders)
+    arrive(orders, body=body)
+    arrive(orders)
+
+    assert len(read(max_messages=3)) == 2
+    assert InboxMessage.objects.get(body=body).state == State.DEAD
+
+
 def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
     causes = []
     duplicate_suppressed.connect(lambda **given: causes.append(given["biz_id"]), weak=False, dispatch_uid="http")
