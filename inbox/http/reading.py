@@ -9,6 +9,7 @@ The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_ST
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -28,6 +29,9 @@ from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
 from inbox.transactions.persistence import committed
 from outbox.kernel.failures import DEFERRED
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
 
 REPORTED = "reported by a client"
 """The class of failures that clients report."""
@@ -61,17 +65,23 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
     """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
 
     Raises:
-        DatabaseUnavailable: the database does not answer. Messages that were claimed before are due after their lease.
+        DatabaseUnavailable: the database does not answer, and no message was claimed before.
     """
     claimed: list[Leased] = []
     size = 0
     # Messages that cannot be read are settled on the way; they count, so that many of them do not delay the answer.
-    for _ in range(most):
-        if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
-            break
-        if leased := _lease(handler, stored, lease, options):
-            claimed.append(leased)
-            size += len(stored.body)
+    try:
+        for _ in range(most):
+            if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
+                break
+            if leased := _lease(handler, stored, lease, options):
+                claimed.append(leased)
+                size += len(stored.body)
+    except Exception as error:
+        # No other client gets the messages that were claimed before the error until their leases end.
+        if not claimed:
+            raise
+        logger.warning("http: %s: %d messages are answered, and no more: %s", handler.name, len(claimed), describe(error))
     return claimed
 
 
