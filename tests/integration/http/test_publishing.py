@@ -4,6 +4,7 @@ import json
 import uuid
 
 import pytest
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import OperationalError
 from django.test import override_settings
 
@@ -222,6 +223,12 @@ def test_request_without_a_valid_token_is_answered_with_401(token):
     assert [answer.status_code for answer in answers] == [401] * 3
     assert {answer["WWW-Authenticate"] for answer in answers} == {"Bearer"}
     assert published() == []
+
+
+def test_body_of_a_request_without_a_valid_token_is_not_read(monkeypatch):
+    monkeypatch.setattr(WSGIRequest, "read", lambda *given: pytest.fail("the body was read"))
+
+    assert [push(Api(token), b"x" * (LIMIT + 1)).status_code for token in ("", "wrong")] == [401] * 2
 
 
 def test_without_tokens_in_the_settings_every_request_is_answered_with_401():
