@@ -8,10 +8,13 @@ The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_ST
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -20,16 +23,25 @@ from inbox.http.statistics import write_statistics
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.execute import open_claimed
-from inbox.receiving.outcomes import Received, announce, defer_locked, handled, redacted
+from inbox.receiving.outcomes import Received, announce, defer_locked, fail_stored, handled, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
 from inbox.transactions.persistence import committed
 from outbox.kernel.failures import DEFERRED
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
 
 REPORTED = "reported by a client"
 """The class of failures that clients report."""
 _LARGEST_ANSWER_BYTES = 8 * 1024 * 1024
+_DEEPER = 150
+"""Levels of nesting."""
+_NOT_JSON = (
+    "Clients cannot read its payload: it contains NaN or Infinity, which Python reads and JSON does not have, or is nested too "
+    "deeply. Correct the payload."
+)
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 
 
@@ -53,17 +65,23 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
     """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
 
     Raises:
-        DatabaseUnavailable: the database does not answer. Messages that were claimed before are due after their lease.
+        DatabaseUnavailable: the database does not answer, and no message was claimed before.
     """
     claimed: list[Leased] = []
     size = 0
     # Messages that cannot be read are settled on the way; they count, so that many of them do not delay the answer.
-    for _ in range(most):
-        if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
-            break
-        if leased := _lease(handler, stored, lease, options):
-            claimed.append(leased)
-            size += len(stored.body)
+    try:
+        for _ in range(most):
+            if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
+                break
+            if leased := _lease(handler, stored, lease, options):
+                claimed.append(leased)
+                size += len(stored.body)
+    except Exception as error:
+        # No other client gets the messages that were claimed before the error until their leases end.
+        if not claimed:
+            raise
+        logger.warning("http: %s: %d messages are answered, and no more: %s", handler.name, len(claimed), describe(error))
     return claimed
 
 
@@ -111,6 +129,10 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
     """The lease of a claimed message; None if it is settled, or is not to be had now."""
     if isinstance(open_claimed(handler, stored, options), Received):
         return None
+    message = _message(stored, options)
+    if not _can_be_answered(message.payload):
+        fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
+        return None
     request, alias = _request(handler, stored), handler.using
     grant = partial(leases.lease_stored, alias, stored.pk, stored.attempts, lease, request.exclusive_key, was=stored.state)
     try:
@@ -123,8 +145,18 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         return None
     if granted is None:
         return None
-    message = replace(_message(stored, options), fence=granted.fence)
-    return Leased(lease=f"{granted.row}.{granted.fence}", message=message)
+    return Leased(lease=f"{granted.row}.{granted.fence}", message=replace(message, fence=granted.fence))
+
+
+def _can_be_answered(payload: Any) -> bool:
+    """Can clients read an answer with this payload? If not, they could read no message of that answer."""
+    # The answer is written with a deeper stack than that of this thread.
+    nested = reduce(lambda inner, _: [inner], range(_DEEPER), payload)
+    try:
+        json.dumps(nested, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]) -> Settled:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field
 
 from inbox.http.reading import Leased
 from outbox.console.http.fields import Body, Count, Seconds
@@ -37,7 +37,7 @@ class Reading(Body):
 class Leases(Body):
     """The leases of messages, as they were read."""
 
-    leases: list[Lease] = Field(min_length=1)
+    leases: Annotated[list[Lease], FailFast()] = Field(min_length=1)
 
 
 class Extension(Leases):

@@ -22,6 +22,7 @@ from outbox.kernel.text import why_unfit
 _NO_AMOUNTS = {"TOKENS", "DATABASE"}
 _SCOPE = re.compile(r"(publish|manage|read):(\*|[^*]+(?:\.\*)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class TokenOptions:
         if not self.DIGESTS or not all(map(_DIGEST.fullmatch, self.DIGESTS)):
             # The value is not quoted: it may be the token itself.
             raise ValueError("DIGESTS must have at least one SHA-256, 64 lower-case hexadecimal digits, and nothing else.")
+        if _OF_NOTHING in self.DIGESTS:
+            raise ValueError("DIGESTS has the SHA-256 of an empty text: the token was empty when it was hashed.")
         if not self.SCOPES:
             raise ValueError('SCOPES is empty: name what the client may do, such as "publish:shop.*".')
         for text in self.SCOPES:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
 from outbox.console.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
@@ -49,7 +49,7 @@ class NewMessage(Body):
 class NewMessages(Body):
     """Messages to publish in one transaction: all of them or none."""
 
-    messages: list[NewMessage] = Field(min_length=1)
+    messages: Annotated[list[NewMessage], FailFast()] = Field(min_length=1)
 
 
 class Published(BaseModel):

@@ -46,6 +46,7 @@ def test_scope_in_another_form_is_refused(scope):
         {"erp": {"DIGESTS": ["the token itself"], "SCOPES": ["read:*"]}},
         {"erp": {"DIGESTS": [DIGESTS[0].upper()], "SCOPES": ["read:*"]}},
         {"erp": {"DIGESTS": [], "SCOPES": ["read:*"]}},
+        {"erp": {"DIGESTS": [*DIGESTS, digest("")], "SCOPES": ["read:*"]}},
         {"erp": {"SCOPES": ["read:*"]}},
         {"erp": {"DIGESTS": DIGESTS, "SCOPES": []}},
         {"erp": {"DIGESTS": DIGESTS}},

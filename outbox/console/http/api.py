@@ -48,12 +48,13 @@ class Api(NinjaAPI):
         body_limit: Callable[[], int],
         statuses: Mapping[type[Exception], HTTPStatus],
     ) -> None:
+        self._token = BearerToken(options)
         super().__init__(
             title=title,
             version=VERSION,
             description=description,
             urls_namespace=name,
-            auth=BearerToken(options),
+            auth=self._token,
             docs_url=None,
         )
         self._body_limit = body_limit
@@ -79,6 +80,13 @@ class Api(NinjaAPI):
             pattern.callback = self._guarded(pattern.callback)
         return [*own, re_path("", self._guarded(_unknown))]
 
+    def _read_body(self, request: HttpRequest) -> None:
+        # Anyone can send a body; without a token it would only take memory.
+        if self._token(request) is None:
+            request._body = b""  # noqa: SLF001 - see `_bound_body`
+        else:
+            _bound_body(request, self._body_limit())
+
     def _guarded(self, view: _View) -> _View:
         """The view with a bounded body, without a transaction, a session, a login or a CSRF token."""
 
@@ -88,7 +96,7 @@ class Api(NinjaAPI):
         @wraps(view, updated=())
         async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             try:
-                _bound_body(request, self._body_limit())
+                self._read_body(request)
                 return as_problem(await view(request, *args, **kwargs))
             except Exception as error:  # noqa: BLE001 - problem_of() logs it
                 return answered(request, error)
@@ -96,7 +104,7 @@ class Api(NinjaAPI):
         @wraps(view, updated=())
         def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             try:
-                _bound_body(request, self._body_limit())
+                self._read_body(request)
                 return as_problem(view(request, *args, **kwargs))
             except Exception as error:  # noqa: BLE001 - problem_of() logs it
                 return answered(request, error)

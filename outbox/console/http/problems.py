@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -15,13 +15,15 @@ from django.http.response import HttpResponseBase
 from ninja.errors import AuthenticationError, HttpError, ValidationError
 from pydantic import BaseModel, ConfigDict, Field
 
-from outbox.kernel.text import describe
+from outbox.kernel.text import NAME_LENGTH, describe, printable
 
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "application/problem+json"
 _UNAVAILABLE = (OperationalError, InterfaceError)
 """The database does not answer, or another transaction has a lock."""
+_MOST_ERRORS = 20
+"""How many wrong fields an answer names. Without a limit it could be a hundred times as large as the request."""
 RETRY_AFTER = {"Retry-After": "1"}
 """A header: repeat the request after a second."""
 
@@ -95,7 +97,7 @@ def _refused(request: HttpRequest, error: HttpError | ValidationError | Http404)
     """An exception of Django Ninja, or of Django."""
     match error:
         case ValidationError():
-            errors = [{"field": ".".join(map(str, one["loc"])), "detail": one["msg"]} for one in error.errors]
+            errors = [{"field": _field(one["loc"]), "detail": one["msg"]} for one in error.errors[:_MOST_ERRORS]]
             detail = "; ".join(f"{one['field']}: {one['detail']}" for one in errors)
             return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
         case AuthenticationError():
@@ -105,6 +107,11 @@ def _refused(request: HttpRequest, error: HttpError | ValidationError | Http404)
         case HttpError():
             return Problem(HTTPStatus(error.status_code), str(error))
     return Problem(HTTPStatus.NOT_FOUND, f"There is no {request.path}.")
+
+
+def _field(path: Iterable[str | int]) -> str:
+    # The client has chosen the names in a mapping.
+    return printable(".".join(map(str, path)), NAME_LENGTH)
 
 
 def as_problem(response: HttpResponseBase) -> HttpResponseBase:

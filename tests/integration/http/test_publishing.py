@@ -4,6 +4,7 @@ import json
 import uuid
 
 import pytest
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import OperationalError
 from django.test import override_settings
 
@@ -196,6 +197,21 @@ def test_error_names_the_field_and_not_its_value():
     assert "secret" not in json.dumps(problem)
 
 
+@pytest.mark.parametrize(
+    ("where", "body"),
+    [
+        ("outbox/messages/batch", {"messages": [1] * 500}),
+        ("outbox/messages", {**MESSAGE, "headers": {str(number): [] for number in range(150)}}),
+        ("outbox/messages", {**MESSAGE, "headers": {"x" * 1_500: []}}),
+    ],
+)
+def test_answer_to_many_wrong_fields_is_short(where, body):
+    response = Api().post(where, body)
+
+    assert response.status_code == 422
+    assert len(response.content) < 2 * LIMIT
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 5000, "ü", f"{SHOP} {SHOP}", HTTP["TOKENS"]["shop"]["DIGESTS"][0]])
 def test_request_without_a_valid_token_is_answered_with_401(token):
     answers = [
@@ -207,6 +223,12 @@ def test_request_without_a_valid_token_is_answered_with_401(token):
     assert [answer.status_code for answer in answers] == [401] * 3
     assert {answer["WWW-Authenticate"] for answer in answers} == {"Bearer"}
     assert published() == []
+
+
+def test_body_of_a_request_without_a_valid_token_is_not_read(monkeypatch):
+    monkeypatch.setattr(WSGIRequest, "read", lambda *given: pytest.fail("the body was read"))
+
+    assert [push(Api(token), b"x" * (LIMIT + 1)).status_code for token in ("", "wrong")] == [401] * 2
 
 
 def test_without_tokens_in_the_settings_every_request_is_answered_with_401():

@@ -19,10 +19,12 @@ from inbox.models import InboxMessage, MinuteStatistics, State, TrailEntry
 from inbox.pausing import pause_handler, resume_handler
 from inbox.receiving.outcomes import Received
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
+from inbox.store import leases
 from inbox.store.operating import retry as retry_by_operator
 from inbox.store.operating import skip
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import publish
 from outbox.testing import run_relay
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row
@@ -258,6 +260,31 @@ def test_message_that_cannot_be_read_is_a_dead_letter_and_the_next_one_is_read(o
 
     assert len(read(max_messages=2)) == 1
     assert InboxMessage.objects.get(body=b"not json").state == State.DEAD
+
+
+@pytest.mark.parametrize("body", [b'{"total": NaN}', b'{"total": 1e999}', b"[" * 900 + b"]" * 900])
+def test_payload_that_clients_cannot_read_is_a_dead_letter_and_the_other_messages_are_read(orders, body):
+    arrive(orders)
+    arrive(orders, body=body)
+    arrive(orders)
+
+    assert len(read(max_messages=3)) == 2
+    assert InboxMessage.objects.get(body=body).state == State.DEAD
+
+
+def test_messages_that_were_claimed_before_the_database_became_unavailable_are_answered(orders, monkeypatch):
+    arrive(orders, 3)
+    grants = iter([leases.lease_stored])
+
+    def lease_one(*given, **options):
+        for grant in grants:
+            return grant(*given, **options)
+        raise DatabaseUnavailable("default")
+
+    monkeypatch.setattr(leases, "lease_stored", lease_one)
+
+    assert len(read(max_messages=3)) == 1
+    assert Api().post(f"{PATH}/read", {}).status_code == 503
 
 
 def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
