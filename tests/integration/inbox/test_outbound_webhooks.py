@@ -441,6 +441,23 @@ class TestCircuitBreaker:
         endpoint = the_endpoint()
         assert (endpoint.state, endpoint.failures, endpoint.reason) == ("active", 0, "")
 
+    def test_requests_that_were_running_at_the_pause_do_not_prolong_the_next_one(self, receiver):
+        endpoint = an_endpoint(receiver)
+        for _ in range(endpoints.FAILURES + 10):
+            endpoints.failed("default", endpoint, "no answer")
+        assert the_endpoint().failures == endpoints.FAILURES
+
+        travel(timedelta(seconds=31))
+        endpoints.resume_due("default")
+        endpoints.failed("default", endpoint, "no answer")
+        travel(timedelta(seconds=61))
+        endpoints.resume_due("default")
+        assert the_endpoint().state == "active"
+
+        endpoints.disable("default", endpoint.pk, "asked by the customer")
+        endpoints.failed("default", endpoint, "no answer")
+        assert the_endpoint().reason == "asked by the customer"
+
     def test_failures_between_successes_pause_nothing(self, offers, receiver):
         offers(TOPIC)
         an_endpoint(receiver)
