@@ -6,7 +6,9 @@ same id and the same body.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -66,7 +68,7 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         raise RetryLater(_NOT_NOW, f"the endpoint {endpoint.name} is {endpoint.get_state_display().lower()}")
     options = inbox_options()
     body = json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")).encode()
-    signature = signed_headers(message.id, body, endpoints.secrets_of(endpoint), utcnow())
+    signature = signed_headers(_webhook_id(message), body, endpoints.secrets_of(endpoint), utcnow())
     try:
         answer = post(
             endpoint.url,
@@ -79,6 +81,18 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         endpoints.failed(alias, endpoint, str(error))
         raise
     _settle(alias, endpoint, answer)
+
+
+def _webhook_id(message: Message) -> str:
+    """The id on which receivers deduplicate: that of the message if it is a UUID, as those of the outbox are.
+
+    Another producer's id may be missing, unfit for a header, or unique for that producer only (CloudEvents 1.0.2). Then it is a
+    digest of what the inbox deduplicates on.
+    """
+    try:
+        return str(uuid.UUID(message.id))
+    except ValueError:
+        return hashlib.sha256(f"{message.topic}\n{message.biz_id}".encode()).hexdigest()
 
 
 def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
@@ -109,13 +123,14 @@ def retry_after(headers: Mapping[str, str]) -> timedelta | None:
         headers: by their names in lower case.
     """
     given = headers.get("retry-after", "").strip()
-    if given.isdecimal() and given.isascii():
-        pause = timedelta(seconds=min(int(given), endpoints.LONGEST_PAUSE.total_seconds()))
-    else:
-        try:
+    try:
+        if given.isdecimal() and given.isascii():
+            pause = timedelta(seconds=min(int(given), endpoints.LONGEST_PAUSE.total_seconds()))
+        else:
             pause = parsedate_to_datetime(given) - utcnow()
-        except (TypeError, ValueError):
-            return None
+    except (TypeError, ValueError, OverflowError):
+        # Also for a number with thousands of digits, and a date with such a year or time zone.
+        return None
     return min(max(pause, _NOT_NOW), endpoints.LONGEST_PAUSE)
 
 

@@ -133,6 +133,21 @@ class TestRequest:
         assert all(StandardWebhooks(endpoint.secret)(request.body, request.headers) for request in receiver.requests)
         assert states() == ["done"]
 
+    @pytest.mark.parametrize("message_id", ["bestellung-ü", "1", "\u200b"])
+    def test_another_producers_id_becomes_one_that_every_receiver_can_deduplicate_on(self, offers, receiver, message_id):
+        offers(TOPIC)
+        endpoint = an_endpoint(receiver)
+        deliver(*(make_message(TOPIC, ORDER, id=message_id, biz_id=f"{source}#{message_id}") for source in ("a", "b")))
+        receiver.answer = lambda request: Reply(500 if len(receiver.requests) == 1 else 200)
+        send()
+        make_due()
+        send()
+
+        assert set(states()) == {"done"}
+        assert (len(receiver.ids), len({*receiver.ids})) == (3, 2)
+        for request in receiver.requests:
+            assert StandardWebhooks(endpoint.secret)(request.body, request.headers)
+
     def test_new_secret_signs_beside_the_old_one_for_a_day(self, offers, receiver):
         offers(TOPIC)
         old = an_endpoint(receiver).secret
