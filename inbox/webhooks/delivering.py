@@ -34,8 +34,6 @@ _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-on
 _SHORTEST_LEASE = timedelta(minutes=1)
 _NOT_NOW = timedelta(seconds=1)
 """Within this time, a process reads that the endpoint is not active any more."""
-_LONGEST_DEFERRAL = timedelta(days=3)
-"""How long an endpoint may ask to be called later."""
 _MAY_ASK_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _REDIRECTS = range(300, 400)
 _SHOWN = 500
@@ -111,7 +109,7 @@ def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
         raise Reject(f"{reason} The endpoint is disabled.")
     if answer.status in _MAY_ASK_TO_WAIT and (pause := retry_after(answer.headers)):
         endpoints.asked_to_wait(alias, endpoint, pause, reason)
-        raise RetryLater(pause, reason, give_up_after=_LONGEST_DEFERRAL)
+        raise RetryLater(pause, reason)
     endpoints.failed(alias, endpoint, reason)
     raise Refused(reason)
 

@@ -371,6 +371,19 @@ class TestAnswers:
         assert states() == ["done", "done"]
         assert the_endpoint().state == "active"
 
+    def test_messages_that_have_waited_for_days_are_not_given_up_when_the_endpoint_limits_their_rate(self, offers, receiver):
+        offers(TOPIC)
+        endpoint = an_endpoint(receiver)
+        offered()
+        endpoints.disable("default", endpoint.pk, "asked by the customer")
+        travel(timedelta(days=10))
+        endpoints.enable("default", endpoint.pk)
+        receiver.answer = lambda request: Reply(429, {"Retry-After": "60"})
+        send()
+
+        assert len(receiver.requests) == 1
+        assert (states(), rows().get().attempts) == (["retrying"], 0)
+
     def test_server_that_answers_too_slowly_is_cut_off(self, offers, receiver, settings):
         settings.INBOX = {**settings.INBOX, "WEBHOOK_TIMEOUT": timedelta(seconds=0.3)}
         offers(TOPIC)
