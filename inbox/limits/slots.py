@@ -46,7 +46,7 @@ class Slots:
     def take_for_stored(self, wake: Callable[[], object]) -> bool:
         """Take one before polling for a stored message. If none is free, call `wake` once one is; it must not raise."""
         with self._lock:
-            if self._taken == self.count:
+            if self._taken >= self.count:
                 self._wake_runner = wake
                 return False
             self._wake_runner = None
@@ -78,9 +78,9 @@ def slots_of(handler: Handler) -> Slots | None:
     if handler.concurrency is None:
         return None
     with _registering:
-        slots = _slots.get(handler.name)
-        if slots is None or slots.count != handler.concurrency:
-            slots = _slots[handler.name] = Slots(handler.concurrency)
+        slots = _slots.setdefault(handler.name, Slots(handler.concurrency))
+        # Runs that began under another `concurrency` still have their slots.
+        slots.count = handler.concurrency
         return slots
 
 

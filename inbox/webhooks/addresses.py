@@ -16,6 +16,9 @@ Network = IPv4Network | IPv6Network
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _COMPATIBLE = IPv6Network("::/96")
+_TRANSLATED = IPv6Network("::ffff:0:0:0/96")
+_LOCAL = [IPv6Network("fec0::/10"), IPv6Network("64:ff9b:1::/48")]
+"""Site-local addresses (RFC 3879) and those of a network's own NAT64 (RFC 8215), which Python 3.11 calls global."""
 _LAST_32_BITS = 0xFFFFFFFF
 
 
@@ -54,7 +57,11 @@ def allowed_addresses(host: str, port: int, *, is_encrypted: bool, private: Sequ
 def _is_allowed(address: Address, *, is_encrypted: bool, private: Sequence[Network]) -> bool:
     if any(address in network for network in private):
         return True
-    return is_encrypted and all(one.is_global and not one.is_multicast for one in (address, *_embedded(address)))
+    return is_encrypted and all(map(_is_public, (address, *_embedded(address))))
+
+
+def _is_public(address: Address) -> bool:
+    return address.is_global and not address.is_multicast and not any(address in network for network in _LOCAL)
 
 
 def _embedded(address: Address) -> Iterator[IPv4Address]:
@@ -67,5 +74,5 @@ def _embedded(address: Address) -> Iterator[IPv4Address]:
         yield address.sixtofour
     if address.teredo:
         yield from address.teredo
-    if address in _NAT64 or address in _COMPATIBLE:
+    if any(address in network for network in (_NAT64, _COMPATIBLE, _TRANSLATED)):
         yield IPv4Address(int(address) & _LAST_32_BITS)

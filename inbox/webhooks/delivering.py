@@ -6,7 +6,9 @@ same id and the same body.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -32,8 +34,6 @@ _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-on
 _SHORTEST_LEASE = timedelta(minutes=1)
 _NOT_NOW = timedelta(seconds=1)
 """Within this time, a process reads that the endpoint is not active any more."""
-_LONGEST_DEFERRAL = timedelta(days=3)
-"""How long an endpoint may ask to be called later."""
 _MAY_ASK_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _REDIRECTS = range(300, 400)
 _SHOWN = 500
@@ -66,7 +66,7 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         raise RetryLater(_NOT_NOW, f"the endpoint {endpoint.name} is {endpoint.get_state_display().lower()}")
     options = inbox_options()
     body = json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")).encode()
-    signature = signed_headers(message.id, body, endpoints.secrets_of(endpoint), utcnow())
+    signature = signed_headers(_webhook_id(message), body, endpoints.secrets_of(endpoint), utcnow())
     try:
         answer = post(
             endpoint.url,
@@ -79,6 +79,18 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         endpoints.failed(alias, endpoint, str(error))
         raise
     _settle(alias, endpoint, answer)
+
+
+def _webhook_id(message: Message) -> str:
+    """The id on which receivers deduplicate: that of the message if it is a UUID, as those of the outbox are.
+
+    Another producer's id may be missing, unfit for a header, or unique for that producer only (CloudEvents 1.0.2). Then it is a
+    digest of what the inbox deduplicates on.
+    """
+    try:
+        return str(uuid.UUID(message.id))
+    except ValueError:
+        return hashlib.sha256(f"{message.topic}\n{message.biz_id}".encode()).hexdigest()
 
 
 def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
@@ -97,7 +109,7 @@ def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
         raise Reject(f"{reason} The endpoint is disabled.")
     if answer.status in _MAY_ASK_TO_WAIT and (pause := retry_after(answer.headers)):
         endpoints.asked_to_wait(alias, endpoint, pause, reason)
-        raise RetryLater(pause, reason, give_up_after=_LONGEST_DEFERRAL)
+        raise RetryLater(pause, reason)
     endpoints.failed(alias, endpoint, reason)
     raise Refused(reason)
 
@@ -109,13 +121,14 @@ def retry_after(headers: Mapping[str, str]) -> timedelta | None:
         headers: by their names in lower case.
     """
     given = headers.get("retry-after", "").strip()
-    if given.isdecimal() and given.isascii():
-        pause = timedelta(seconds=min(int(given), endpoints.LONGEST_PAUSE.total_seconds()))
-    else:
-        try:
+    try:
+        if given.isdecimal() and given.isascii():
+            pause = timedelta(seconds=min(int(given), endpoints.LONGEST_PAUSE.total_seconds()))
+        else:
             pause = parsedate_to_datetime(given) - utcnow()
-        except (TypeError, ValueError):
-            return None
+    except (TypeError, ValueError, OverflowError):
+        # Also for a number with thousands of digits, and a date with such a year or time zone.
+        return None
     return min(max(pause, _NOT_NOW), endpoints.LONGEST_PAUSE)
 
 

@@ -68,10 +68,14 @@ def succeeded(alias: str, endpoint: Endpoint) -> None:
 
 
 def failed(alias: str, endpoint: Endpoint, reason: str) -> None:
-    """A request has failed. The endpoint is paused after several consecutive failures, longer after each further one."""
+    """A request has failed. The endpoint is paused after several consecutive failures, longer after each further one.
+
+    Requests that were running when it was paused or disabled are not counted: many at once would make the next pause an hour.
+    """
     with transaction.atomic(using=alias):
-        row = _of(alias, endpoint.pk)
-        row.update(failures=F("failures") + 1, reason=_stored(reason))
+        row = _of(alias, endpoint.pk).filter(state=State.ACTIVE)
+        if not row.update(failures=F("failures") + 1, reason=_stored(reason)):
+            return
         failures = row.values_list("failures", flat=True).get()
         if failures < FAILURES:
             return

@@ -33,7 +33,10 @@ NOT_PUBLIC = [
     "::ffff:10.1.2.3",
     "::127.0.0.1",
     "64:ff9b::a01:203",
+    "64:ff9b:1::a01:203",
     "2002:a01:203::1",
+    "::ffff:0:a01:203",
+    "fec0::1",
 ]
 
 
@@ -83,9 +86,20 @@ def test_setting_with_a_network_that_cannot_be_read_is_refused():
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [("0", 1), ("7", 7), ("99999999999999999999", 3600), (" 30 ", 30), ("-5", None), ("soon", None), ("", None)],
+    [
+        ("0", 1),
+        ("7", 7),
+        ("99999999999999999999", 3600),
+        (" 30 ", 30),
+        ("-5", None),
+        ("soon", None),
+        ("", None),
+        pytest.param("9" * 5000, None, id="number with too many digits"),
+        ("Wed, 21 Oct 2026 07:28:00 +99999999999999999999", None),
+        ("Wed, 21 Oct 99999999999999999999999 07:28:00 GMT", None),
+    ],
 )
-def test_pause_in_seconds_is_bounded(given, seconds):
+def test_pause_is_bounded_and_an_unreadable_one_is_ignored(given, seconds):
     pause = retry_after({"retry-after": given})
     assert pause == (None if seconds is None else timedelta(seconds=seconds))
 

@@ -123,7 +123,15 @@ class TestSlotsOfAHandler:
     def test_all_threads_share_the_slots_of_a_handler(self):
         assert slots_of(a_handler("tests.shared", concurrency=2)) is slots_of(a_handler("tests.shared", concurrency=2))
 
-    def test_another_concurrency_makes_new_slots(self):
-        before = slots_of(a_handler("tests.changed", concurrency=2))
+    def test_runs_that_began_under_another_concurrency_keep_their_slots(self, looks):
+        more, fewer = (a_handler("tests.changed", concurrency=count) for count in (2, 1))
 
-        assert slots_of(a_handler("tests.changed", concurrency=3)) is not before
+        def begins(handler):
+            return slots_of(handler).take_for_stored(lambda: looks.append("poll"))
+
+        assert [begins(handler) for handler in (more, more, fewer, more, fewer)] == [True, True, False, False, False]
+
+        slots_of(more).leave()
+        assert not begins(fewer)
+        slots_of(more).leave()
+        assert [begins(fewer), begins(fewer), begins(more), begins(more)] == [True, False, True, False]

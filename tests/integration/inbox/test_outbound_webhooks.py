@@ -133,6 +133,21 @@ class TestRequest:
         assert all(StandardWebhooks(endpoint.secret)(request.body, request.headers) for request in receiver.requests)
         assert states() == ["done"]
 
+    @pytest.mark.parametrize("message_id", ["bestellung-ü", "1", "\u200b"])
+    def test_another_producers_id_becomes_one_that_every_receiver_can_deduplicate_on(self, offers, receiver, message_id):
+        offers(TOPIC)
+        endpoint = an_endpoint(receiver)
+        deliver(*(make_message(TOPIC, ORDER, id=message_id, biz_id=f"{source}#{message_id}") for source in ("a", "b")))
+        receiver.answer = lambda request: Reply(500 if len(receiver.requests) == 1 else 200)
+        send()
+        make_due()
+        send()
+
+        assert set(states()) == {"done"}
+        assert (len(receiver.ids), len({*receiver.ids})) == (3, 2)
+        for request in receiver.requests:
+            assert StandardWebhooks(endpoint.secret)(request.body, request.headers)
+
     def test_new_secret_signs_beside_the_old_one_for_a_day(self, offers, receiver):
         offers(TOPIC)
         old = an_endpoint(receiver).secret
@@ -356,6 +371,19 @@ class TestAnswers:
         assert states() == ["done", "done"]
         assert the_endpoint().state == "active"
 
+    def test_messages_that_have_waited_for_days_are_not_given_up_when_the_endpoint_limits_their_rate(self, offers, receiver):
+        offers(TOPIC)
+        endpoint = an_endpoint(receiver)
+        offered()
+        endpoints.disable("default", endpoint.pk, "asked by the customer")
+        travel(timedelta(days=10))
+        endpoints.enable("default", endpoint.pk)
+        receiver.answer = lambda request: Reply(429, {"Retry-After": "60"})
+        send()
+
+        assert len(receiver.requests) == 1
+        assert (states(), rows().get().attempts) == (["retrying"], 0)
+
     def test_server_that_answers_too_slowly_is_cut_off(self, offers, receiver, settings):
         settings.INBOX = {**settings.INBOX, "WEBHOOK_TIMEOUT": timedelta(seconds=0.3)}
         offers(TOPIC)
@@ -440,6 +468,23 @@ class TestCircuitBreaker:
         assert set(states()) == {"done"}
         endpoint = the_endpoint()
         assert (endpoint.state, endpoint.failures, endpoint.reason) == ("active", 0, "")
+
+    def test_requests_that_were_running_at_the_pause_do_not_prolong_the_next_one(self, receiver):
+        endpoint = an_endpoint(receiver)
+        for _ in range(endpoints.FAILURES + 10):
+            endpoints.failed("default", endpoint, "no answer")
+        assert the_endpoint().failures == endpoints.FAILURES
+
+        travel(timedelta(seconds=31))
+        endpoints.resume_due("default")
+        endpoints.failed("default", endpoint, "no answer")
+        travel(timedelta(seconds=61))
+        endpoints.resume_due("default")
+        assert the_endpoint().state == "active"
+
+        endpoints.disable("default", endpoint.pk, "asked by the customer")
+        endpoints.failed("default", endpoint, "no answer")
+        assert the_endpoint().reason == "asked by the customer"
 
     def test_failures_between_successes_pause_nothing(self, offers, receiver):
         offers(TOPIC)
