@@ -20,6 +20,7 @@ from inbox.models import DUE, InboxMessage
 from inbox.webhooks import endpoints
 from inbox.webhooks.fanning_out import fan_outs, send_test
 from inbox.webhooks.models import Endpoint, State
+from inbox.webhooks.urls import shown
 from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin
 from outbox.console.audit import Subject, actor_of, posted, record
 from outbox.console.display import NOTHING, Tone, age, as_text, badge, folded, headline, identifier, moment, stacked, visible
@@ -246,7 +247,7 @@ class EndpointAdmin(ActingAdmin):
 
     @admin.display(description=_("name, URL"))
     def name_and_url(self, row: Any) -> SafeString:
-        return stacked(identifier(row.name), identifier(row.url))
+        return stacked(identifier(row.name), identifier(shown(row.url)))
 
     @admin.display(description=_("name"))
     def endpoint_name(self, row: Any) -> SafeString:
@@ -254,7 +255,7 @@ class EndpointAdmin(ActingAdmin):
 
     @admin.display(description="URL")
     def shown_url(self, row: Any) -> SafeString:
-        return identifier(row.url)
+        return identifier(shown(row.url))
 
     @admin.display(description=_("topics"))
     def shown_topics(self, row: Any) -> SafeString | str:

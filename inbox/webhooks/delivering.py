@@ -105,7 +105,7 @@ def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
         return
     reason = _described(endpoint, answer)
     if answer.status == HTTPStatus.GONE:
-        endpoints.disable(alias, endpoint.pk, reason)
+        endpoints.gone(alias, endpoint, reason)
         raise Reject(f"{reason} The endpoint is disabled.")
     if answer.status in _MAY_ASK_TO_WAIT and (pause := retry_after(answer.headers)):
         endpoints.asked_to_wait(alias, endpoint, pause, reason)

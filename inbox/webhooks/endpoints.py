@@ -59,10 +59,13 @@ def secrets_of(endpoint: Any) -> Sequence[str]:
 
 
 def succeeded(alias: str, endpoint: Endpoint) -> None:
-    """A request has succeeded. A paused endpoint is active again."""
+    """A request has succeeded: the failures before it no longer count.
+
+    A request that was running when its endpoint was paused does not end the pause, which the endpoint may have asked for.
+    """
     if not endpoint.failures:
         return
-    _of(alias, endpoint.pk).exclude(state=State.DISABLED).update(**_RECOVERED, state=State.ACTIVE, state_since=DatabaseTime())
+    _of(alias, endpoint.pk).filter(state=State.ACTIVE).update(**_RECOVERED)
     if endpoint.failures >= FAILURES:
         logger.info("webhooks: endpoint %s answers again; its messages are sent.", endpoint.name)
 
@@ -110,6 +113,12 @@ def resume_due(alias: str) -> None:
 def disable(alias: str, pk: int, reason: str) -> bool:
     """active | paused → disabled. False: it is disabled."""
     return _to(alias, pk, [State.ACTIVE, State.PAUSED], State.DISABLED, reason=_stored(reason), probe_at=None)
+
+
+def gone(alias: str, endpoint: Endpoint, reason: str) -> None:
+    """active | paused → disabled, unless an operator has given it another URL since the request was sent."""
+    row = _of(alias, endpoint.pk).filter(url=endpoint.url, state__in=[State.ACTIVE, State.PAUSED])
+    row.update(state=State.DISABLED, state_since=DatabaseTime(), reason=_stored(reason), probe_at=None)
 
 
 def enable(alias: str, pk: int) -> bool:

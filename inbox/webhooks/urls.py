@@ -39,4 +39,4 @@ def port_of(parts: SplitResult) -> int:
 def shown(url: str) -> str:
     """The URL without its query, which may contain a secret."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+    return f"{parts.scheme}://{parts.netloc}{parts.path}{'?…' if parts.query else ''}"

@@ -25,6 +25,8 @@ from outbox.console.http_options import HttpOptions
 
 VERSION = "1"
 _ALWAYS = (400, 401, 403, 413, 422, 500, 503)
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length."""
 _View = Callable[..., Any]
 
 
@@ -135,10 +137,12 @@ def _bound_body(request: HttpRequest, limit: int) -> None:
         Problem: it is larger than the limit, or the client has closed the connection.
     """
     announced = request.headers.get("Content-Length", "")
+    # A length of thousands of digits cannot be converted.
+    is_too_long = announced.isdecimal() and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
     try:
-        body = b"" if announced.isdecimal() and int(announced) > limit else bytes(request.read(limit + 1))
+        body = b"" if is_too_long else bytes(request.read(limit + 1))
     except UnreadablePostError:
         raise Problem(HTTPStatus.BAD_REQUEST, "The connection was closed before the body was complete.") from None
-    if len(body) > limit or (announced.isdecimal() and int(announced) > limit):
+    if is_too_long or len(body) > limit:
         raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {limit} bytes.", limit_bytes=limit)
     request._body = body  # noqa: SLF001 - what was read is what `request.body` returns

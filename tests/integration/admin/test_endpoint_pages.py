@@ -7,7 +7,7 @@ from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
 from inbox.models import AuditEntry, InboxMessage
-from inbox.webhooks import Endpoint
+from inbox.webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -37,6 +37,16 @@ def test_list_shows_state_url_and_the_messages_that_wait(endpoint):
 
     for words in ("partner", "https://example.com/hooks", "Active", "other", "Paused", "was answered with 500"):
         assert words in text
+
+
+def test_query_of_the_url_which_may_contain_a_secret_is_not_shown(endpoint):
+    endpoints.edit("default", endpoint.pk, url="https://example.com/hooks?token=s3cr3t")
+    client = staff_client(VIEW)
+
+    for url in (reverse(LIST), reverse(ONE, args=[endpoint.pk])):
+        text = Page(client.get(url)).text
+        assert "s3cr3t" not in text
+        assert "https://example.com/hooks?…" in text
 
 
 def test_secret_is_shown_on_the_page_with_its_permission_only(endpoint):

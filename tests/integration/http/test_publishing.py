@@ -190,6 +190,12 @@ def test_body_that_is_not_a_message_is_refused_and_not_stored(body, status):
     assert published() == []
 
 
+@pytest.mark.parametrize("length", [str(10**18), "9" * 5_000], ids=["19 digits", "5,000 digits"])
+def test_announced_length_of_many_digits_is_too_large(length):
+    assert push(**{"Content-Length": length}).status_code == 413
+    assert published() == []
+
+
 def test_error_names_the_field_and_not_its_value():
     problem = push(message={**MESSAGE, "priority": "secret"}).json()
 

@@ -595,3 +595,23 @@ class TestEndpoint:
         assert the_endpoint().state == "disabled"
         assert endpoints.edit("default", pk, concurrency=5)
         assert not endpoints.edit("default", 0)
+
+    def test_answer_410_to_an_earlier_url_does_not_disable_the_endpoint(self, receiver):
+        asked = an_endpoint(receiver)
+        endpoints.edit("default", asked.pk, url="https://example.com/new")
+
+        endpoints.gone("default", asked, "gone")
+        assert the_endpoint().state == "active"
+
+        endpoints.gone("default", the_endpoint(), "gone")
+        assert the_endpoint().state == "disabled"
+
+    def test_success_of_an_earlier_request_does_not_end_a_pause(self, receiver):
+        an_endpoint(receiver)
+        endpoints.failed("default", the_endpoint(), "POST … was answered with 500.")
+        asked = the_endpoint()
+        endpoints.asked_to_wait("default", asked, timedelta(minutes=1), "later")
+
+        endpoints.succeeded("default", asked)
+
+        assert (the_endpoint().state, the_endpoint().reason) == ("paused", "later")
