@@ -60,18 +60,7 @@ def joining(
             name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing, refuses_late=refuses_late
         )
         for topic in join.topics:
-            of_a_part = registering(
-                topic,
-                biz_id=correlate,
-                name=f"{named}/{topic}",
-                using=using,
-                timeout=None,
-                retry=None,
-                rate_limit=None,
-                concurrency=None,
-                shed=None,
-                start_from="last",
-            )
+            of_a_part = registering(topic, biz_id=correlate, name=f"{named}/{topic}", using=using)
             of_a_part(update_wrapper(partial(collect, join), collect))
         of_a_run = registering(
             TOPIC,
@@ -84,8 +73,6 @@ def joining(
             retry=retry,
             rate_limit=rate_limit,
             concurrency=concurrency,
-            shed=None,
-            start_from="last",
         )
         of_a_run(_of_messages(join, function))
         return function

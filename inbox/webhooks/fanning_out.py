@@ -70,18 +70,7 @@ def send_webhooks(
     for topic in topics:
         if registry.get(f"{_FAN_OUTS}{topic}"):
             raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
-        register = registering(
-            topic,
-            biz_id=None,
-            name=f"{_FAN_OUTS}{topic}",
-            using=using,
-            timeout=None,
-            retry=None,
-            rate_limit=None,
-            concurrency=None,
-            shed=None,
-            start_from="last",
-        )
+        register = registering(topic, biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
         register(update_wrapper(partial(_fan_out, _FanOut(payload=payload, to=to, using=using)), _fan_out))
 
 

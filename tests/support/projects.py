@@ -9,6 +9,38 @@ import sys
 
 from tests.support import ROOT
 
+ADMIN_SETTINGS = """\
+ADMIN_APPS = [
+    *("django.contrib.admin", "django.contrib.auth", "django.contrib.contenttypes"),
+    *("django.contrib.messages", "django.contrib.sessions", "django.contrib.staticfiles"),
+]
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+PROCESSORS = [
+    "django.template.context_processors.request",
+    "django.contrib.auth.context_processors.auth",
+    "django.contrib.messages.context_processors.messages",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {"context_processors": PROCESSORS},
+    }
+]
+STATIC_URL = "static/"
+"""
+"""Settings that Django's admin needs, without INSTALLED_APPS."""
+ADMIN_URLS = """\
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]
+"""
+
 
 def run_in(directory, settings, *arguments, **environment):
     """Run Python with these arguments in `directory`, with its modules and ours; what it prints is `stdout`."""

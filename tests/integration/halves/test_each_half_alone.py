@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from inbox.handlers.handler import Handler
-from tests.support.projects import environment_in, run_in
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, environment_in, run_in
 from tests.support.relaying import Queue
 from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, broker_options, length_of, send
@@ -31,37 +31,11 @@ DATABASES = {{
 }}
 {options} = {given!r}
 """
-ADMIN_SETTINGS = """
-INSTALLED_APPS += [
-    *("django.contrib.admin", "django.contrib.auth", "django.contrib.contenttypes"),
-    *("django.contrib.messages", "django.contrib.sessions", "django.contrib.staticfiles"),
-]
+WITH_ADMIN = f"""
+{ADMIN_SETTINGS}
+INSTALLED_APPS += ADMIN_APPS
 ALLOWED_HOSTS = ["testserver"]
-MIDDLEWARE = [
-    "django.contrib.sessions.middleware.SessionMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
-]
-PROCESSORS = [
-    "django.template.context_processors.request",
-    "django.contrib.auth.context_processors.auth",
-    "django.contrib.messages.context_processors.messages",
-]
-TEMPLATES = [
-    {
-        "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "APP_DIRS": True,
-        "OPTIONS": {"context_processors": PROCESSORS},
-    }
-]
 ROOT_URLCONF = "project_urls"
-STATIC_URL = "static/"
-"""
-URLS = """\
-from django.contrib import admin
-from django.urls import path
-
-urlpatterns = [path("admin/", admin.site.urls)]
 """
 INSERTED = {
     "outbox": (
@@ -198,8 +172,8 @@ class Project:
 
     def with_admin(self):
         with (self._directory / "project_settings.py").open("a") as settings:
-            settings.write(ADMIN_SETTINGS)
-        (self._directory / "project_urls.py").write_text(URLS)
+            settings.write(WITH_ADMIN)
+        (self._directory / "project_urls.py").write_text(ADMIN_URLS)
 
     def process(self, command):
         environment = environment_in(self._directory, "project_settings", PYTHONWARNINGS="error")

@@ -7,44 +7,17 @@ from django.db import connection
 
 from tests.support import ROOT
 from tests.support.pages import titled_files
-from tests.support.projects import run_in
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in
 
 PAGE = ROOT / "docs" / "how-to" / "app-named-outbox.md"
-SETTINGS = """\
+SETTINGS = f"""\
+{ADMIN_SETTINGS}
 SECRET_KEY = "x"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 ALLOWED_HOSTS = ["testserver"]
-INSTALLED_APPS = [
-    *("django.contrib.admin", "django.contrib.auth", "django.contrib.contenttypes"),
-    *("django.contrib.messages", "django.contrib.sessions", "django.contrib.staticfiles"),
-    *("shop.outbox", "shop.inbox", "shop.orders"),
-]
-MIDDLEWARE = [
-    "django.contrib.sessions.middleware.SessionMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
-]
-PROCESSORS = [
-    "django.template.context_processors.request",
-    "django.contrib.auth.context_processors.auth",
-    "django.contrib.messages.context_processors.messages",
-]
-TEMPLATES = [
-    {
-        "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "APP_DIRS": True,
-        "OPTIONS": {"context_processors": PROCESSORS},
-    }
-]
+INSTALLED_APPS = [*ADMIN_APPS, "shop.outbox", "shop.inbox", "shop.orders"]
 ROOT_URLCONF = "shop.urls"
-STATIC_URL = "static/"
-"""
-URLS = """\
-from django.contrib import admin
-from django.urls import path
-
-urlpatterns = [path("admin/", admin.site.urls)]
 """
 THEIR_MODELS = """\
 from django.db import models
@@ -157,7 +130,7 @@ def project(tmp_path, database):
     """The files of the page, and two apps of the project with our labels and the names of our models."""
     files = {
         "shop/__init__.py": "",
-        "shop/urls.py": URLS,
+        "shop/urls.py": ADMIN_URLS,
         "shop/settings.py": SETTINGS + f"DATABASES = {{'default': {database!r}}}\n",
         "shop/outbox/models.py": THEIR_MODELS.format(name="OutboxMessage"),
         "shop/inbox/models.py": THEIR_MODELS.format(name="InboxMessage"),
