@@ -81,7 +81,7 @@ def _subscription(request: HttpRequest, name: str) -> Handler:
     require(request, "read", name)
     if (handler := subscription(name)) is None:
         raise Problem(
-            HTTPStatus.NOT_FOUND, f"There is no subscription {name}: a handlers.py of the service must call subscribe()."
+            HTTPStatus.NOT_FOUND, f"There is no subscription {name}: the handlers.py of an installed app must call subscribe()."
         )
     return handler
 
