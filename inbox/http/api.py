@@ -100,8 +100,8 @@ def _settled(outcome: Settled) -> SettledLeases:
     if outcome.refused:
         raise Problem(
             HTTPStatus.CONFLICT,
-            f"{len(outcome.refused)} leases have ended. Their messages are another client's, or due again. Nothing was changed "
-            "for them; the others are settled.",
+            f"Leases that have ended: {len(outcome.refused)}. Their messages are another client's, or due again. Nothing was "
+            "changed for them; the others are settled.",
             refused=outcome.refused,
             settled=outcome.settled,
         )
