@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -66,6 +67,7 @@ from outbox.console.redaction import Redaction
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
 from outbox.kernel.failures import DEFERRED
+from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -456,7 +458,9 @@ class InboxMessageAdmin(MessageAdmin):
         return self._shown(row, row.body)
 
     def _shown(self, row: Any, body: Any) -> SafeString:
-        shown = self.redaction().shown(
+        # The body of a webhook contains the payload in the field "data".
+        field = "data" if row.handler.startswith(WEBHOOK_HANDLERS) else ""
+        shown = replace(self.redaction(), field=field).shown(
             bytes(body), row.content_type, topic=row.topic, headers=row.headers, compression=_compression(row)
         )
         return folded(gettext("Show the payload"), shown.as_html())

@@ -81,7 +81,7 @@ def _subscription(request: HttpRequest, name: str) -> Handler:
     require(request, "read", name)
     if (handler := subscription(name)) is None:
         raise Problem(
-            HTTPStatus.NOT_FOUND, f"There is no subscription {name}: a handlers.py of the service must call subscribe()."
+            HTTPStatus.NOT_FOUND, f"There is no subscription {name}: the handlers.py of an installed app must call subscribe()."
         )
     return handler
 
@@ -100,8 +100,8 @@ def _settled(outcome: Settled) -> SettledLeases:
     if outcome.refused:
         raise Problem(
             HTTPStatus.CONFLICT,
-            f"{len(outcome.refused)} leases have ended. Their messages are another client's, or due again. Nothing was changed "
-            "for them; the others are settled.",
+            f"Leases that have ended: {len(outcome.refused)}. Their messages are another client's, or due again. Nothing was "
+            "changed for them; the others are settled.",
             refused=outcome.refused,
             settled=outcome.settled,
         )

@@ -18,6 +18,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from django.apps import apps as installed_apps
+from django.core.exceptions import ImproperlyConfigured
+
 from inbox.joins.join import Join
 
 if TYPE_CHECKING:
@@ -30,4 +33,7 @@ def __getattr__(name: str) -> Any:
     # Looked up on first use, because Django imports this package before its models can be.
     if name != "correlated":
         raise AttributeError(f"module 'inbox.joins' has no attribute {name!r}")
+    # Without the app Django would take its models for those of the app "inbox", and makemigrations would add them there.
+    if not installed_apps.is_installed(__name__):
+        raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
     return import_module("inbox.joins.requests").correlated

@@ -19,6 +19,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from django.apps import apps as installed_apps
+from django.core.exceptions import ImproperlyConfigured
+
 if TYPE_CHECKING:
     from inbox.webhooks.fanning_out import send_webhooks
     from inbox.webhooks.models import Endpoint
@@ -32,4 +35,7 @@ def __getattr__(name: str) -> Any:
     # Looked up on first use, because Django imports this package before its models can be.
     if name not in _MODULES:
         raise AttributeError(f"module 'inbox.webhooks' has no attribute {name!r}")
+    # Without the app Django would take Endpoint for a model of the app "inbox", and makemigrations would add it there.
+    if not installed_apps.is_installed(__name__):
+        raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
     return getattr(import_module(_MODULES[name]), name)

@@ -118,7 +118,9 @@ class EndpointAdmin(ActingAdmin):
         form: Any = super().get_form(request, obj, change=change, **kwargs)
         if obj is None:
             offered = ", ".join(sorted(handler.topic for handler in fan_outs())) or NOTHING
-            form.base_fields["topics"].help_text = _('A list, ["shop.order.placed"]. [] means all. Sent are: %s') % offered
+            form.base_fields["topics"].help_text = (
+                _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % offered
+            )
         return form
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

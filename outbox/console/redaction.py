@@ -53,9 +53,11 @@ class Redaction:
 
     Attributes:
         path: of the function; "" shows payloads as they are.
+        field: of the payload that the function gets, for a payload in an envelope of its own; "" is the whole payload.
     """
 
     path: str
+    field: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.path)
@@ -69,7 +71,8 @@ class Redaction:
         if not self.path:
             return payload
         try:
-            redacted = load(self.path)(topic, payload, dict(headers) if isinstance(headers, Mapping) else {})
+            given = payload[self.field] if self.field else payload
+            redacted = load(self.path)(topic, given, dict(headers) if isinstance(headers, Mapping) else {})
             json.dumps(redacted)
         except Exception as error:
             logger.exception("The function %s failed to redact a payload of topic %s; it is not shown.", self.path, topic)
@@ -78,7 +81,7 @@ class Redaction:
                 gettext("The function %(path)s failed to redact the payload (%(error)s). It is not shown.")
                 % {"path": self.path, "error": type(error).__name__}
             ) from error
-        return redacted
+        return {**payload, self.field: redacted} if self.field else redacted
 
     def shown(self, body: bytes, content_type: str, *, topic: str, headers: Any, compression: str = "") -> Shown:
         """A body for a page."""

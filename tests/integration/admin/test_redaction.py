@@ -113,6 +113,19 @@ def test_stored_form_of_a_celery_message_has_no_arguments(redacting):
     assert "shop.tasks.pay" in page.text
 
 
+def test_payload_in_the_body_of_a_webhook_is_redacted(redacting):
+    redacting("mask")
+    row = test_inbox_pages.a_message(
+        handler="webhook/partner", payload={"type": "shop.order.placed", "timestamp": "2026-01-01T00:00:00Z", "data": PAYLOAD}
+    )
+
+    page = Page(staff_client(INBOX_VIEW).get(reverse(INBOX_DETAIL, args=[row.pk])))
+
+    assert SECRET not in page.text
+    for expected in ('"iban": "masked"', '"of": "shop.order.placed"', '"timestamp": "2026-01-01T00:00:00Z"'):
+        assert expected in page.text
+
+
 def test_both_payloads_of_a_conflict_are_redacted(redacting):
     redacting("mask")
 

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
+from django.utils.module_loading import import_string
 
 from inbox.dead_letters import letters, store_dead
 from inbox.editing import editable
@@ -583,3 +584,8 @@ class TestDeclaring:
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
         with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
             joins(report)
+
+    def test_correlated_without_the_app_is_refused(self, settings):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
+            import_string("inbox.joins.correlated")

@@ -11,10 +11,11 @@ from datetime import timedelta
 from email.utils import format_datetime
 
 import pytest
-from django.core.exceptions import ValidationError
+from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.management import call_command
 from django.db import transaction
 
+import inbox.webhooks
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.runner import Runner
@@ -276,6 +277,12 @@ class TestFanOut:
     def test_invalid_declarations_are_refused(self, offers, topics, options, error):
         with pytest.raises(error):
             offers(*topics, **options)
+
+    @pytest.mark.parametrize("name", ["Endpoint", "send_webhooks"])
+    def test_use_without_the_app_is_refused(self, settings, name):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.webhooks"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.webhooks' to INSTALLED_APPS"):
+            getattr(inbox.webhooks, name)
 
     def test_handler_of_a_topic_can_be_tested_as_any_other(self, offers, receiver):
         offers(TOPIC)
