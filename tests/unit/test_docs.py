@@ -388,6 +388,7 @@ def all_headings(text):
     return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
 
 
+@pytest.mark.timeout(300)  # pytest collects most of the suite once more
 def test_page_of_proofs_names_a_collected_test_function_for_each_feature_that_is_there():
     named = {row.id: row.tests for row in features() if row.status != "Later"}
     assert [row for row, tests in named.items() if not tests] == []

@@ -71,6 +71,7 @@ def test_document_is_served_without_a_token_and_names_the_addresses():
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(400)  # hundreds of requests
 @pytest.mark.parametrize("side", ["outbox", "inbox"])
 def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(side, served, tmp_path):
     (tmp_path / "schemathesis.toml").write_text(f'[parameters]\nname = "{TOPIC}"\n')

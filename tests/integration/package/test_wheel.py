@@ -45,5 +45,5 @@ def test_page_of_the_package_has_no_link_to_a_file_that_is_not_there(metadata):
     page = metadata.get_payload(decode=True).decode()
 
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert "## Install" in page
+    assert "## Use it" in page
     assert re.findall(r"\]\((?!https?://)[^)]*\)", page) == []
