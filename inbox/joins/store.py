@@ -152,26 +152,23 @@ def make_due(alias: str, run: Locked) -> bool:
 
     It does not wait for the row, which a runner has locked while the function of the join runs.
     """
-    connection = connections[alias]
-    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {MESSAGES} SET next_attempt_at = {now(connection)} "
-            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {_WAITING} {skip_locked})",
-            [run.row],
-        )
-        return bool(cursor.rowcount)
+    return _update_unlocked(alias, run, f"next_attempt_at = {now(connections[alias])}", _WAITING)
 
 
 def hold_back(alias: str, run: Locked) -> bool:
     """Lock the run's row, so that its next attempt begins after this transaction. False: an attempt is running now."""
+    # An UPDATE, see `lock`.
+    return _update_unlocked(alias, run, "attempts = attempts", _DUE)
+
+
+def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> bool:
+    """Update the run's row. False: it does not meet the condition, or another transaction has locked it."""
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     with connection.cursor() as cursor:
-        # An UPDATE, see `lock`.
         cursor.execute(
-            f"UPDATE {MESSAGES} SET attempts = attempts "
-            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {_DUE} {skip_locked})",
+            f"UPDATE {MESSAGES} SET {written} "
+            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {condition} {skip_locked})",
             [run.row],
         )
         return bool(cursor.rowcount)

@@ -112,18 +112,17 @@ def resume_due(alias: str) -> None:
 
 def disable(alias: str, pk: int, reason: str) -> bool:
     """active | paused → disabled. False: it is disabled."""
-    return _to(alias, pk, [State.ACTIVE, State.PAUSED], State.DISABLED, reason=_stored(reason), probe_at=None)
+    return _disable(_of(alias, pk), reason)
 
 
 def gone(alias: str, endpoint: Endpoint, reason: str) -> None:
     """active | paused → disabled, unless an operator has given it another URL since the request was sent."""
-    row = _of(alias, endpoint.pk).filter(url=endpoint.url, state__in=[State.ACTIVE, State.PAUSED])
-    row.update(state=State.DISABLED, state_since=DatabaseTime(), reason=_stored(reason), probe_at=None)
+    _disable(_of(alias, endpoint.pk).filter(url=endpoint.url), reason)
 
 
 def enable(alias: str, pk: int) -> bool:
     """paused | disabled → active. False: it is active."""
-    return _to(alias, pk, [State.PAUSED, State.DISABLED], State.ACTIVE, **_RECOVERED)
+    return _to(_of(alias, pk), [State.PAUSED, State.DISABLED], State.ACTIVE, **_RECOVERED)
 
 
 def edit(alias: str, pk: int, **changes: Any) -> bool:
@@ -137,7 +136,11 @@ def rotate(alias: str, pk: int) -> bool:
 
 
 def _pause(alias: str, pk: int, pause: timedelta, reason: str) -> bool:
-    return _to(alias, pk, [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=_stored(reason))
+    return _to(_of(alias, pk), [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=_stored(reason))
+
+
+def _disable(row: Any, reason: str) -> bool:
+    return _to(row, [State.ACTIVE, State.PAUSED], State.DISABLED, reason=_stored(reason), probe_at=None)
 
 
 def _stored(reason: str) -> str:
@@ -145,9 +148,8 @@ def _stored(reason: str) -> str:
     return printable(redacted_error(inbox_options().redact_errors, reason), ERROR_LENGTH)
 
 
-def _to(alias: str, pk: int, states: Sequence[State], became: State, **columns: Any) -> bool:
-    row = _of(alias, pk).filter(state__in=states)
-    return bool(row.update(state=became, state_since=DatabaseTime(), **columns))
+def _to(row: Any, states: Sequence[State], became: State, **columns: Any) -> bool:
+    return bool(row.filter(state__in=states).update(state=became, state_since=DatabaseTime(), **columns))
 
 
 def _of(alias: str, pk: int) -> Any:
