@@ -69,7 +69,7 @@ class Unanswered(Exception):
 
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
-    if handler.ordered or handler.pulled:
+    if handler.is_stored_first:
         return STORED_AT_ONCE
     return handler.batch.size if handler.batch else handler.group_commit
 

@@ -174,7 +174,7 @@ class Reception:
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
         """Split the load into parts that run the same way."""
-        if handler.ordered or handler.pulled:
+        if handler.is_stored_first:
             return deque([(load, self._later(handler))] if load else [])
         parts: deque[tuple[list[_Read], _Run]] = deque()
         together: list[_Read] = []

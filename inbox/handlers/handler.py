@@ -82,6 +82,11 @@ class Handler:
         return self.start_from if isinstance(self.start_from, datetime) else None
 
     @property
+    def is_stored_first(self) -> bool:
+        """Are its messages stored before they are handled?"""
+        return self.ordered is not None or self.pulled
+
+    @property
     def skips_dead(self) -> bool:
         """Does a key continue without a dead letter?"""
         return self.ordered is not None and self.ordered.on_dead == "skip"

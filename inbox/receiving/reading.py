@@ -87,7 +87,7 @@ def read(
     row = row_of(handler, envelope, biz_id=biz_id)
     if message is not None:
         # It is read again when it is run. Many are stored at once, so keeping them would take memory.
-        message = None if handler.ordered or handler.pulled else _named(message, row.biz_id)
+        message = None if handler.is_stored_first else _named(message, row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 
