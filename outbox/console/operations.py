@@ -40,7 +40,7 @@ _MOST_ERRORS = 5
 
 
 class Perform(Protocol):
-    """Change some rows inside the open transaction; returns the outcome of each."""
+    """Change some rows inside the open transaction; returns the outcome of each. A row without one is in the next batch."""
 
     def __call__(
         self, alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
@@ -129,6 +129,7 @@ class Operations:
         self._token = uuid.uuid4()
         self._errors = Reminder()
         self._failures_in_a_row = 0
+        self._most = _LARGEST_WAVE
         self._is_open = False
 
     def run(self, stop: StopRequest) -> None:
@@ -196,6 +197,7 @@ class Operations:
             changed = self._changed(alias, operation.pk)
         except Exception as error:
             if isinstance(error, BrokerUnavailable):
+                self._most = 1
                 self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
                 raise
             if is_outage(error) or is_collision(error):
@@ -223,7 +225,7 @@ class Operations:
                 return None
             if operation.wave_rows and action.canary and not self._has_passed(alias, operation, action.canary):
                 return None
-            rows = self._table.next_rows(alias, operation, _size(operation))
+            rows = self._table.next_rows(alias, operation, min(_size(operation), self._most))
             if not rows:
                 self._table.end(alias, operation, OperationState.FINISHED)
                 return None
@@ -241,7 +243,12 @@ class Operations:
                 wave = [[outcome.row, before.get(outcome.row, "")] for outcome in outcomes if not outcome.unchanged]
                 written = {"wave_rows": wave, "wave_at": DatabaseTime(), "wave": operation.wave + bool(wave)}
             self._table.record(alias, operation, outcomes, **written)
-            return len(rows)
+            self._most = min(2 * self._most, _LARGEST_WAVE)
+            if len(outcomes) < len(rows):
+                ended = {outcome.row for outcome in outcomes}
+                self._table.put_back(alias, operation, [row for row in rows if row not in ended])
+                self._most = max(1, len(outcomes))
+            return len(outcomes)
 
     def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
         """Has the present wave been run without the failure of before? If not, the operation stops or waits."""

@@ -151,6 +151,14 @@ class OperationTable:
                 part.delete()
         return found
 
+    def put_back(self, alias: str, operation: AbstractOperation, rows: Sequence[int]) -> None:
+        """Undo `next_rows` for these rows, inside its transaction. They are the next ones again."""
+        first = self._parts(alias).filter(operation_id=operation.pk).order_by("pk").first()
+        if first is None:
+            self._parts(alias).create(operation_id=operation.pk, rows=rows)
+        else:
+            self._parts(alias).filter(pk=first.pk).update(rows=[*rows, *first.rows])
+
     def record(self, alias: str, operation: AbstractOperation, outcomes: Sequence[RowOutcome], **written: Any) -> None:
         """Record the outcomes of a batch inside its transaction, and extend the lease."""
         unchanged = [outcome for outcome in outcomes if outcome.unchanged]

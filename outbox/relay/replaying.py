@@ -5,7 +5,8 @@ inbox suppresses a message that has had its effect, and handles one that was los
 each after the broker has confirmed the one before.
 
 A batch is sent inside the transaction that takes its rows out of the operation. If the process is killed, the batch is sent
-again as a whole. The same happens to a batch whose confirms do not arrive.
+again as a whole. Messages that the broker has not confirmed before the deadline of their batch are sent again by the next one,
+which is as large as the part that was confirmed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from django.db import transaction
 from django.utils.translation import gettext_lazy as _
 
-from outbox.conf import outbox_options
+from outbox.conf import OutboxOptions, outbox_options
 from outbox.console.audit import Actor, Subject, record
 from outbox.console.operations import BulkAction, Operations
 from outbox.database.operations import Plan, RowOutcome
@@ -37,6 +39,8 @@ from outbox.store.replaying import Selection
 from outbox.transports import open_transport
 
 _TRY_AGAIN = (PublishOutcome.UNKNOWN, PublishOutcome.NACKED)
+_LONGEST_BATCH = timedelta(seconds=20)
+"""Less than the time after which PostgreSQL ends the idle transaction of a batch."""
 
 
 class Planned(NamedTuple):
@@ -105,10 +109,10 @@ def executor(alias: str, **options: Any) -> Operations:
 def send_again(
     alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
 ) -> Sequence[RowOutcome]:
-    """Send published messages again.
+    """Send published messages again. Messages without an outcome have to be sent again.
 
     Raises:
-        BrokerUnavailable: the broker has not confirmed all of them. Send them again.
+        BrokerUnavailable: the broker has confirmed none of them.
     """
     options = outbox_options()
     paused, to_group = replaying.paused_topics(alias), str(given.get("to_group", ""))
@@ -126,11 +130,11 @@ def send_again(
             sendable.append(row)
         except DamagedRow as damage:
             unchanged[position] = f"its row is damaged: {damage}"
-    deadline = monotonic() + options.BATCH_DEADLINE.total_seconds()
     verdicts: dict[int, Verdict] = {}
-    with closing(open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)) as transport:
-        for wave in waves(sendable):
-            verdicts |= _confirmed(transport, [messages[row.position] for row in wave], deadline)
+    unconfirmed = _send(alias, options, [[messages[row.position] for row in wave] for wave in waves(sendable)], verdicts)
+    if unconfirmed and not verdicts:
+        raise BrokerUnavailable(unconfirmed)
+    unfinished = messages.keys() - verdicts.keys()
     failed = {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not PublishOutcome.CONFIRMED}
     unchanged |= {position: verdict.reason for position, verdict in failed.items()}
     sent = [position for position in verdicts if position not in failed]
@@ -144,6 +148,7 @@ def send_again(
         if row in verdicts and row not in failed
         else RowOutcome(row, names.get(row, f"number {row}"), unchanged[row], is_error=row in failed)
         for row in rows
+        if row not in unfinished
     ]
 
 
@@ -157,28 +162,47 @@ def _why_not(row: RelayedMessage, paused: Collection[str], to_group: str) -> str
     return ""
 
 
-def _confirmed(transport: Transport, messages: Sequence[OutgoingMessage], deadline: float) -> dict[int, Verdict]:
-    """Send messages that may be in flight together; the broker's final answer for each.
+def _send(alias: str, options: OutboxOptions, split: Sequence[Sequence[OutgoingMessage]], verdicts: dict[int, Verdict]) -> str:
+    """Send waves one after the other, and add the broker's final answers to `verdicts`.
+
+    Returns:
+        Why not all of them have one; "" if all have.
+    """
+    if not split:
+        return ""
+    with closing(open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)) as transport:
+        try:
+            transport.connect()
+            # Not counted before: over a slow link, connecting may take as long.
+            deadline = monotonic() + min(options.BATCH_DEADLINE, _LONGEST_BATCH).total_seconds()
+            for wave in split:
+                _send_wave(transport, wave, deadline, verdicts)
+        except BrokerUnavailable as error:
+            return str(error)
+    return ""
+
+
+def _send_wave(
+    transport: Transport, messages: Sequence[OutgoingMessage], deadline: float, verdicts: dict[int, Verdict]
+) -> None:
+    """Send messages that may be in flight together.
 
     Raises:
         BrokerUnavailable: it has not answered for all of them.
     """
-    verdicts: dict[int, Verdict] = {}
     parts = deque([messages])
     while parts:
         part = parts.popleft()
         transport.connect()
         sent = transport.send(part, deadline)
-        verdicts |= sent.verdicts
-        missing = [message for message in part if message.position not in sent.verdicts]
+        verdicts |= {position: verdict for position, verdict in sent.verdicts.items() if verdict.outcome not in _TRY_AGAIN}
+        missing = [message for message in part if message.position not in verdicts]
         if sent.suspected:
             # One of them made the broker close the connection: sent alone, it gets its answer.
             parts.extend([message] for message in missing)
         elif missing:
-            raise BrokerUnavailable(sent.broken or "it did not confirm everything within the deadline")
-    if again := [verdict for verdict in verdicts.values() if verdict.outcome in _TRY_AGAIN]:
-        raise BrokerUnavailable(again[0].reason)
-    return verdicts
+            nacked = (verdict.reason for verdict in sent.verdicts.values() if verdict.outcome in _TRY_AGAIN)
+            raise BrokerUnavailable(sent.broken or next(nacked, "it did not confirm everything within the deadline"))
 
 
 REPLAY = BulkAction(

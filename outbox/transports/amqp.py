@@ -210,9 +210,11 @@ class AmqpTransport:
         return self._write(buffer, deadline)
 
     def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
+        # Outside of the `try`: it asks the broker, and the connection may be lost.
+        route = self._route(message, missing) if message.queue else None
         try:
             if message.wire is None:
-                return self._frames.publish(message, self._route(message, missing) if message.queue else None)
+                return self._frames.publish(message, route)
             wire = Wire.from_text(message.wire)
             frames = self._frames.publish_formed(message.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything

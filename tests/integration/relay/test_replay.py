@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from datetime import timedelta
 from io import StringIO
+from urllib.parse import urlsplit
 
 import kombu
 import pytest
@@ -27,6 +29,7 @@ from outbox.states import State
 from outbox.store.replaying import Selection
 from tests.support.deliveries import drain, the_effect
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, set_columns
+from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
 from tests.support.workers import Process, as_environment
 
@@ -57,6 +60,14 @@ def settled(message, ago):
 def broker(rabbitmq_url):
     with override_settings(OUTBOX={"BROKER_URL": rabbitmq_url}, INBOX={"BROKER_URL": rabbitmq_url}):
         yield rabbitmq_url
+
+
+@contextmanager
+def through_a_proxy(url, **options):
+    """The broker behind a link that can be slow, and can be cut."""
+    port = urlsplit(url).port
+    with FaultProxy("127.0.0.1", port) as link, override_settings(OUTBOX={"BROKER_URL": link.through(url), **options}):
+        yield link
 
 
 @pytest.fixture
@@ -341,6 +352,46 @@ class TestRabbitMQ:
             assert len(queue.take(2)) == 2
         operation.refresh_from_db()
         assert (operation.state, operation.done) == ("finished", 2)
+
+    def test_replay_of_one_key_over_a_slow_link_ends_and_sends_each_message_once(self, broker):
+        """The messages of a key are sent one by one, so one batch of them takes longer than BATCH_DEADLINE."""
+        with through_a_proxy(broker, BATCH_DEADLINE=timedelta(seconds=1)) as link, Queue(broker) as queue:
+            messages = sent(60, key="k")
+            link.delay(0.02)
+            replayed()
+
+            deliveries = queue.take_all()
+        assert list(dict.fromkeys(ids(deliveries))) == ids(messages)
+        assert len(deliveries) < 3 * len(messages)
+
+    def test_replay_to_a_broker_that_confirms_fewer_messages_in_time_than_a_batch_has_ends(self, peer):
+        """It confirms ten messages of a connection. So a batch of ten is the largest that can be confirmed."""
+        messages = sent(60)
+
+        def confirm_ten(arrived):
+            return [lambda: peer.ack(arrived)] if arrived.tag <= 10 else []
+
+        peer.script = confirm_ten
+        with override_settings(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": timedelta(seconds=0.5)}):
+            replayed()
+
+        assert set(ids(peer.published)) == set(ids(messages))
+        assert Operation.objects.get().done == 60
+        assert len(peer.published) < 5 * len(messages)
+
+    @pytest.mark.parametrize("bytes_before_the_end", [50, 80, 110])
+    def test_connection_that_is_reset_while_the_queue_of_a_group_is_looked_up_fails_no_message(
+        self, broker, bytes_before_the_end
+    ):
+        with through_a_proxy(broker) as link, Queue(broker, name=f"billing.pay@{TOPIC}") as billing:
+            messages = sent(1)
+            replayed(topic=TOPIC, to_group="billing.pay")
+            link.cut_after(link.bytes_to_client - bytes_before_the_end, "to_client")
+
+            replayed(topic=TOPIC, to_group="billing.pay")
+
+            assert set(ids(billing.take(2))) == set(ids(messages))
+        assert list(Operation.objects.values_list("state", "done", "failed")) == [("finished", 1, 0)] * 2
 
     def test_a_replay_that_is_killed_is_continued_and_sends_every_message(self, broker, process_environment, tmp_path):
         environment = {
