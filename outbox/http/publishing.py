@@ -46,7 +46,7 @@ def publish_all(messages: Sequence[NewMessage], alias: str) -> list[PublishedMes
     with transaction.atomic(using=alias, durable=True):
         published = publish_many([message.draft for message in messages], using=alias)
         for index, (found, message) in enumerate(zip(published, messages, strict=True)):
-            if not found.created and not has_payload(alias, found.position, message.payload):
+            if not found.created and not has_payload(alias, found.id, message.payload):
                 raise _conflict(found, index)
     return published
 

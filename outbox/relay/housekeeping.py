@@ -39,6 +39,9 @@ _DAYS_AHEAD = 3
 _CHUNK = 500
 _PAUSE_SECONDS = 0.02
 """After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+_PASS_MARGIN = timedelta(seconds=3)
+"""A pass of a relay ends before BATCH_DEADLINE and this."""
+_BETWEEN_WAITS_SECONDS = 3600.0
 _PENDING_REPORT_SECONDS = 24 * 3600.0
 _OWNER = (
     "housekeeping of %r: the database user of this relay may not make or drop partitions of history (%s). Messages are "
@@ -57,6 +60,9 @@ class Housekeeper:
         self._errors = Reminder()
         self._refusals = Reminder()
         self._reported_pending_at = -inf
+        self._wait_again_at = -inf
+        self._deleted_until = 0
+        self._unmakeable: set[int] = set()
 
     def run(self, stop: StopRequest) -> None:
         try:
@@ -83,7 +89,7 @@ class Housekeeper:
                 self._make_days()
                 self._drop_days()
             self._report_pending_days()
-            self._delete(history.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
+            self._delete_days(stop)
             old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
             audited = older_entries(AuditEntry, self._alias, self._options.AUDIT_RETENTION)
@@ -103,31 +109,48 @@ class Housekeeper:
     def _make_days(self) -> None:
         today, existing = history.day_of(self._alias), set(history.days(self._alias))
         for day in range(today, today + _DAYS_AHEAD + 1):
-            if day not in existing:
-                self._attempt(history.make_day, day)
+            if day not in existing | self._unmakeable:
+                self._attempt(history.make_day, day, is_urgent=day <= today + 1)
 
     def _drop_days(self) -> None:
+        last = self._last
         for day in history.days(self._alias):
-            if day <= self._last and self._attempt(history.drop_day, day):
+            if day <= last and self._attempt(history.drop_day, day, is_urgent=day < last):
                 logger.info("Dropped the outbox's history of %s.", history.date_of(day))
+
+    def _delete_days(self, stop: StopRequest) -> None:
+        """Delete old rows; those of the default partition once for each day, because that reads all of it."""
+        last = self._last
+        if last != self._deleted_until and self._delete(history.delete_days(self._alias, last, chunk=_CHUNK), stop):
+            self._deleted_until = last if claiming.claims_by_locks(self._alias) else 0
 
     @property
     def _last(self) -> int:
         """The last day that is older than the retention from beginning to end."""
         return history.day_of(self._alias, self._options.keeps) - 1
 
-    def _attempt(self, change: Callable[[str, int], object], day: int) -> bool:
-        """Make or drop the partition of a day. If that is impossible now, log why; the next round tries again."""
+    def _attempt(self, change: Callable[[str, int, timedelta | None], bool], day: int, *, is_urgent: bool) -> bool:
+        """Make or drop the partition of a day. If that is impossible now, log why; the next round tries again.
+
+        Args:
+            is_urgent: wait for history as long as a pass may last. Other passes wait meanwhile, so a wait in vain, as behind
+                a backup, is not repeated for an hour.
+        """
+        waits = is_urgent and monotonic() >= self._wait_again_at
         try:
-            return bool(change(self._alias, day))
+            return change(self._alias, day, self._options.BATCH_DEADLINE + _PASS_MARGIN if waits else None)
         except DatabaseError as error:
+            if waits and sqlstate_of(error) != history.CHECK_VIOLATION:
+                self._wait_again_at = monotonic() + _BETWEEN_WAITS_SECONDS
             if sqlstate_of(error) == history.INSUFFICIENT_PRIVILEGE:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, describe(error))
             elif is_collision(error) or is_canceled(error):
                 # For example, a transaction that reads or writes history is open. Waiting for it would delay the relays.
                 logger.debug("History of %s is in use: %s", history.date_of(day), error)
-            elif sqlstate_of(error) != history.CHECK_VIOLATION:
+            elif sqlstate_of(error) == history.CHECK_VIOLATION:
+                self._unmakeable.add(day)
+            else:
                 raise
             return False
 
@@ -142,15 +165,17 @@ class Housekeeper:
                 ", ".join(str(history.date_of(day)) for day in pending),
             )
 
-    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:
+    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:
+        """Delete them chunk by chunk. False: it was interrupted."""
         renew_at = monotonic() + _ROUND_SECONDS
         for _ in chunks:
             if stop.wait(_PAUSE_SECONDS):
-                break
+                return False
             if monotonic() >= renew_at:
                 if not self._lease.take():
-                    break
+                    return False
                 renew_at = monotonic() + _ROUND_SECONDS
+        return True
 
     def _release_lease(self) -> None:
         try:

@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, connections, transaction
@@ -140,28 +140,30 @@ def date_of(day: int) -> date:
     return _EPOCH + timedelta(days=day)
 
 
-def make_day(alias: str, day: int) -> None:
-    """Create the partition of this day, unless it exists.
+def make_day(alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
+    """Create the partition of this day, unless it exists. True: it exists now.
 
     Raises:
         django.db.Error: history was locked for too long; the default partition is too large to be read in time; the user may
             not create tables; or the default partition already has rows of this day, which stay there.
     """
-    with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
+    wait = longest_wait or _LONGEST_WAIT
+    with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
         cursor.execute(_ALONE)  # two transactions that find no partition would both create one
         # PostgreSQL reads the default partition, to check that it has no row of this day.
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
         cursor.execute(f"CREATE TABLE IF NOT EXISTS {_name(day)} PARTITION OF {HISTORY} FOR VALUES FROM ({day}) TO ({day + 1})")
+    return True
 
 
-def drop_day(alias: str, day: int) -> bool:
+def drop_day(alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
     """Drop the partition of this day. False: it does not exist, or one of its messages has a pending callback.
 
     Raises:
         django.db.Error: history was locked for too long, or the user does not own the tables.
     """
-    name = _name(day)
-    with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
+    name, wait = _name(day), longest_wait or _LONGEST_WAIT
+    with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
         # Parent before partition, as every statement locks them, and before the query: no message is restored meanwhile.
         cursor.execute(_ALONE)
         cursor.execute(f"SELECT to_regclass('{name}')")
@@ -210,7 +212,10 @@ def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
 
 
 def days_with_pending_callbacks(alias: str, last: int) -> list[int]:
-    """The days up to `last` of which a message has a pending callback."""
+    """The days up to `last` of which a message has a pending callback. Without such a callback, history is not read."""
+    end = datetime.combine(date_of(last + 1), time(), UTC)
+    if not PendingCallback.objects.using(alias).filter(settled_at__lt=end).exists():
+        return []
     pending = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY, day__lte=last).filter(_IS_PENDING)
     return sorted(set(pending.values_list("day", flat=True)))
 

@@ -134,9 +134,10 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
     return found and UniqueMessage(*found)
 
 
-def has_payload(alias: str, position: int, payload: Any) -> bool:
+def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:
     """Has a message this payload, compared as JSON? True if it has been purged."""
-    body = OutboxMessage.objects.using(alias).filter(pk=position).values_list("body", flat=True).first()
+    # By its id: the index of positions in history is a BRIN index, of little use after delayed messages.
+    body = OutboxMessage.objects.using(alias).filter(message_id=message_id).values_list("body", flat=True).first()
     return body is None or json.loads(bytes(body)) == json.loads(DjangoJSONEncoder().encode(payload))
 
 

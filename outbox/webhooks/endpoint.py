@@ -142,7 +142,7 @@ class Endpoint:
                 raise Unreadable("its payload cannot be published") from None
             return Stored(
                 message=published,
-                conflicts=not (published.created or has_payload(self.using, published.position, event.payload)),
+                conflicts=not (published.created or has_payload(self.using, published.id, event.payload)),
             )
 
     def _part(self, callback: Callback) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,8 +11,9 @@ import psycopg
 import pytest
 from django.core.checks import run_checks
 from django.db import OperationalError, connection, transaction
+from django.test import override_settings
 
-from outbox import Draft, cancel, checks, on_published, publish, publish_many, restore
+from outbox import Draft, cancel, checks, on_published, publish, publish_many, publish_now, restore
 from outbox.callbacks import registry
 from outbox.database.now import DatabaseTime
 from outbox.decisions import Outcome
@@ -24,7 +26,8 @@ from outbox.store import claiming, history, lease, operating, preparing, restori
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
-from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, row_of, set_columns, state_of
+from tests.support.http_api import HTTP, Api
+from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, relaying, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -76,6 +79,22 @@ def settled_before(days, state=State.PUBLISHED, **options):
 def part_of(message):
     [[name]] = execute(f"SELECT tableoid::regclass::text FROM {TABLE} WHERE message_id = %s", message.id)
     return name
+
+
+def a_history(count):
+    """This many new messages are settled as published, and all that are ready."""
+    with transaction.atomic():
+        publish_many([Draft(TOPIC, {})] * count)
+        ready = OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True)
+        settling.settle("default", Settlement(published=list(ready)))
+
+
+def rows_read(tables):
+    """The rows that all statements so far have read of the tables whose names begin so."""
+    execute("SELECT pg_stat_force_next_flush()")
+    counts = "SELECT sum(seq_tup_read) + sum(idx_tup_fetch) FROM pg_stat_user_tables WHERE relname LIKE %s"
+    [[count]] = execute(counts, f"{tables}%")
+    return count
 
 
 @contextmanager
@@ -269,7 +288,7 @@ class TestWhoWaits:
     def test_relay_settles_after_making_a_day_timed_out_behind_a_reader_of_history(self, today):
         message = published()
         with a_session(f"SELECT count(*) FROM {TABLE}"):
-            a_round()
+            a_round(BATCH_DEADLINE=timedelta(seconds=0.1))
             settled(message)
         a_round()
 
@@ -325,6 +344,26 @@ class TestUnique:
 
         assert (again.id, again.created, again.state) == (first.id, False, State.PUBLISHED)
         assert OutboxMessage.objects.count() == 1
+
+    @override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP})
+    def test_repeated_request_for_a_delayed_message_in_history_reads_few_rows(self):
+        """It was published long before it was settled, so the positions around it in history are much higher."""
+
+        def request():
+            message = {"topic": TOPIC, "payload": {"order": "17"}, "delay_seconds": 60}
+            return Api().post("outbox/messages", message, **{"Idempotency-Key": "k-1"})
+
+        first = request().json()
+        a_history(3000)
+        publish_now(first["id"])
+        a_history(0)
+        execute(f"ANALYZE {TABLE}")
+
+        before = rows_read(TABLE)
+        again = request()
+
+        assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "published")
+        assert rows_read(TABLE) - before < 100
 
     @every_database
     def test_expired_message_in_history_does_not_prevent_a_new_unique_message(self):
@@ -447,6 +486,24 @@ class TestHousekeeping:
 
         assert history.days("default") == [today, today + 1, today + 2, today + 3]
 
+    def test_days_are_made_and_dropped_while_the_passes_of_relays_always_take_long(self, today, peer):
+        """A broker that confirms late keeps every pass in its transaction, which has locked history."""
+        history.make_day("default", today - 20)
+
+        def confirm_late(arrived):
+            return [lambda: time.sleep(1.5), lambda: peer.ack(arrived)]
+
+        peer.script = confirm_late
+        for _ in range(30):
+            published()
+        with relaying(peer.url, relays=2, BATCH_SIZE=1):
+            wait_until(lambda: peer.published)
+            a_round()
+            made = history.days("default")
+
+        assert today + 1 in made
+        assert today - 20 not in made
+
     def test_days_older_than_keep_history_are_dropped_and_younger_ones_stay(self, today):
         for day in (today - 9, today - 8, today - 7):
             history.make_day("default", day)
@@ -487,8 +544,8 @@ class TestHousekeeping:
         if connection.vendor == "postgresql":
             history.make_day("default", today - 9)
         message = settled_before(9)
-        now = DatabaseTime()
-        PendingCallback.objects.create(message_id=message.id, event="published", settled_at=now, available_at=now)
+        before = DatabaseTime(-9 * DAY)
+        PendingCallback.objects.create(message_id=message.id, event="published", settled_at=before, available_at=before)
         keeping = housekeeper(KEEP_HISTORY=7 * DAY)
 
         keeping.drain(StopRequest())
@@ -549,6 +606,24 @@ class TestHousekeeping:
         assert "owner of the tables" in reports[0]
         assert warning.id == "outbox.W007"
         assert not OutboxMessage.objects.filter(message_id=old.id).exists()
+
+    def test_user_without_the_right_to_make_partitions_does_not_read_all_history_in_every_round(self):
+        """The default partition has no index of days, and has all history of such a user."""
+        a_history(3000)
+        execute(f"ANALYZE {TABLE}")
+        with a_user_who_owns_nothing() as alias_role:
+            execute(f"SET ROLE {alias_role}")
+            try:
+                keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+                keeping.drain(StopRequest())
+                before = rows_read(HISTORY)
+                for _ in range(3):
+                    keeping.drain(StopRequest())
+                read = rows_read(HISTORY) - before
+            finally:
+                execute("RESET ROLE")
+
+        assert read < 100
 
     def test_owner_of_the_tables_causes_no_warning(self):
         assert checks.check_history(None, databases=["default"]) == []
