@@ -78,13 +78,14 @@ class AlreadyDecided(OutboxError):
 
     Attributes:
         message_id: of the message.
-        state: its present state; "" if its row no longer exists.
+        state: its present state, or its last if its row is deleted; "" if it is unknown, because its trail is deleted, too.
     """
 
     def __init__(self, message_id: uuid.UUID, wish: str, state: str) -> None:
         self.message_id, self.state = message_id, state
-        was = f"its checker or an operator decided otherwise before, it is {state}" if state else "its row no longer exists"
+        known = f"its checker or an operator decided otherwise before, it is {state}. Undo"
+        unknown = "its row no longer exists, and its trail has no decision. Find out whether it was published. If not, undo"
         super().__init__(
-            f"The prepared message {message_id} cannot be {wish}: {was}. Undo the effect by hand, or publish its message "
-            "again. A checker must answer ROLLBACK only if it has made sure that the effect cannot happen any more."
+            f"The prepared message {message_id} cannot be {wish}: {known if state else unknown} the effect by hand, or publish "
+            "its message again. A checker must answer ROLLBACK only if it has made sure that the effect cannot happen any more."
         )

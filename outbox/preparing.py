@@ -27,7 +27,7 @@ from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.kernel.envelope import HeaderValue
 from outbox.kernel.identity import new_message_id
 from outbox.states import State
-from outbox.store import operating, preparing, writing
+from outbox.store import preparing, writing
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Half:
         with transaction.atomic(using=self._using):
             if preparing.commit_prepared(self._using, self._position, reason="commit() by the business"):
                 doorbell.ring_after_commit(self._using)
-            elif (state := self._state()) in {State.ROLLED_BACK, ""}:
+            elif (state := preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
                 raise AlreadyDecided(self.id, "committed", state)
         self._decided = True
 
@@ -129,12 +129,9 @@ class Half:
         """
         with transaction.atomic(using=self._using):
             done = preparing.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
-            if not done and (state := self._state()) != State.ROLLED_BACK:
+            if not done and (state := preparing.state_of(self._using, self.id)) != State.ROLLED_BACK:
                 raise AlreadyDecided(self.id, "rolled back", state)
         self._decided = True
-
-    def _state(self) -> str:
-        return operating.identified(self._using, self.id).get(self._position, "")
 
     def __enter__(self) -> Self:
         return self

@@ -26,7 +26,7 @@ from outbox.kernel.text import describe
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
 from outbox.states import State
-from outbox.store import operating, preparing
+from outbox.store import preparing
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class _Check:
             decided = decide(self.alias, position, reason=f"its checker answered {answer}")
             if decided and answer is Answer.COMMIT:
                 doorbell.ring_after_commit(self.alias)
-        state = operating.identified(self.alias, self.row.message_id).get(position, "")
+        state = preparing.state_of(self.alias, self.row.message_id)
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
         elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):

@@ -99,7 +99,9 @@ class Lease:
     def take(self) -> bool:
         """Take the lease, or renew it. False: another process holds it."""
         mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._duration)}
-        free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime())
+        # No lease lasts that long: the clock was set back after its holder, which would renew it, had died.
+        is_ahead = Q(expires_at__gt=DatabaseTime(2 * self._duration))
+        free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime()) | is_ahead
         if self._rows().filter(free).update(**mine):
             return True
         _, created = RelayLease.objects.using(self._alias).get_or_create(name=self._name, defaults=mine)

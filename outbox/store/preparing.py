@@ -8,6 +8,7 @@ The next check of a prepared row is due at `available_at`; `attempts` counts the
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
@@ -17,8 +18,9 @@ from django.db.models import QuerySet
 
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
-from outbox.models import OutboxMessage
-from outbox.states import COMMIT, GIVE_UP, LIVE, RESUME_CHECKS, ROLL_BACK, UNDECIDED, State
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import COMMIT, GIVE_UP, LIVE, RESUME_CHECKS, ROLL_BACK, SETTLED, UNDECIDED, State
+from outbox.store import operating
 from outbox.store.dialect import live
 from outbox.store.transitions import Found, move
 
@@ -104,6 +106,16 @@ def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -
 def record_no_answer(alias: str, position: int, error: str) -> bool:
     """Record why a check gave no answer; this is not counted. False: the message is not prepared any more."""
     return bool(_prepared(alias).filter(pk=position).update(last_error=printable(error, ERROR_LENGTH)))
+
+
+def state_of(alias: str, message_id: uuid.UUID) -> str:
+    """The state of a message; of a deleted one its last, as its trail has it. "" if its trail has no decision either."""
+    for state in operating.identified(alias, message_id).values():
+        return state
+    decided = TrailEntry.objects.using(alias).filter(message_id=message_id).exclude(became__in=UNDECIDED)
+    last = decided.order_by("-pk").values_list("became", flat=True).first() or ""
+    # A deleted message is settled, and its trail need not have that it was published.
+    return State.PUBLISHED if last and last not in SETTLED else last
 
 
 def _prepared(alias: str) -> QuerySet[OutboxMessage]:

@@ -328,6 +328,21 @@ class TestPrepareBlock:
             preparing.roll_back_prepared("default", row_of(half).pk)
         assert state_of(half) == State.ROLLED_BACK
 
+    @pytest.mark.parametrize("trail", ["decisions", "all"])
+    def test_prepare_block_that_ends_after_its_message_was_published_and_deleted_raises_nothing(self, answers, trail):
+        """Its checker said that the effect had happened, and without KEEP_HISTORY a published message has no row."""
+        answers[:] = [Answer.COMMIT]
+        with override_settings(OUTBOX={"KEEP_HISTORY": None, "TRAIL": trail}), FakeAmqpPeer() as peer:
+            with prepare(TOPIC, {}) as half:
+                overdue(half)
+                asked()
+                drained(peer.url)
+                assert states() == []
+
+            assert ids(peer.published) == [str(half.id)]
+            with pytest.raises(AlreadyDecided, match="published"):
+                half.rollback()
+
     def test_prepare_block_in_a_failed_transaction_raises_the_original_exception(self):
         half = prepare(TOPIC, {})
         with pytest.raises(IntegrityError), transaction.atomic(), half:

@@ -31,7 +31,7 @@ from tests.support.waiting import wait_until
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
-DURATION = timedelta(minutes=5)
+DURATION = timedelta(minutes=2)
 
 
 @pytest.fixture
@@ -193,6 +193,16 @@ class TestRelay:
             wait_until(lambda: not waiting())
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
+
+    def test_relay_takes_over_at_once_if_the_clock_was_set_back_after_the_holder_died(self, peer, theirs):
+        message = published()
+        take(theirs)
+        RelayLease.objects.update(expires_at=DatabaseTime(DURATION + timedelta(hours=1)))
+
+        with relaying(peer.url):
+            wait_until(lambda: state_of(message) == State.PUBLISHED)
+
+        assert ids(peer.published) == [str(message.id)]
 
     def test_relay_releases_the_lease_when_it_ends(self, peer):
         published()
