@@ -21,6 +21,28 @@ GIVEN = {"error": "nacked", "error_class": "nacked", "delay": HOUR, "due": HOUR}
 SCHEDULING = ("attempts", "deliver_at", "available_at", "expires_at", "settled_at", "day", "last_error", "headers")
 FAILURE = ("error_class", "failing_since", "failed_at")
 NAMES = {transition.name: transition for transition in TRANSITIONS}
+NOT_STARTED = "scheduled ready retrying waiting paused"
+MOVES = {
+    "confirm": ("ready", "published"),
+    "retry": ("ready", "retrying"),
+    "pause": ("ready", "paused"),
+    "die": ("ready", "dead"),
+    "expire": ("ready", "expired"),
+    "hold": ("ready", "waiting"),
+    "fire": ("scheduled", "ready"),
+    "try again": ("retrying", "ready"),
+    "resume": ("paused", "ready"),
+    "release": ("waiting", "ready"),
+    "cancel": (f"{NOT_STARTED} dead", "cancelled"),
+    "reschedule": (NOT_STARTED, "scheduled"),
+    "publish now": (NOT_STARTED, "ready"),
+    "restore": ("cancelled expired dead retrying", "ready"),
+    "commit": ("prepared stuck", "ready"),
+    "roll back": ("prepared stuck", "rolled_back"),
+    "give up": ("prepared", "stuck"),
+    "resume checks": ("stuck", "prepared"),
+}
+"""Of a message that is due: the states that a transition leads from, and the state that it leads to."""
 
 
 def given_for(transition):
@@ -31,20 +53,24 @@ def trail_of(message):
     return list(TrailEntry.objects.filter(message_id=message.id).values_list("was", "became", "reason"))
 
 
+def test_every_transition_is_tested():
+    assert MOVES.keys() == NAMES.keys()
+
+
 @pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOVES)
 def test_transition_moves_a_message_in_one_of_its_sources_and_no_other(name, state):
-    transition = NAMES[name]
+    sources, target = MOVES[name]
     message = in_state(state, expires_in=HOUR)
     before = row_of(message)
 
-    moved = move("default", transition, [before.pk], reason="for a test", recorded=True, **given_for(transition))
+    moved = move("default", NAMES[name], [before.pk], reason="for a test", recorded=True, **given_for(NAMES[name]))
 
     after = row_of(message)
-    if state in transition.sources:
-        assert moved == [(before.pk, message.id, state, after.state)]
-        assert after.state in transition.targets
-        assert trail_of(message) == [(state, after.state, "for a test")]
+    if state in sources.split():
+        assert moved == [(before.pk, message.id, state, target)]
+        assert after.state == target
+        assert trail_of(message) == [(state, target, "for a test")]
     else:
         assert moved == []
         assert [getattr(after, column) for column in ("state", *SCHEDULING)] == [
