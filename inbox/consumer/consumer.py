@@ -454,9 +454,12 @@ class Consumer:
                 )
 
     def _close(self, channel: Any) -> int:
-        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here."""
+        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here.
+
+        It is not cancelled first: from then on the broker would deliver later messages to the next consumer, and an ordered
+        queue would lose its order. The end of a channel requeues its deliveries before another consumer becomes active.
+        """
         subscription = self._open.pop(channel)
-        subscription.consumer.cancel()
         channel.close()
         return self._pool.drop_all(subscription.lane)
 
