@@ -114,7 +114,7 @@ class Consumer:
         self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
         self._epoch = 0
         self._problems: dict[str | Lane, str] = {}
-        self._policies = Policies(options)
+        self._policies = Policies(options, stop)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
         self._suspected: set[Lane] = set()
@@ -346,7 +346,7 @@ class Consumer:
             self._return_unstorable(now)
             self._return_paused()
             self._watch_handlers(now)
-            if now - self._checked_at > _HEALTH_SECONDS:
+            if now - self._checked_at > (0 if self._policies.have_changed else _HEALTH_SECONDS):
                 self._check_subscriptions()
             self._read_queue_lengths()
 
