@@ -242,7 +242,8 @@ class Consumer:
                     self._try_suspected(lane, declared)
                     consumer.consume()
             except Unusable as error:
-                # Until the next check of the queues.
+                # Until the next check of the queues. py-amqp opens a channel again that the broker has closed.
+                channel.close()
                 self._forbidden.add(lane)
                 self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
