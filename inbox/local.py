@@ -15,6 +15,7 @@ from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options, keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
+from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
@@ -75,7 +76,7 @@ class LocalTransport:
         pass
 
     def companions(self) -> Sequence[Companion]:
-        return self._runner, RunnerHeartbeats(self._runner), executor()
+        return self._runner, RunnerHeartbeats(self._runner), executor(), *housekeepers()
 
     def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
         """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""

@@ -330,7 +330,7 @@ class Alert(AlertRecord):
 
 
 class AlertLease(AlertLeaseRecord):
-    """The lease of the process that evaluates the alerts."""
+    """The leases of the processes that evaluate the alerts and do the housekeeping."""
 
     class Meta:
         default_permissions = ()

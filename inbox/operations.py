@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -22,10 +20,8 @@ from inbox.resending import Transition, resending
 from inbox.store import bulk, operating
 from outbox.console.operations import BulkAction, Canary, Judgement, Operations
 from outbox.database.operations import OperationTable, RowOutcome, one_by_one
-from outbox.kernel.loop import StopRequest
 
 operations = OperationTable(Operation, OperationPart)
-_LONGEST_GOODBYE_SECONDS = 5.0
 _REFUSALS = (TaskNotSent, LeaseStoreUnavailable)
 
 
@@ -91,19 +87,6 @@ SKIP = BulkAction(
     warning=_("The effect of these messages will not happen."),
 )
 ACTIONS = {action.name: action for action in (RETRY, SKIP)}
-
-
-@contextmanager
-def executing(bulk: Operations, stop: StopRequest, *, drain: bool) -> Iterator[None]:
-    """Execute operations in a thread beside the block, unless it drains."""
-    thread = threading.Thread(target=bulk.run, args=[stop], name="operations", daemon=True)
-    if not drain:
-        thread.start()
-    try:
-        yield
-    finally:
-        if not drain:
-            thread.join(_LONGEST_GOODBYE_SECONDS)
 
 
 def executor() -> Operations:

@@ -29,11 +29,12 @@ from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.store import claims, due, ordering, pausing
+from inbox.store import claims, due, ordering, pausing, starts
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
+from outbox.kernel.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Runner:
         self._paused_read_at: dict[str, float] = {}
         self._declared: frozenset[str] = frozenset()
         self._started: set[str] = set()
-        self._starting: set[str] = set()
+        self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
         self.on_ring: Callable[[], object] = _do_nothing
         self.ran = 0
 
@@ -153,13 +154,18 @@ class Runner:
             return
         waiting = committed(partial(waiting_among, alias, asked), alias)
         self._started.update(handler.name for handler in asked if handler.name not in waiting)
-        if new := waiting - self._starting:
-            self._starting |= new
+        if waiting and self._starting[alias].is_due():
             logger.info(
                 "consumer: new handlers wait until a relay has handed over their past (start_from): %s. New messages wait in "
                 "their queues.",
-                ", ".join(sorted(new)),
+                ", ".join(sorted(waiting)),
             )
+            if unknown := waiting & committed(partial(starts.without_relay, alias), alias):
+                logger.warning(
+                    "consumer: no relay has begun to hand over the past of %s. If none does, restart outbox_relay with the "
+                    "code that has them.",
+                    ", ".join(sorted(unknown)),
+                )
 
     def read_paused(self, alias: str) -> None:
         """Read the paused handlers of a database, and those that wait for their past, at most once a second.

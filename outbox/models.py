@@ -231,7 +231,7 @@ class PendingCallback(models.Model):
 
 
 class RelayLease(models.Model):
-    """A lease on work of a single relay: relaying on SQLite, the timing wheel on PostgreSQL, and housekeeping.
+    """A lease on work of a single relay: relaying on SQLite, and the timing wheel on PostgreSQL.
 
     `in_hand` has the positions of the messages that the relay of a SQLite database has claimed.
     """
@@ -296,7 +296,7 @@ class Alert(AlertRecord):
 
 
 class AlertLease(AlertLeaseRecord):
-    """The lease of the process that evaluates the alerts."""
+    """The leases of the processes that evaluate the alerts and do the housekeeping."""
 
     class Meta:
         default_permissions = ()

@@ -114,7 +114,7 @@ class Consumer:
         self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
         self._epoch = 0
         self._problems: dict[str | Lane, str] = {}
-        self._policies = Policies(options)
+        self._policies = Policies(options, stop)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
         self._suspected: set[Lane] = set()
@@ -242,7 +242,8 @@ class Consumer:
                     self._try_suspected(lane, declared)
                     consumer.consume()
             except Unusable as error:
-                # Until the next check of the queues.
+                # Until the next check of the queues. py-amqp opens a channel again that the broker has closed.
+                channel.close()
                 self._forbidden.add(lane)
                 self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
@@ -346,7 +347,7 @@ class Consumer:
             self._return_unstorable(now)
             self._return_paused()
             self._watch_handlers(now)
-            if now - self._checked_at > _HEALTH_SECONDS:
+            if now - self._checked_at > (0 if self._policies.have_changed else _HEALTH_SECONDS):
                 self._check_subscriptions()
             self._read_queue_lengths()
 
@@ -454,9 +455,12 @@ class Consumer:
                 )
 
     def _close(self, channel: Any) -> int:
-        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here."""
+        """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here.
+
+        It is not cancelled first: from then on the broker would deliver later messages to the next consumer, and an ordered
+        queue would lose its order. The end of a channel requeues its deliveries before another consumer becomes active.
+        """
         subscription = self._open.pop(channel)
-        subscription.consumer.cancel()
         channel.close()
         return self._pool.drop_all(subscription.lane)
 

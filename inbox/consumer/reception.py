@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from django.db import connections
 from inbox.conf import InboxOptions
 from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Unanswered
+from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
@@ -58,6 +59,7 @@ class _Read:
 
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
 _TIMED = (Received.HANDLED, Received.STORED)
+_MOST_KEYS = 10_000
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
@@ -90,6 +92,7 @@ class Reception:
         self._refunds = AttemptRefunds()
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
+        self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
         self.received: Counter[Received] = Counter()
 
     def close(self) -> None:
@@ -267,9 +270,34 @@ class Reception:
             self.received.update(outcomes)
         for one, received in zip(part, outcomes, strict=True):
             _time(one, received)
+            if handler.ordered and received is Received.STORED:
+                self._check_order(one)
             if not one.is_acknowledged:
                 self._answer(one.delivery, received)
         return True
+
+    def _check_order(self, one: _Read) -> None:
+        """Report a message that the broker has returned to its queue only after it had delivered a later one of its key."""
+        envelope, delivery = one.arrival.envelope, one.delivery
+        order = (delivery.message.delivery_info.get("consumer_tag"), envelope.key)
+        with self._counting:
+            if envelope.key and not delivery.redelivered:
+                self._latest[order] = envelope.id
+                self._latest.move_to_end(order)
+                if len(self._latest) > _MOST_KEYS:
+                    self._latest.popitem(last=False)
+            later = self._latest.get(order) if delivery.redelivered else None
+        if later is not None:
+            logger.error(
+                "handler %s: the order of the key %r is broken: the broker delivered message %s again only after message %s, "
+                "which is later in the queue and was stored first. Both are handled. Check the effects of this key, and let no "
+                "other program read the queue %s.",
+                delivery.handler.name,
+                envelope.key,
+                envelope.id or "without id",
+                later or "without id",
+                queue_name(delivery.handler, self._options),
+            )
 
     def _acknowledge(self, one: _Read) -> None:
         """Acknowledge before the handler has ended."""

@@ -1,27 +1,34 @@
-"""A consumer process: consumer, runner, watchdog, and an orderly shutdown."""
+"""A consumer process: consumer, runner, watchdog, companions, and an orderly shutdown."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from django.core.exceptions import ImproperlyConfigured
 
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
-from inbox.operations import executing, executor
+from inbox.operations import executor
 from inbox.runner import Runner
 from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
+from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
+from outbox.kernel.transport import Companion
 
 logger = logging.getLogger(__name__)
 
 _WATCHDOG_INTERVAL_SECONDS = 0.5
+_LONGEST_GOODBYE_SECONDS = 5.0
 
 
 def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
@@ -54,9 +61,9 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
-    bulk = executor()
-    executed = executing(bulk, stop, drain=drain)
-    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), executed:
+    bulk, housekeeping = executor(), housekeepers()
+    beside = _beside([bulk, *housekeeping], stop, drain=drain)
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), beside:
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
@@ -67,7 +74,26 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             with watchdog.suspended():
                 while runner.drain(stop) + bulk.drain(stop):
                     pass
+                for housekeeper in housekeeping if drain else ():
+                    housekeeper.drain(stop)
         logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
+
+
+@contextmanager
+def _beside(companions: Sequence[Companion], stop: StopRequest, *, drain: bool) -> Iterator[None]:
+    """Run the companions in threads beside the block, unless it drains."""
+    running, end = () if drain else companions, stop.follower()
+    threads = [threading.Thread(target=each.run, args=[end], name=type(each).__name__, daemon=True) for each in running]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        # Bounded: an unresponsive database must not block the shutdown.
+        end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
+        for thread in threads:
+            thread.join(max(end_at - monotonic(), 0))
 
 
 def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:

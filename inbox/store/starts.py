@@ -65,6 +65,11 @@ def incomplete(alias: str) -> QuerySet[HandlerStart]:
     return HandlerStart.objects.using(alias).filter(complete_at=None).order_by("pk")
 
 
+def without_relay(alias: str) -> frozenset[str]:
+    """The names of those that no relay has begun with: none that runs knows them, or none runs."""
+    return frozenset(incomplete(alias).filter(round_at=None).values_list("handler", flat=True))
+
+
 def lock(alias: str, handler: str) -> HandlerStart | None:
     """Lock the start until the open transaction ends; None if another process has it, or it is complete."""
     rows = HandlerStart.objects.using(alias).filter(handler=handler, complete_at=None)

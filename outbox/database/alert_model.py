@@ -48,7 +48,7 @@ class AlertRecord(models.Model):
 
 
 class AlertLeaseRecord(models.Model):
-    """The right of one process to evaluate the alerts, and when that was done last."""
+    """The right of one process to evaluate the alerts, and when that was done last; or to do the housekeeping."""
 
     name = models.CharField(primary_key=True, max_length=32)
     token = models.UUIDField()

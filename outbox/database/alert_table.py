@@ -38,13 +38,13 @@ class AlertTable:
     def model(self) -> type[Model]:
         return self._alerts
 
-    def take_lease(self, alias: str, token: uuid.UUID, duration: timedelta) -> bool:
-        """Take the lease, or renew it. False: another process holds it."""
+    def take_lease(self, alias: str, token: uuid.UUID, duration: timedelta, *, name: str = _NAME) -> bool:
+        """Take a lease, or renew it. False: another process holds it."""
         mine = {"token": token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(duration)}
         leases: Any = QuerySet(self._leases, using=alias)
-        if leases.filter(Q(token=token) | Q(expires_at__lte=DatabaseTime()), name=_NAME).update(**mine):
+        if leases.filter(Q(token=token) | Q(expires_at__lte=DatabaseTime()), name=name).update(**mine):
             return True
-        _, created = leases.get_or_create(name=_NAME, defaults=mine)
+        _, created = leases.get_or_create(name=name, defaults=mine)
         return bool(created)
 
     def release_lease(self, alias: str, token: uuid.UUID) -> None:

@@ -1,4 +1,4 @@
-"""A lease with a fencing token, for work of one process: relaying on SQLite, the timer on PostgreSQL, and housekeeping."""
+"""A lease with a fencing token, for work of one process: relaying on SQLite, and the timer on PostgreSQL."""
 
 from __future__ import annotations
 

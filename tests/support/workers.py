@@ -147,6 +147,10 @@ class Process:
         self._process = processes.start(self._command, environment=self._environment, log=self.log)
         return self
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def terminate(self):
         """Send SIGTERM when the process has a handler for it: before that, SIGTERM ends Python at once."""
         self.until(lambda: not self.has_ended() and catches(self._process.pid, signal.SIGTERM))

@@ -276,8 +276,8 @@ def documents(path):
 def test_every_command_line_of_an_example_file_is_accepted():
     lines = [(path.name, line) for path in example_files() for line in commands(path.read_text())]
 
-    assert {"compose.yaml", "consumer.yaml", "migrate.yaml", "purge.yaml", "relay.yaml"} <= {name for name, _ in lines}
-    assert {"shop-consumer.service", "shop-purge.service", "shop-relay.service"} <= {name for name, _ in lines}
+    assert {"compose.yaml", "consumer.yaml", "migrate.yaml", "relay.yaml"} <= {name for name, _ in lines}
+    assert {"shop-consumer.service", "shop-relay.service"} <= {name for name, _ in lines}
     assert [f"{name}: {problem}" for name, line in lines if (problem := problem_with(*line))] == []
 
 

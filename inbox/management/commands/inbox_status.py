@@ -63,7 +63,13 @@ class Command(StatusCommand):
             "unattended": unattended(alias),
             "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
             "starting_handlers": [
-                {"handler": row.handler, "topic": row.topic, "since": iso(row.asked_at), "handed_over": row.handed_over}
+                {
+                    "handler": row.handler,
+                    "topic": row.topic,
+                    "since": iso(row.asked_at),
+                    "begun": row.round_at is not None,
+                    "handed_over": row.handed_over,
+                }
                 for row in starts.incomplete(alias)
             ],
         }
@@ -108,6 +114,11 @@ class Command(StatusCommand):
         if starting := list(starts.incomplete(alias)):
             head = (gettext("waits for its past"), gettext("since"), gettext("handed over"))
             drawn.append(table([head, *((row.handler, age(row.asked_at), f"{row.handed_over:,}") for row in starting)]))
+        if unknown := [row.handler for row in starting if row.round_at is None]:
+            sentence = gettext(
+                "No relay has begun to hand over the past of: %(names)s. Restart `outbox_relay` with their code."
+            )
+            drawn.append(sentence % {"names": ", ".join(unknown)})
         if names := unattended(alias):
             drawn.append(
                 gettext("No consumer is running for: %(names)s. %(remedy)s")

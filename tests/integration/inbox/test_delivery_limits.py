@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import closing
+import threading
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import kombu
 import pytest
 
+from inbox.consumer import policies
 from inbox.consumer.topology import queue_name
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.servers import RabbitServer
@@ -94,6 +97,42 @@ def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(han
     assert "INBOX['MANAGEMENT_URL']" in logged.getMessage()
 
 
+@contextmanager
+def an_api_that_drips():
+    """An HTTP server that answers with one byte of a header after the other, and never ends."""
+    end = threading.Event()
+
+    class Drips(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            with suppress(OSError):
+                while not end.wait(0.2):
+                    self.wfile.write(b".")
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer((LOOPBACK, 0), Drips) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{LOOPBACK}:{server.server_port}"
+        finally:
+            end.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_management_api_that_drips_its_answer_does_not_stop_receiving_and_is_reported(handles, rabbitmq_url, caplog):
+    handler = handles(the_effect)
+
+    with an_api_that_drips() as url, consuming([handler], broker_options(rabbitmq_url, MANAGEMENT_URL=url)):
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+        wait_until(lambda: effects("m") == 1)
+        wait_until(lambda: f"the management API of RabbitMQ at '{url}' is unavailable" in caplog.text)
+
+
 @pytest.fixture(scope="module")
 def managed():
     port = free_port()
@@ -105,6 +144,10 @@ def managed():
 
 @pytest.mark.proof  # a broker of its own
 class TestPolicies:
+    @pytest.fixture(autouse=True)
+    def short_poll_interval(self, monkeypatch):
+        monkeypatch.setattr(policies, "_POLL_SECONDS", 0.5)
+
     @pytest.fixture
     def url(self, managed):
         url = managed.new_vhost()
@@ -123,12 +166,11 @@ class TestPolicies:
         managed.ctl(command, "-p", vhost, "limit all", ".*", json.dumps({"delivery-limit": 5}), "--apply-to", "queues")
         handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
 
-        with consuming([handler], options) as consumer:
+        with consuming([handler], options):
             wait_until(lambda: "drops a message that has been delivered 5 times" in caplog.text)
             send(url, TOPIC, {}, message_id="m")
             assert consumers_of(url, queue_name(handler, options)) == 0
             managed.ctl(clear, "-p", vhost, "limit all")
-            consumer._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: effects("m") == 1)
 
         (complaint,) = [record.getMessage() for record in caplog.records if "drops a message" in record.getMessage()]
@@ -153,14 +195,12 @@ class TestPolicies:
         def limited(times):
             definition = json.dumps({"delivery-limit": 5})
             managed.ctl("set_policy", "-p", vhost, "limit all", ".*", definition, "--apply-to", "queues")
-            consumer._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
 
-        with consuming([handler], options) as consumer:
+        with consuming([handler], options):
             wait_until(lambda: "receiving from 1 queues" in caplog.text)
             limited(1)
             managed.ctl("clear_policy", "-p", vhost, "limit all")
-            consumer._checked_at = float("-inf")
             wait_until(lambda: caplog.text.count("receiving from 1 queues") == 2)
             limited(2)
 

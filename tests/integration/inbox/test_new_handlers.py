@@ -305,7 +305,7 @@ class TestFromABroker:
         assert has_its_past(new)
         assert HandlerStart.objects.get().handed_over == 6
 
-    def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options):
+    def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options, caplog):
         other = handles(lambda message: None, topic=TOPIC, name="other")
         declare(other, options)
         published_many(3)
@@ -314,6 +314,9 @@ class TestFromABroker:
         new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
         with consuming([new], options):
             wait_until(lambda: starts.waiting("default") == ["new"])
+            wait_until(lambda: "no relay has begun to hand over the past of new" in caplog.text)
+            assert "No relay has begun to hand over the past of: new." in status()
+            assert [shown["begun"] for shown in json.loads(status(json=True))["starting_handlers"]] == [False]
             published_many(3, since=3)
             from_here = StopRequest()
             # A pass of a relay that knows nothing of the inbox's starts.
@@ -325,6 +328,7 @@ class TestFromABroker:
             wait_until(lambda: effects() == 6)
 
         assert handled() == of_each_key(6)
+        assert "No relay has begun" not in status()
 
 
 def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(process_environment, tmp_path):

@@ -83,6 +83,24 @@ def test_drain_ends_beside_a_forbidden_queue(handles, rabbitmq_url, permit, capl
     assert queue_name(forbidden, options) in caplog.text
 
 
+def test_checking_a_forbidden_queue_repeatedly_leaves_no_channel_open(handles, rabbitmq_server, rabbitmq_url, permit, caplog):
+    options = broker_options(rabbitmq_url)
+    forbidden = handles(the_effect, name="tests.forbidden", topic=FORBIDDEN)
+    permitted = handles(the_effect, name="tests.permitted")
+    permit(read=ALL_BUT_IT)
+
+    def channels():
+        return rabbitmq_server.ctl("list_channels", "vhost").count(rabbitmq_url.rpartition("/")[2])
+
+    with consuming([forbidden, permitted], options) as consumer:
+        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        before = channels()
+        for _ in range(5):
+            consumer._checked_at = float("-inf")  # half a minute has passed
+            wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
+        assert channels() == before
+
+
 def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):
     options = broker_options(rabbitmq_url)
     lost = handles(the_effect, name="tests.lost", topic=FORBIDDEN)

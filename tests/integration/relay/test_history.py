@@ -23,7 +23,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
-from outbox.store import claiming, history, lease, operating, preparing, restoring, settling
+from outbox.store import claiming, history, operating, preparing, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
@@ -521,7 +521,7 @@ class TestHousekeeping:
 
     @every_database
     def test_old_rows_without_a_partition_are_deleted_in_small_transactions(self, monkeypatch):
-        monkeypatch.setattr("outbox.relay.housekeeping._CHUNK", 3)
+        monkeypatch.setattr("outbox.relay.housekeeping.CHUNK", 3)
         for _ in range(8):
             settled_before(9)
         young, dead = settled_before(6), in_state(State.DEAD)
@@ -562,17 +562,17 @@ class TestHousekeeping:
 
     def test_one_process_at_a_time_does_the_housekeeping(self, today):
         first, second = housekeeper(), housekeeper()
-        assert first._lease.take()
+        assert first.take_lease()
 
         second._round(StopRequest())
         assert history.days("default") == []
 
-        first._lease.release()
+        first.release_lease()
         second._round(StopRequest())
         assert history.days("default")
 
     def test_concurrent_housekeepers_do_not_disturb_each_other(self, today, monkeypatch, caplog):
-        monkeypatch.setattr(lease.Lease, "take", lambda self: True)
+        monkeypatch.setattr(Housekeeper, "take_lease", lambda self: True)
         for day in range(today - 20, today - 10):
             history.make_day("default", day)
 

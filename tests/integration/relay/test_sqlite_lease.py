@@ -147,7 +147,7 @@ class TestLease:
 class TestCancel:
     def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
-        assert Lease("default", DURATION, name="housekeeping").take()
+        assert Lease("default", DURATION, name="timer").take()
         take(ours)
 
         assert not operating.cancel("default", message.position)
@@ -256,7 +256,7 @@ class TestRelay:
 
 def test_message_that_is_being_sent_is_not_cancelled_while_other_leases_are_held(ours):
     message = published()
-    assert Lease("default", DURATION, name="housekeeping").take()
+    assert Lease("default", DURATION, name="timer").take()
     assert positions(take(ours)) == [message.position]
 
     assert in_hand("default") == {message.position}

@@ -1,0 +1,32 @@
+"""Housekeeping beside a process that runs handlers: delete what `inbox_purge` deletes, see `outbox.console.housekeeping`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from inbox.conf import inbox_options
+from inbox.handlers.registry import registry
+from inbox.models import AuditEntry, TrailEntry
+from inbox.operations import operations
+from inbox.store import operating
+from outbox.console.housekeeping import CHUNK, Housekeeping
+from outbox.kernel.loop import StopRequest
+
+
+class Housekeeper(Housekeeping):
+    """Deletes settled messages of one database that are older than `RETENTION`, and old entries."""
+
+    app = "inbox"
+
+    def _steps(self, stop: StopRequest) -> None:
+        options = inbox_options()
+        self._delete(operating.purge_settled(self._alias, options.RETENTION, chunk=CHUNK), stop)
+        self._delete_entries(TrailEntry, AuditEntry, operations, options, stop)
+
+
+def housekeepers() -> Sequence[Housekeeper]:
+    """One for each database of the handlers; none inside the transaction of a test."""
+    aliases = {handler.using for handler in registry.all()} or {DEFAULT_DB_ALIAS}
+    return [Housekeeper(alias) for alias in sorted(aliases) if not connections[alias].in_atomic_block]

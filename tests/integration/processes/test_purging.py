@@ -1,0 +1,79 @@
+"""Processes that run handlers delete what is older than its retention, without a scheduled command."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+
+from inbox.consumer.housekeeping import Housekeeper
+from inbox.models import AuditEntry, InboxMessage, State, TrailEntry
+from inbox.store.operating import skip
+from outbox.database.now import DatabaseTime
+from outbox.kernel.loop import StopRequest
+from tests.support.deliveries import deliver, the_effect
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+YEARS = timedelta(days=1000)
+
+
+def fails(message):
+    raise ValueError("not yet")
+
+
+@pytest.fixture
+def old(handles):
+    """A message that is done, one that an operator has skipped and one that is retrying, all from years ago."""
+    deliver(handles(the_effect, name="tests.done"))
+    deliver(handles(fails, name="tests.skipped"))
+    skip("default", InboxMessage.objects.get(handler="tests.skipped").pk, "defect")
+    deliver(handles(fails, name="tests.retrying"))
+    InboxMessage.objects.update(settled_at=DatabaseTime(-YEARS), received_at=DatabaseTime(-YEARS))
+    TrailEntry.objects.update(at=DatabaseTime(-YEARS))
+
+
+def states():
+    return set(InboxMessage.objects.values_list("state", flat=True))
+
+
+@pytest.mark.parametrize("command", ["inbox_consume", "outbox_relay"])
+def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(service, old, command):
+    with service("local://").runs(command) as process:
+        process.until(lambda: states() == {State.RETRYING} and not TrailEntry.objects.exists())
+
+    assert not AuditEntry.objects.exists(), "no operator has done it"
+
+
+def test_drained_consumer_deletes_settled_messages_past_their_retention_once(old, settings):
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    call_command("inbox_consume", drain=True)
+
+    assert states() == {State.RETRYING}
+
+
+def test_messages_within_their_retention_stay(handles, settings):
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    deliver(handles(the_effect))
+    InboxMessage.objects.update(settled_at=DatabaseTime(-timedelta(days=29)))
+    call_command("inbox_consume", drain=True)
+
+    assert states() == {State.DONE}
+
+
+def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monkeypatch):
+    monkeypatch.setattr("inbox.consumer.housekeeping.CHUNK", 1)
+    another = Housekeeper("default")
+    assert another.take_lease()
+
+    Housekeeper("default").drain(StopRequest())
+    assert states() == {State.DONE, State.SKIPPED, State.RETRYING}
+
+    another.release_lease()
+    stopped = StopRequest()
+    stopped.set()
+    Housekeeper("default").drain(stopped)
+    assert len(states()) == 2, "it ends after one small transaction"
+    Housekeeper("default").drain(StopRequest())
+    assert states() == {State.RETRYING}
