@@ -15,10 +15,10 @@ from tests.support.deliveries import an_envelope, deliver, options, the_row
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 TABLE = Effect._meta.db_table
-READ_ONLY = "Read-only in a dry run, where a handler's writes fail: other."
+READ_ONLY = "Read-only in a dry run, so writes to them fail: other."
 DELETE = f'DELETE FROM "{TABLE}"'
 DELETING = {
-    "a CTE": f"WITH gone AS ({DELETE} RETURNING *) SELECT count(*) FROM gone",
+    "a CTE": f"WITH deleted AS ({DELETE} RETURNING *) SELECT count(*) FROM deleted",
     "a second statement": f"SELECT 1; {DELETE}",
     "EXPLAIN ANALYZE": f"EXPLAIN ANALYZE {DELETE}",
     "a function": "SELECT empty_the_effects()",
