@@ -13,7 +13,9 @@ class InboxConfig(AppConfig):
         from inbox.store import life
         from outbox.console.alerts import register_conditions
         from outbox.console.trail import register
+        from outbox.kernel.logs import escape_log_lines
 
+        escape_log_lines()
         register("inbox", life)
         register_conditions("inbox", CONDITIONS)
 

@@ -1,7 +1,8 @@
 """Run a handler for one stored message and roll everything back: what it would write and publish, or why it fails.
 
 The handler runs in this process, in a thread of its own, with a time limit. Only what it does in its own database is rolled
-back, so a handler under a lease is refused, and so are writes to other databases. Mail and calls over a network are real.
+back, so a handler under a lease is refused, and other databases refuse every write. Mail and calls over a network are real, and
+so is what a handler does on connections and threads of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
+from django.db.backends.signals import connection_created
 
 from inbox.conf import inbox_options
 from inbox.errors import HandlerTimeout, InboxError, Reject, RetryLater, TransactionControl
@@ -37,7 +40,6 @@ from outbox.kernel.wire import CELERY_TOPICS
 RUNNABLE = (State.DEAD, State.RETRYING)
 LONGEST = timedelta(seconds=30)
 
-_READS = re.compile(r"\s*(select|with|show|explain|savepoint|release|rollback\s+to)\b", re.IGNORECASE)
 _WRITES = re.compile(
     r"\s*(insert|update|delete|merge|truncate|copy|with\b.*\b(insert|update|delete))\b", re.IGNORECASE | re.DOTALL
 )
@@ -77,6 +79,7 @@ class DryRun:
         more_writes: the number of those beyond the limit.
         published: the messages that it would publish.
         hooks: the number of functions that it would run after the commit.
+        read_only: the aliases of the other databases that it has connected to.
     """
 
     outcome: str = "handled"
@@ -85,6 +88,7 @@ class DryRun:
     more_writes: int = 0
     published: Sequence[WouldPublish] = ()
     hooks: int = 0
+    read_only: list[str] = field(default_factory=list)
 
 
 def why_not(stored: InboxMessage) -> str:
@@ -162,6 +166,10 @@ class _Run:
             self._failed(error)
         finally:
             self._over = True
+            for connection in connections.all(initialized_only=True):
+                connection.in_atomic_block = False
+                with suppress(Error):
+                    connection.rollback()
             connections.close_all()
 
     def _run(self) -> None:
@@ -185,7 +193,8 @@ class _Run:
         for wrappers in watched:
             wrappers.append(self._watch)
         try:
-            call(self._handler, message, envelope)
+            with self._others_read_only():
+                call(self._handler, message, envelope)
         finally:
             for wrappers in watched:
                 wrappers.remove(self._watch)
@@ -215,6 +224,30 @@ class _Run:
                     f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
                 )
 
+    @contextmanager
+    def _others_read_only(self) -> Iterator[None]:
+        """Have every other database that this thread connects to refuse writes, whatever the statement and the cursor."""
+        thread = threading.current_thread()
+
+        def begin(connection: Any, **_: object) -> None:
+            if connection.alias == self._handler.using or threading.current_thread() is not thread:
+                return
+            self._result.read_only.append(connection.alias)
+            if connection.vendor != "sqlite":
+                # A setting of the session would reach other clients of a proxy. So this begins a transaction, as the outermost
+                # atomic() does, but permits durable blocks.
+                connection.set_autocommit(False)
+                connection.in_atomic_block, connection.savepoint_ids = True, [None]
+            with connection.cursor() as cursor:
+                cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
+            self._bound(connection.alias)
+
+        connection_created.connect(begin, weak=False)
+        try:
+            yield
+        finally:
+            connection_created.disconnect(begin)
+
     def _lock(self, alias: str) -> None:
         """Lock the row, so that no process runs the message at the same time."""
         rows = InboxMessage.objects.using(alias).filter(pk=self._stored.pk, state=self._stored.state)
@@ -223,12 +256,8 @@ class _Run:
 
     def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection, text = context["connection"], sql if isinstance(sql, str) else str(sql)
-        if connection.alias != self._handler.using and not _READS.match(text):
-            raise TransactionControl(
-                f"The handler writes to the database {connection.alias!r}, outside its transaction on {self._handler.using!r}. "
-                "A dry run cannot roll that back."
-            )
-        if statement := controls_transaction(sql, connection):
+        # Not that of Django's own BEGIN on another SQLite database.
+        if connection.in_atomic_block and (statement := controls_transaction(sql, connection)):
             raise TransactionControl(
                 f"The handler executed {statement.strip()[:40]!r}, which would end the dry run's transaction."
             )

@@ -17,8 +17,10 @@ class OutboxConfig(AppConfig):
         from outbox.console import dry_run as publishing
         from outbox.console.alerts import register_conditions
         from outbox.console.trail import register
+        from outbox.kernel.logs import escape_log_lines
         from outbox.store import dry_run, life
 
+        escape_log_lines()
         register("outbox", life)
         publishing.register("outbox", dry_run)
         register_conditions("outbox", CONDITIONS)

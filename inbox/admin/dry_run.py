@@ -58,5 +58,6 @@ def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
             for one in result.published
         ],
         "hooks": result.hooks,
+        "read_only": ", ".join(sorted(set(result.read_only))),
         "is_handled": result.outcome == "handled",
     }

@@ -309,7 +309,10 @@ class InboxMessageAdmin(MessageAdmin):
             left_out.add(_FURTHER)
         if obj is not None and obj.result is None and not obj.steps.exists():
             left_out.add(_PROGRESS)
-        return [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
+        parts = [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
+        if request.user.has_perm(f"{self.opts.app_label}.view_step"):
+            return parts
+        return [(title, {"fields": [name for name in of["fields"] if name != "steps_text"]}) for title, of in parts]
 
     @admin.display(description=_("state"))
     def state_badges(self, row: Any) -> SafeString:
@@ -439,7 +442,7 @@ class InboxMessageAdmin(MessageAdmin):
         shown = (
             (
                 format_html("{} ({})", identifier(step.name), age(step.taken_at, row.database_now)),
-                as_json(step.result).as_html(),
+                self._shown_result(step.result),
             )
             for step in steps
         )
@@ -449,7 +452,11 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description=_("result"))
     def result_text(self, row: Any) -> SafeString:
-        return as_json(row.result).as_html() if row.result is not None else format_html("{}", NOTHING)
+        return self._shown_result(row.result) if row.result is not None else format_html("{}", NOTHING)
+
+    def _shown_result(self, result: Any) -> SafeString:
+        # It is not a payload, and REDACT gets payloads only.
+        return note(gettext("Not shown, because payloads are redacted.")) if self.redaction() else as_json(result).as_html()
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:

@@ -43,6 +43,7 @@ class Migration(migrations.Migration):
                 ('given', models.JSONField(default=dict, verbose_name='parameters')),
                 ('reason', models.CharField(blank=True, default='', max_length=500, verbose_name='reason')),
                 ('requested_by', models.CharField(max_length=255, verbose_name='requested by')),
+                ('permission', models.CharField(default='', max_length=255)),
                 ('rate', models.PositiveIntegerField(null=True, verbose_name='messages per second')),
                 ('state', models.CharField(choices=[('planned', 'Planned'), ('running', 'Running'), ('stopped', 'Stopped'), ('finished', 'Finished'), ('cancelled', 'Cancelled')], default='planned', max_length=12, verbose_name='state')),
                 ('cancelled_by', models.CharField(default='', max_length=255)),

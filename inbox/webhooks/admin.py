@@ -135,7 +135,9 @@ class EndpointAdmin(ActingAdmin):
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
-        record(_APP, alias, actor_of(request), action, [subject], posted(request))
+        # The query of a URL may be a secret.
+        given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
+        record(_APP, alias, actor_of(request), action, [subject], given)
 
     def subject(self, row: Any) -> str:
         return visible(row.name)

@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 from django.db import models
@@ -164,7 +164,7 @@ def _converted(field: Any, given: Any) -> Any:
         is_number = isinstance(given, int) and not isinstance(given, bool)
         found = given if is_number and 0 <= given <= _LARGEST[field.get_internal_type()] else None
     elif isinstance(given, str):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             found = _of_text(field, given)
     return found
 
@@ -173,7 +173,7 @@ def _of_text(field: Any, given: str) -> Any:
     given.encode()  # fails for a surrogate
     if isinstance(field, models.DateTimeField):
         instant = parse_datetime(given)
-        return instant if instant and is_aware(instant) else None
+        return instant.astimezone(UTC) if instant and is_aware(instant) else None
     if isinstance(field, models.UUIDField):
         return uuid.UUID(given)
     return given if "\x00" not in given and len(given) <= (field.max_length or len(given)) else None

@@ -10,6 +10,7 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
@@ -25,6 +26,7 @@ from django.utils.text import Truncator
 from django.utils.translation import gettext
 
 from outbox.kernel.body import Undecodable, decode_payload
+from outbox.kernel.text import visible as visible  # noqa: PLC0414 - pages have it from here
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -42,13 +44,6 @@ NOTHING = "-"
 
 _PIECE = re.compile(r"[^._/:-]+[._/:-]*|[._/:-]+")
 _NOT_PRINTABLE = re.compile(rb"[^\x20-\x7e]")
-# Control characters but tab and newline, direction marks that reorder a line, line separators, lone surrogates.
-_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    r"""`text` with invisible and reordering characters escaped, as `\u202e`."""
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +184,10 @@ def duration(length: timedelta) -> str:
 
 
 def exact(instant: datetime) -> str:
-    local = timezone.localtime(instant) if timezone.is_aware(instant) else instant
-    return local.isoformat(sep=" ", timespec="milliseconds")
+    # The first and the last day of the calendar may not exist in the time zone.
+    with suppress(OverflowError):
+        instant = timezone.localtime(instant) if timezone.is_aware(instant) else instant
+    return instant.isoformat(sep=" ", timespec="milliseconds")
 
 
 def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString:

@@ -28,7 +28,7 @@ from outbox.console.process import is_private
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest
-from outbox.kernel.text import describe
+from outbox.kernel.text import describe, visible
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _TO_THE_END_OF_LINE, _TO_THE_END = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -122,11 +122,11 @@ class LiveView:
     def _read_once(self) -> None:
         try:
             drop_unusable_connections()
-            self._text = self._read()
+            self._text = visible(self._read())
             self._failing_since = None
         except Exception as error:  # noqa: BLE001 - whatever it is, it may be over at the next reading
             self._failing_since = self._failing_since or monotonic()
-            self._problem = describe(error)
+            self._problem = visible(describe(error))
             for connection in connections.all(initialized_only=True):
                 if not is_private(connection):
                     connection.close()

@@ -57,6 +57,10 @@ class Counterpart:
         """Required to see the other app's data, also where this app shows it."""
         return f"{label_of(self.app)}.view_{self.model}"
 
+    @property
+    def trail_permission(self) -> str:
+        return f"{label_of(self.app)}.view_trailentry"
+
 
 class MessageChangeList(LeanChangeList):
     """A list that selects nothing, and says why, if its URL has a search or a filter that cannot be understood.
@@ -288,13 +292,14 @@ class MessageAdmin(ActingAdmin):
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
         if row is not None and row.message_id:
-            context["life"] = self._timeline(request, str(row.message_id))
+            if request.user.has_perm(f"{self.opts.app_label}.view_trailentry"):
+                context["life"] = self._timeline(request, str(row.message_id))
             context["counterpart"] = self.counterpart
             context["counterpart_url"] = self._counterpart_url(request, str(row.message_id))
         return super().render_change_form(request, context, *args, **kwargs)
 
     def _timeline(self, request: HttpRequest, message_id: str) -> SafeString:
-        may_see_all = request.user.has_perm(self.counterpart.permission)
+        may_see_all = request.user.has_perms([self.counterpart.permission, self.counterpart.trail_permission])
         return timeline(
             life_of(message_id),
             lambda where: may_see_all or self.is_here(where),

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
+from django.contrib.auth import get_user_model
 from django.db import connections
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils.functional import Promise
 
 from outbox.database.connections import drop_unusable_connections
@@ -223,7 +224,7 @@ class Operations:
             if action is None:  # planned by another version of this app
                 self._table.leave(alias, pk, self._token, _UNKNOWN_AFTER)
                 return None
-            if operation.wave_rows and action.canary and not self._has_passed(alias, operation, action.canary):
+            if not self._goes_on(alias, operation, action.canary):
                 return None
             rows = self._table.next_rows(alias, operation, min(_size(operation), self._most))
             if not rows:
@@ -250,6 +251,14 @@ class Operations:
                 self._most = max(1, len(outcomes))
             return len(outcomes)
 
+    def _goes_on(self, alias: str, operation: Any, canary: Canary | None) -> bool:
+        if operation.permission and not _is_permitted(operation.requested_by, operation.permission):
+            because = f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"
+            self._table.end(alias, operation, OperationState.STOPPED, because)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            return False
+        return not (operation.wave_rows and canary) or self._has_passed(alias, operation, canary)
+
     def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
         """Has the present wave been run without the failure of before? If not, the operation stops or waits."""
         before = dict(operation.wave_rows)
@@ -272,6 +281,13 @@ class Operations:
         operation.succeeded, operation.failed_again, operation.wave_rows = counts["succeeded"], counts["failed_again"], []
         self._table.record(alias, operation, (), **counts, wave_rows=[])
         return True
+
+
+def _is_permitted(username: str, permission: str) -> bool:
+    """May this user still act in the admin with this permission?"""
+    model: Any = get_user_model()
+    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: username}).first()
+    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
 
 
 def _size(operation: Any) -> int:

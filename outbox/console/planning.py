@@ -141,6 +141,7 @@ class Planner:
             selection=selection,
             sources=sorted(str(state) for state, _, is_changed in _counts(chosen, action) if is_changed),
             requested_by=user.get_username(),
+            permission=f"{model_admin.opts.app_label}.{action.permission}",
             reason=given["reason"],
             given=form.given,
             rate=given["rate"],

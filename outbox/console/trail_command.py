@@ -17,6 +17,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from outbox.console.command import TranslatedCommand
+from outbox.console.display import exact, visible
 from outbox.console.plurals import ngettext
 from outbox.console.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 from outbox.database.schema import why_unmigrated
@@ -116,8 +117,8 @@ def _as_json(life: Life) -> dict[str, Any]:
 def _drawn(life: Life, width: int) -> Iterator[str]:
     yield _("message %(message)s") % {"message": life.message_id}
     for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in life.standings):
-        yield _printable(f"topic   {topic}")
-        yield _printable(f"biz-id  {biz_id}")
+        yield visible(f"topic   {topic}")
+        yield visible(f"biz-id  {biz_id}")
     if life.moments:
         yield ""
         yield from _moments(life, width)
@@ -148,9 +149,9 @@ def _moments(life: Life, width: int) -> Iterator[str]:
     for moment, (at, transition, where, process) in zip(life.moments, rows, strict=True):
         begun = f"{at}{_GAP}{transition:{widths[1]}}{_GAP}"
         if in_a_row:
-            yield _printable(f"{begun}{where:{widths[2]}}{_GAP}{process}".rstrip())
+            yield visible(f"{begun}{where:{widths[2]}}{_GAP}{process}".rstrip())
         elif len(begun) + len(where) <= width:
-            yield _printable(f"{begun}{where}")
+            yield visible(f"{begun}{where}")
         else:
             yield begun.rstrip()
             yield from _wrapped(where, width, indent=indent)
@@ -161,7 +162,7 @@ def _moments(life: Life, width: int) -> Iterator[str]:
 
 
 def _instant(at: datetime) -> str:
-    return timezone.localtime(at).isoformat(sep=" ", timespec="milliseconds")[:23]
+    return exact(at)[:23]
 
 
 def _transition(moment: Moment) -> str:
@@ -177,9 +178,8 @@ def _standing(standing: Standing) -> str:
     words = [standing.state, ngettext("%(count)s attempt", "%(count)s attempts", count)]
     if standing.due is not None:
         seconds = int((standing.due - utcnow()).total_seconds())
-        when = timezone.localtime(standing.due)
         due = _("due since %(time)s") if seconds < 0 else _("due at %(time)s, in %(seconds)s s")
-        words.append(due % {"time": f"{when:%Y-%m-%d %H:%M:%S}", "seconds": seconds})
+        words.append(due % {"time": exact(standing.due)[:19], "seconds": seconds})
     if standing.also:
         words.append(standing.also)
     said = f"{_where(standing)}: {', '.join(words)}"
@@ -189,7 +189,7 @@ def _standing(standing: Standing) -> str:
 def _wrapped(text: str, width: int, *, indent: int = 0, lines: int | None = None) -> list[str]:
     space = " " * indent
     return textwrap.wrap(
-        _printable(" ".join(text.split())),
+        visible(" ".join(text.split())),
         width,
         initial_indent=space,
         subsequent_indent=space,
@@ -197,8 +197,3 @@ def _wrapped(text: str, width: int, *, indent: int = 0, lines: int | None = None
         max_lines=lines,
         placeholder=" …",
     )
-
-
-def _printable(text: str) -> str:
-    """`text` without control characters, because quoted errors must not move the terminal's cursor."""
-    return "".join(character if character.isprintable() else "�" for character in text)

@@ -36,6 +36,8 @@ class AbstractOperation(models.Model):
     given = models.JSONField(_("parameters"), default=dict)
     reason = models.CharField(_("reason"), max_length=500, default="", blank=True)
     requested_by = models.CharField(_("requested by"), max_length=NAME_LENGTH)
+    # What that user needs until the operation has ended; "" if a command planned it.
+    permission = models.CharField(max_length=NAME_LENGTH, default="")
     # Messages per second at most; NULL for no limit.
     rate = models.PositiveIntegerField(_("messages per second"), null=True)
     state = models.CharField(_("state"), max_length=12, choices=OperationState, default=OperationState.PLANNED)

@@ -58,6 +58,7 @@ class Plan:
     selection: str
     sources: Sequence[str]
     requested_by: str
+    permission: str = ""
     reason: str = ""
     given: Mapping[str, Any]
     rate: int | None = None
@@ -86,6 +87,7 @@ class OperationTable:
                 given=dict(plan.given),
                 reason=plan.reason,
                 requested_by=plan.requested_by[:NAME_LENGTH],
+                permission=plan.permission,
                 rate=plan.rate,
                 is_canary=plan.is_canary,
                 planned_at=DatabaseTime(),

@@ -12,6 +12,8 @@ NAME_LENGTH = 255
 ERROR_LENGTH = 2_000
 TRACEBACK_LENGTH = 20_000
 
+# Control characters but tab and newline, direction marks that reorder a line, line separators, lone surrogates.
+_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -52,6 +54,11 @@ def describe(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a user's own __str__
         said = "its message cannot be printed"
     return said or type(error).__name__
+
+
+def visible(text: str) -> str:
+    r"""`text` with invisible and reordering characters escaped, as `\u202e`; tabs and newlines remain."""
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def printable(text: str, limit: int) -> str:

@@ -129,7 +129,7 @@ def test_statement_that_would_end_the_transaction_is_refused(dead):
 
 def test_write_to_another_database_is_refused(dead):
     dead.does = lambda message: Effect.objects.using("other").create(name="elsewhere")
-    assert "A dry run cannot roll that back." in Page(run()).text
+    assert "Read-only in a dry run, so writes to them fail: other." in Page(run()).text
     assert not Effect.objects.using("other").exists()
 
 

@@ -14,7 +14,7 @@ from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, staf
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-VIEW_INBOX = "view_inboxmessage"
+VIEW_INBOX, LIFE = "view_inboxmessage", "view_trailentry"
 HANDLER = "orders.reserve_stock"
 
 
@@ -60,7 +60,7 @@ def words(page):
 def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
     row, _ = a_life()
 
-    text = words(Page(staff_client(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
+    text = words(Page(staff_client(VIEW, VIEW_INBOX, LIFE).get(reverse(DETAIL, args=[row.pk]))))
 
     history = text[text.index("Life") :]
     steps = ("Ready", "Ready → ↻ Retrying", "refused by the broker", "Retrying → ▸ Ready", "Ready → ✓ Published", "Received")
@@ -72,7 +72,7 @@ def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
 
 def test_inbox_page_shows_the_same_history_and_the_two_pages_link_to_each_other():
     row, received = a_life()
-    client = staff_client(VIEW, VIEW_INBOX)
+    client = staff_client(VIEW, VIEW_INBOX, LIFE)
 
     here = Page(client.get(reverse(DETAIL, args=[row.pk])))
     there = Page(client.get(reverse("admin:inbox_inboxmessage_change", args=[received.pk])))
@@ -89,7 +89,7 @@ def test_history_hides_the_app_that_the_user_may_not_view_and_says_so(half):
     if half == "inbox":
         page = reverse("admin:inbox_inboxmessage_change", args=[received.pk])
 
-    text = words(Page(staff_client(VIEW if half == "outbox" else VIEW_INBOX).get(page)))
+    text = words(Page(staff_client(VIEW if half == "outbox" else VIEW_INBOX, LIFE).get(page)))
 
     hidden, seen = ("no such article", "refused by the broker") if half == "outbox" else ("refused by", "no such article")
     assert hidden not in text
@@ -101,7 +101,7 @@ def test_history_text_adds_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
         row, _ = a_life(reason=text, process=text)
-        page = Page(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        page = Page(staff_client(VIEW, LIFE).get(reverse(DETAIL, args=[row.pk])))
         assert text in page.text
         shapes.append(page.shape)
 

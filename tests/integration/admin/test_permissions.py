@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
 from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
+from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import a_message, staff_client
 from tests.support.deliveries import deliver, run_to_the_end
 from tests.support.heartbeats import a_consumer, a_relay
@@ -46,6 +49,31 @@ ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 VIEWED_WITH = {f"{app}.{model}": f"view_{app}message" for app in ("outbox", "inbox") for model in ("Operation", "FailureNote")}
 """Pages about messages, which are viewed with the permission to view these."""
 CONFIRMED = {"confirmed": "yes", "reason": "x"}
+FIELDS = {
+    "overdue": "on",
+    "delay": "2h",
+    "seconds": "5",
+    "minutes": "60",
+    "payload": '{"a": 1}',
+    "shown": hashlib.sha256(b'{"a": 1}').hexdigest(),
+    "payloads": json.dumps({topic: {} for topic in TOPICS[1:]}),
+}
+"""What the actions ask for."""
+NEEDED = {
+    **dict.fromkeys(("commit", "roll_back", "ask_again"), State.STUCK),
+    **dict.fromkeys(("publish_now", "reschedule"), State.SCHEDULED),
+    **dict.fromkeys(("restore", "export"), State.DEAD),
+}
+"""The state of an outbox message on which an action has an effect; by default any."""
+
+
+EFFECTIVE = {
+    ("outbox.RelayHeartbeat", "resume"): {"mode": "paused"},
+    ("inbox.ConsumerHeartbeat", "resume"): {"mode": "paused"},
+    ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
+    ("inbox_webhooks.Endpoint", "enable"): {"state": "disabled"},
+}
+"""Columns with which an action has an effect on the row of its page."""
 
 
 def url_of(label, page="changelist", *args):
@@ -117,8 +145,28 @@ def a_row(handles):
             makers[label] = partial(model_admin.model.objects.create, error_class="x", written_at=DatabaseTime())
         if label.endswith(".AuditEntry"):
             makers[label] = partial(model_admin.model.objects.create, at=DatabaseTime())
+
     # A page without rows of its own, such as the overview, has a list only.
     return lambda label: makers[label]() if label in makers else None
+
+
+@pytest.fixture
+def a_row_to_act_on(a_row, joins):  # noqa: F811 - the fixture
+    """A row on which an action has an effect."""
+
+    def make(label, action):
+        if label == "inbox_joins.Run":
+            joins(report)
+            comes(TOPICS[0], "r")
+            return Run.objects.get()
+        if label == "outbox.OutboxMessage" and action in NEEDED:
+            return a_message(NEEDED[action], due_ago=-timedelta(hours=1))
+        row = a_row(label)
+        if given := EFFECTIVE.get((label, action)):
+            type(row).objects.filter(pk=row.pk).update(**given)
+        return row
+
+    return make
 
 
 @pytest.mark.parametrize("label", sorted(OURS))
@@ -142,19 +190,31 @@ def test_page_is_shown_with_the_view_permission_alone(label, a_row):
 
 
 @pytest.mark.parametrize(("label", "action"), ACTIONS)
-def test_action_is_not_offered_and_does_nothing_without_its_permission(label, action, a_row):
-    row = a_row(label)
+def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_with_it(label, action, a_row_to_act_on):
+    row = a_row_to_act_on(label, action)
     before = values_of(row)
     model = OURS[label].model._meta.concrete_model._meta.model_name
     own = f"{PERMISSION.get(action, action)}_{model}"
     others = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
     assert own in others, "the permission exists"
-    client = staff_client(*(others - {own}))
+    posted = {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED, **FIELDS}
 
-    response = client.post(url_of(label), {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED})
+    response = staff_client(*(others - {own})).post(url_of(label), posted)
 
     assert response.status_code in {200, 302, 403}
     assert values_of(row) == before
+    assert recorded() == []
+
+    response = staff_client(*others).post(url_of(label), posted)
+
+    assert response.status_code in {200, 302}
+    assert recorded() == [action]
+
+
+def recorded():
+    """The actions in the audit logs."""
+    logs = (outbox.models.AuditEntry.objects, inbox.models.AuditEntry.objects)
+    return [action for log in logs for action in log.values_list("action", flat=True)]
 
 
 @pytest.mark.parametrize(("label", "action"), ACTIONS)

@@ -18,6 +18,7 @@ import outbox.metrics
 from inbox import RetryLater
 from inbox.monitoring import tables as inbox_tables
 from outbox.console import prometheus
+from outbox.database.now import DatabaseTime
 from outbox.kernel.meter import MOST_SERIES, OTHER, Instrument
 from outbox.monitoring import tables as outbox_tables
 from outbox.states import State
@@ -154,15 +155,15 @@ def test_instrument_without_an_exporter_counts_nothing():
 @pytest.mark.every_database
 class TestTableGauges:
     def test_outbox_gauges_show_states_age_and_relays(self):
-        published("t")
-        set_columns(published("t"), state=State.DEAD)
+        set_columns(published("t"), available_at=DatabaseTime(-timedelta(hours=1)))
+        set_columns(published("t"), state=State.DEAD, available_at=DatabaseTime(-timedelta(hours=5)))
         a_relay()
         found = scraped(outbox_tables.table_gauges("default"))
 
         assert found["outbox_messages", "default", "ready"] == 1
         assert found["outbox_messages", "default", "dead"] == 1
         assert found["outbox_messages", "default", "stuck"] == 0
-        assert found["outbox_oldest_due_seconds", "default"] >= 0
+        assert timedelta(hours=1) <= timedelta(seconds=found["outbox_oldest_due_seconds", "default"]) < timedelta(hours=2)
         assert found["outbox_relays", "default", "working"] == 1
         assert found["outbox_table_readable", "default"] == 1
 
