@@ -328,8 +328,8 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     if earlier.conflicting:
         logger.error(
             "%(handler)s: message %(message_id)s has the biz-id %(biz_id)s of an earlier message, but other content. It was "
-            "not run; check how its publisher chooses biz-ids.",
-            names,
+            "not run. If it is another fact, run it as its own message in the admin, and correct %(wrong)s.",
+            {**names, "wrong": "biz_id= of the handler" if handler.biz_id else "its publisher, or set biz_id= of the handler"},
         )
         metrics.CONFLICTS.add(1, handler.name)
         _send(signals.conflicting_duplicate, **names)
