@@ -24,6 +24,12 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
             found["lag", name] = f"A stored message has been due for more than {duration(options.LAG)} and is not run."
     if (dead := alerting.newly_dead(alias, options.DEAD_WITHIN)) >= options.DEAD:
         found["dead", ""] = f"New dead letters within {duration(options.DEAD_WITHIN)}: {dead:,}. Retry, correct or skip them."
+    for name, number in alerting.newly_conflicting(alias, options.DEAD_WITHIN).items():
+        found["conflicts", name] = (
+            f"Messages that got a delivery with their biz-id and other content within {duration(options.DEAD_WITHIN)}: "
+            f"{number:,}. It was not run. If it is another fact, run it as its own message in the admin, and correct biz_id= "
+            "of the handler, or the publisher."
+        )
     for name, row in paused.items():
         if row.database_now - row.paused_at > options.PAUSED_FOR:
             why = f": {row.reason}" if row.reason else ""

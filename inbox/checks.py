@@ -18,7 +18,9 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.receiving.past import has_outbox
+from inbox.renaming import names_without_code, warnings_of_new_names
 from outbox.console.redaction import unloadable_redactors
+from outbox.database.connections import with_table
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -234,6 +236,22 @@ def check_databases(
 ) -> list[CheckMessage]:
     """inbox.E003: an unsupported database."""
     return unsupported_databases(InboxMessage, databases, check_id="inbox.E003")
+
+
+@register(Tags.database)
+def check_names(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """inbox.W006, with --database: a new handler on the topic of messages whose handler has no code: it may be a new name."""
+    return [
+        Warning(
+            problem,
+            hint="If it is another handler, silence this check until the old messages are purged, and delete the old queue.",
+            id="inbox.W006",
+        )
+        for alias in with_table(InboxMessage, databases or ())[0]
+        for problem in warnings_of_new_names(names_without_code(alias))
+    ]
 
 
 @register()

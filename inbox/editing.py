@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from django.db import OperationalError
+from django.db.models import F
+
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotEditable
 from inbox.handlers.handler import Handler
@@ -18,10 +21,14 @@ from inbox.handlers.registry import registry
 from inbox.leases.stores import stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import identify, is_undecided, message_of, stored_envelope, why_undecodable
-from inbox.store import operating
-from inbox.store.rows import UNIDENTIFIED, NewRow, business_id, edited_name
+from inbox.store import operating, ordering
+from inbox.store.intake import Incoming, store_incoming
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
+from inbox.store.trail import record
 from outbox.console.difference import difference
 from outbox.console.display import as_editable
+from outbox.database.connections import lock_timeout
+from outbox.database.faults import is_collision
 from outbox.kernel.body import Undecodable, decode_payload
 from outbox.kernel.envelope import COMPRESSION, JSON, compression_of, headers_as_json
 from outbox.kernel.text import why_unfit
@@ -94,6 +101,56 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
     return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)
+
+
+def run_conflicting(alias: str, pk: int, *, by: str) -> bool:
+    """∅ → received, due now, for the latest duplicate with other content of this row. False: none is stored, or it was run.
+
+    The same content is run once, however often it is delivered. Its handler gets it with the biz-id of the row.
+
+    Args:
+        by: the operator and the reason, for the trail.
+
+    Raises:
+        NotEditable: it cannot be run as its own message, for this reason.
+    """
+    try:
+        with ordering.deciding(alias), lock_timeout(alias, operating.OPERATORS_WAIT):
+            found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
+            first = found.select_for_update().first()
+            if first is None:
+                return False
+            row = conflicting_row(first)
+            if reason := _why_not_by_itself(row):
+                raise NotEditable(reason)
+            handler = registry.get(row.handler)
+            incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
+            (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
+            if not taken.state:
+                raise NotEditable("This content has been run as its own message before.")
+            # Its delivery is a row now. If its cause was counted, it stays a duplicate, too.
+            counted = int(first.conflicting_id != first.message_id)
+            InboxMessage.objects.using(alias).filter(pk=pk).update(
+                conflicting_attributes=None, conflicts=F("conflicts") - 1, duplicates=F("duplicates") - counted
+            )
+            new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+            record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
+            return True
+    except (ConcurrentDuplicate, OperationalError) as error:
+        if isinstance(error, ConcurrentDuplicate) or is_collision(error):
+            raise NotEditable(operating.ROW_LOCKED.format(pk)) from error
+        raise
+
+
+def _why_not_by_itself(row: NewRow) -> str:
+    handler = registry.get(row.handler)
+    if handler is None:
+        return f"This process has no handler {row.handler!r}, which would run it."
+    if handler.collects:
+        return "A run of a join has one message of each topic. Publish it with the run id of another run."
+    if reason := why_unfit(row.biz_id):
+        return f"It would be stored under the biz-id {row.biz_id}, which is invalid: {reason}."
+    return ""
 
 
 def _why_not(stored: InboxMessage) -> str:

@@ -78,6 +78,8 @@ class InboxMessage(models.Model):
     conflicting_id = models.CharField(_("conflicting message id"), max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
+    # Its other columns, see `rows.attributes_of`; NULL once an operator has run it as its own message.
+    conflicting_attributes = models.JSONField(null=True)
     # Refused by the maximum message age: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
@@ -108,6 +110,7 @@ class InboxMessage(models.Model):
             ("edit_inboxmessage", "Can correct the payload of a dead message and run it"),
             ("unredacted_inboxmessage", "Can see a payload unredacted to correct it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
+            ("run_conflicting_inboxmessage", "Can run a message with the biz-id of an earlier one and other content"),
             ("dry_run_inboxmessage", "Can run a handler without its effect, in the web process"),
             ("export_inboxmessage", "Can export dead letters with their content"),
         )

@@ -29,6 +29,7 @@ from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.refused_rows import RefusedMessages
+from inbox.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.store import claims, due, ordering, pausing, starts
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -119,6 +120,7 @@ class Runner:
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
         self.on_ring: Callable[[], object] = _do_nothing
+        self.names_without_code: list[NameWithoutCode] = []
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -222,11 +224,15 @@ class Runner:
         if alias in self._reported or not self._reports_unknown:
             return
         stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
+        names = committed(partial(names_without_code, alias), alias)
         self._reported.add(alias)
+        self.names_without_code += names
+        for problem in warnings_of_new_names(names):
+            logger.warning("runner: %s", problem)
         for name, count in stored.items():
             logger.warning(
                 "runner: %s stored messages wait for the handler %r, which this process does not have. They stay stored until "
-                "a process with this handler runs. If the handler was renamed, set name= to its old name.",
+                "a process with this handler runs. If the handler was renamed, set renamed_from= to this name.",
                 count if count < due.MOST_COUNTED else f"At least {count}",
                 name,
             )

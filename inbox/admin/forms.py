@@ -42,6 +42,19 @@ class OverrideForm(forms.Form):
     )
 
 
+class ConflictForm(forms.Form):
+    danger = _(
+        "The handler runs with the content of the latest message that has the biz-id of an earlier one. Its effect happens in "
+        "addition to that of the earlier one. First check that the two are different facts. Earlier contents are not stored."
+    )
+    reason = forms.CharField(
+        max_length=500,
+        label=_("Evidence"),
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text=_("What shows that it is another fact. The reason is stored in the trail and in the admin log."),
+    )
+
+
 class DryRunForm(forms.Form):
     danger = _(
         "The handler runs in this web process, and its transaction is rolled back. Mail, HTTP requests and other effects "

@@ -22,12 +22,12 @@ from django.utils.translation import gettext_lazy as _
 
 from inbox.admin.dry_run import DRY_RUN, shown_dry_run
 from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
-from inbox.admin.forms import DryRunForm, EditForm, OverrideForm, SkipForm
+from inbox.admin.forms import ConflictForm, DryRunForm, EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
 from inbox.dead_letters import letters
 from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
 from inbox.dry_run import why_not as why_not_dry
-from inbox.editing import replace_message
+from inbox.editing import replace_message, run_conflicting
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
@@ -174,6 +174,7 @@ class InboxMessageAdmin(MessageAdmin):
         "edit": (State.DEAD,),
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
+        "run_conflicting": tuple(State),
         "dry_run": RUNNABLE,
         "export": (State.DEAD,),
     }
@@ -198,7 +199,7 @@ class InboxMessageAdmin(MessageAdmin):
         "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
         "headers.tenant:acme."
     )
-    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "export")
+    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "run_conflicting", "export")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -278,6 +279,8 @@ class InboxMessageAdmin(MessageAdmin):
     def offers(self, action: str, row: Any) -> bool:
         if action == "dry_run":
             return not why_not_dry(row)
+        if action == "run_conflicting":
+            return row.conflicting_attributes is not None
         if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
             return bool(row.quarantined == (action == "override_maximum_age"))
         if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
@@ -291,6 +294,8 @@ class InboxMessageAdmin(MessageAdmin):
             return gettext("it is in quarantine; use “Retry past the maximum message age…”")
         if row is not None and not row.quarantined and action == "override_maximum_age":
             return gettext("it is not in quarantine; use “Retry now”")
+        if action == "run_conflicting":
+            return gettext("no other content is stored with it, or it was run")
         return super().why_not(request, alias, pk)
 
     # display
@@ -417,9 +422,10 @@ class InboxMessageAdmin(MessageAdmin):
         """The latest delivery with this biz-id and different content."""
         if not row.conflicts:
             return format_html("{}", NOTHING)
-        words = gettext("Deliveries with this biz-id but different content: %(count)s. None was run. It is a bug upstream.") % {
-            "count": f"{row.conflicts:,}"
-        }
+        words = gettext(
+            "Deliveries with this biz-id but different content: %(count)s. None was run as this message. Their publisher, or "
+            "biz_id= of the handler, gives one biz-id to different facts."
+        ) % {"count": f"{row.conflicts:,}"}
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
@@ -627,6 +633,22 @@ class InboxMessageAdmin(MessageAdmin):
 
     def has_dry_run_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm(f"{self.opts.app_label}.dry_run_inboxmessage")
+
+    def has_run_conflicting_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(f"{self.opts.app_label}.run_conflicting_inboxmessage")
+
+    @admin.action(permissions=["run_conflicting"], description=_("Run the different content as its own message…"))
+    def run_conflicting(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            ConflictForm,
+            action="run_conflicting",
+            question=gettext("Run the different content of these messages as messages of their own?"),
+            button=gettext("Run as own messages"),
+            done=gettext("different content due now, as its own message"),
+            transition=lambda given: partial(run_conflicting, by=by(request, given["reason"])),
+        )
 
     @admin.action(permissions=["skip"], description=_("Skip…"))
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:

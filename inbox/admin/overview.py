@@ -16,10 +16,12 @@ from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.handlers.registry import registry
 from inbox.models import Overview, PausedHandler, State
 from inbox.store import figures
+from inbox.store.alerting import newly_conflicting
 from inbox.store.heartbeats import consumers
 from inbox.store.statistics import minutes
 from outbox.console.display import duration, identifier
 from outbox.console.overview import (
+    DAY,
     Attention,
     Fact,
     Half,
@@ -86,6 +88,14 @@ def _read(alias: str) -> Reading:
         if counts[State.DEAD].number:
             words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead.number)
             yield Attention(text=words % {"count": count_text(dead)}, link=_of_state(State.DEAD))
+        for name, number in newly_conflicting(alias, DAY).items():
+            words = ngettext(
+                "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
+                "Within a day, {count} messages of {handler} got different content under their biz-ids, which was not run.",
+                number,
+            )
+            conflicting = Link(page=_MESSAGES, permission=_VIEW, query={"handler": name, "duplicates": "conflicting"})
+            yield Attention(text=format_html(words, count=f"{number:,}", handler=identifier(name)), link=conflicting)
         received = counts[State.RECEIVED].oldest
         if received is not None and now - received > inbox_options().STUCK_AFTER:
             words = gettext("A message was received %(duration)s ago and has not been run.")

@@ -32,7 +32,7 @@ from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Pool, RunningLoad
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only
+from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
@@ -68,6 +68,7 @@ _AGAIN_AFTER = {Received.DEFERRED: 1.0, Received.UNSTORED: 60.0}
 _UNSTORABLE_AFTER = 1.5
 """Multiple of `longest_silence` after which unstorable deliveries return to the broker, before its `consumer_timeout`."""
 _HEALTH_SECONDS = 30.0
+_MOST_NAMES = 20
 _NOT_RECEIVED = "Until then no message is received for it."
 
 
@@ -317,6 +318,8 @@ class Consumer:
                 unusable.add(handler.name)
                 problem = f"{error} {_NOT_RECEIVED}"
             self._report_problem(handler.name, problem)
+        for old in self._runner.names_without_code[:_MOST_NAMES] if speaks_amqp(self._options.broker_url) else ():
+            self._report_problem(f"queue of {old.name}", why_left(self._connection, old, self._options))
         self._runner.declared(handler for handler in self._handlers if handler.name not in unusable)
         return unusable
 

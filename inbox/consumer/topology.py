@@ -22,6 +22,7 @@ from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, Preconditio
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
+from inbox.renaming import NameWithoutCode
 from outbox.kernel import broker
 from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
 from outbox.kernel.envelope import ORDERING_KEY_HEADER
@@ -276,6 +277,20 @@ def _exists(connection: kombu.Connection, queue: kombu.Queue) -> bool:
     except NotFound:
         return False
     return True
+
+
+def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxOptions) -> str:
+    """A warning if a handler without code still has a queue, which collects messages that no process receives; else ""."""
+    queue = broker.queue_name(f"{options.group}.{old.name}", old.topic)
+    try:
+        if not any(_exists(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))):
+            return ""
+    except AccessRefused:
+        return ""
+    return (
+        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which there is no "
+        f"code. If the handler was renamed, set renamed_from={old.name!r}; otherwise delete the queue on the broker."
+    )
 
 
 def _is_partitioned(handler: Handler, options: InboxOptions) -> bool:

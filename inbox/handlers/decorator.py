@@ -1,7 +1,7 @@
 """The decorators that register a function as a handler: of one message, of a list, or of one message under a lease.
 
 Handlers are discovered in each app's `handlers.py`. Deduplication uses the handler's name: a handler with a new name handles
-every message again, so set `name=` before you rename a function.
+every message again, so set `renamed_from=` when you rename a function.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def idempotent_handler(
     publishes: Sequence[str] = (),
     biz_id: BizId | str | None = None,
     name: str | None = None,
+    renamed_from: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
@@ -84,6 +85,8 @@ def idempotent_handler(
         biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
             ("order_id", "order.id"); default: the message's own biz-id, else its id.
         name: stable name of this handler, used for deduplication and for its queue; default: `<app label>.<function name>`.
+        renamed_from: the name that this handler had before its function was renamed. It keeps that name, with its messages and
+            its queue, so that old and new processes may run side by side. The same as `name`, so give one of them.
         using: the database alias that the effect is written to.
         timeout: a run that takes longer is a failed attempt; default: unbounded.
         retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
@@ -112,7 +115,7 @@ def idempotent_handler(
             deadline=deadline,
             on_missing=on_missing,
             publishes=_topics("publishes", publishes),
-            name=name,
+            name=_kept(name, renamed_from),
             using=using,
             timeout=timeout,
             retry=retry,
@@ -125,7 +128,7 @@ def idempotent_handler(
         topic,
         publishes=_topics("publishes", publishes),
         biz_id=biz_id,
-        name=name,
+        name=_kept(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -145,6 +148,7 @@ def batch_handler(
     wait: timedelta = timedelta(seconds=0.2),
     biz_id: BizId | str | None = None,
     name: str | None = None,
+    renamed_from: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
@@ -168,7 +172,7 @@ def batch_handler(
     return registering(
         topic,
         biz_id=biz_id,
-        name=name,
+        name=_kept(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -186,6 +190,7 @@ def leased_handler(
     lease: Lease | None = None,
     biz_id: BizId | str | None = None,
     name: str | None = None,
+    renamed_from: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
@@ -210,7 +215,7 @@ def leased_handler(
     return registering(
         topic,
         biz_id=biz_id,
-        name=name,
+        name=_kept(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -221,6 +226,12 @@ def leased_handler(
         shed=shed,
         start_from=start_from,
     )
+
+
+def _kept(name: str | None, renamed_from: str | None) -> str | None:
+    if name and renamed_from:
+        raise ValueError(f"A handler keeps its old name: remove name={name!r}, or renamed_from={renamed_from!r}.")
+    return name or renamed_from
 
 
 def _joining() -> Callable[..., Callable[[Function], Function]]:

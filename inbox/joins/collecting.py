@@ -36,7 +36,7 @@ class Definition:
         name: of its handler.
         using: the database alias of its runs.
         topics: all of these.
-        deadline: after the arrival of the first message of a run.
+        deadline: after the first arrival of a message of the run.
         on_missing: what happens then.
         refuses_late: a message that comes when the run is over is a dead letter. Otherwise it is stored with the run.
     """
@@ -52,6 +52,11 @@ class Definition:
         """Those of its topics that are not in `topics`."""
         return tuple(topic for topic in self.topics if topic not in topics)
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """Its topics by the handlers that collect them."""
+        return {f"{self.name}/{topic}": topic for topic in self.topics}
+
 
 def collect(join: Definition, message: Message) -> None:
     """Store a message as a part of its run. The last one makes the run's inbox row due.
@@ -62,7 +67,9 @@ def collect(join: Definition, message: Message) -> None:
     """
     alias, run_id = join.using, message.biz_id
     run = store.lock(alias, join.name, run_id)
-    run = run or store.open_run(alias, join.name, run_id, join.deadline, message)
+    if run is None:
+        left = join.deadline - store.age(alias, run_id, join.parts)
+        run = store.open_run(alias, join.name, run_id, left, message)
     # Another transaction has opened it in between.
     run = run or store.lock(alias, join.name, run_id)
     if run is None:
@@ -93,12 +100,12 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
 
     Raises:
         Reject: the deadline has passed, and messages are missing.
-        RetryLater: messages are missing, and the deadline has not passed.
+        RetryLater: messages are missing, and the deadline has not passed, or one that is stored is not handled yet.
     """
     if given[0].topic != store.TOPIC:
         return _joined(join, given[0], {message.topic: message for message in given})
     (of_the_run,) = given
-    found = store.collected(join.using, join.name, of_the_run.biz_id)
+    found = store.collected(join.using, join.name, of_the_run.biz_id, join.parts)
     if found is None:
         raise Reject(f"The messages of the run {of_the_run.biz_id} are not stored: its row was not made by this join.")
     joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in found.parts})
@@ -107,6 +114,8 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
     names = ", ".join(joined.missing)
     if found.left > timedelta():
         raise RetryLater(min(found.left, _EARLY), f"waits for {names}")
+    if found.unhandled:
+        raise RetryLater(_EARLY, f"the deadline has passed, but a stored message that may be of {names} is not handled yet")
     if join.on_missing == "dead":
         raise Reject(
             f"The deadline has passed, and these messages have not come: {names}. Complete the run, extend its deadline, or "

@@ -60,7 +60,7 @@ def joining(
             name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing, refuses_late=refuses_late
         )
         for topic in join.topics:
-            of_a_part = registering(topic, biz_id=correlate, name=f"{named}/{topic}", using=using)
+            of_a_part = registering(topic, biz_id=correlate, name=f"{named}/{topic}", using=using, collects=True)
             of_a_part(update_wrapper(partial(collect, join), collect))
         of_a_run = registering(
             TOPIC,

@@ -42,7 +42,8 @@ def correlated(
     Args:
         request: the topic that this service publishes with `outbox.request`, and no other service.
         answer: the topic of the answers. An answer has the correlation id of its request.
-        timeout: how long a request waits for its answer, counted from its arrival in this handler's inbox.
+        timeout: how long a request waits for its answer, counted from its arrival in this handler's inbox. An answer that is
+            stored then and not handled yet is waited for.
         on_timeout: called with the request if no answer has arrived in time, instead of the decorated function. Default: the
             request is a dead letter, and an operator decides.
         name: stable name of this handler; default: `<app label>.<function name>`.

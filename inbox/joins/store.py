@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections, router
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from inbox.handlers.message import Message
 from inbox.joins.models import Part, Run
-from inbox.models import InboxMessage, State
+from inbox.models import DUE, InboxMessage, State
+from inbox.receiving.reading import UNDECIDED
 from inbox.store import operating
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
@@ -54,10 +55,12 @@ class Collected:
     Attributes:
         left: the time until the deadline; not positive if it has passed.
         started_by: the operator who started it without the missing messages, or "".
+        unhandled: the deadline has passed, and a message that arrived before is stored, but not a part yet.
     """
 
     left: timedelta
     started_by: str
+    unhandled: bool
     parts: Sequence[Part]
 
 
@@ -186,13 +189,37 @@ def may_lack_messages(alias: str, run: Locked) -> bool:
     return runs.filter(Q(deadline_at__lte=DatabaseTime()) | ~Q(started_by="")).exists()
 
 
-def collected(alias: str, handler: str, run_id: str) -> Collected | None:
-    """A run with its parts, for its function; None if it does not exist."""
+def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) -> Collected | None:
+    """A run with its parts, for its function; None if it does not exist.
+
+    Args:
+        topics: by the handlers that collect them.
+    """
     found = Run.objects.using(alias).filter(handler=handler, run_id=run_id).annotate(database_now=DatabaseTime())
-    run: Any = found.prefetch_related("parts").first()
+    run: Any = found.first()
     if run is None:
         return None
-    return Collected(left=run.deadline_at - run.database_now, started_by=run.started_by, parts=list(run.parts.all()))
+    left = run.deadline_at - run.database_now
+    # Before the parts are read: a message that is handled in between is one of them.
+    unhandled = left <= timedelta() and _is_unhandled(alias, run, topics)
+    return Collected(left=left, started_by=run.started_by, unhandled=unhandled, parts=list(run.parts.all()))
+
+
+def _is_unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> bool:
+    rows = _rows_of(alias, topics).filter(state__in=DUE)
+    # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
+    unread = rows.filter(biz_id__gte="undecided", biz_id__lt="undecidee", biz_id__startswith=UNDECIDED)
+    return rows.filter(biz_id=run.run_id).exists() or unread.filter(received_at__lte=run.deadline_at).exists()
+
+
+def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:
+    """How long ago the first message of a run arrived, handled or not."""
+    instants = _rows_of(alias, topics).filter(biz_id=run_id).values_list("received_at", DatabaseTime())
+    return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
+
+
+def _rows_of(alias: str, topics: Mapping[str, str]) -> QuerySet[InboxMessage]:
+    return InboxMessage.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
 
 
 def empty_parts(alias: str, handler: str, run_id: str) -> None:

@@ -16,8 +16,9 @@ import json
 import logging
 import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -43,7 +44,9 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _SOCKET_SECONDS = 5.0
+_LONGEST_WAIT_SECONDS = 2.0
 _MAX_TRIES = 3
+_MOST_UNANSWERED = 10_000
 _HASH_LENGTH = 16
 _STEP = "step:"
 _DONE = "done"
@@ -78,9 +81,11 @@ class RedisLeases:
             decode_responses=True,
             socket_connect_timeout=_SOCKET_SECONDS,
             socket_timeout=_SOCKET_SECONDS,
-            # Every script is idempotent, so retry at once if Redis has closed the connection.
-            retry=Retry(NoBackoff(), 1),
+            # Every script is idempotent, so retry at once if Redis has closed the connection; not if it does not answer.
+            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
+        self._beginning = threading.BoundedSemaphore(max(1, options.CONCURRENCY // 2))
+        self._unanswered: OrderedDict[str, str] = OrderedDict()
         self._scripts: dict[str, Any] = {}
         self._states: dict[str, _KnownState] = {}
         self._state_locks: dict[str, threading.Lock] = {}
@@ -89,7 +94,30 @@ class RedisLeases:
         self._eviction_checked = False
 
     def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
-        began_at, owner = monotonic(), uuid.uuid4().hex
+        began_at, record = monotonic(), _record_key(request.row)
+        # Redis may execute a request whose client has given up, and nothing would hold that lease. The next try takes it over.
+        owner = self._unanswered.pop(record, None) or uuid.uuid4().hex
+        try:
+            with self._half_of_the_threads():
+                return self._acquire(request, owner, began_at)
+        except LeaseStoreUnavailable:
+            self._unanswered[record] = owner
+            if len(self._unanswered) > _MOST_UNANSWERED:
+                with suppress(KeyError):
+                    self._unanswered.popitem(last=False)
+            raise
+
+    @contextmanager
+    def _half_of_the_threads(self) -> Iterator[None]:
+        """No more than half of the threads begin runs at a time: while Redis hangs, the others run handlers without leases."""
+        if not self._beginning.acquire(timeout=_LONGEST_WAIT_SECONDS):
+            raise LeaseStoreUnavailable(f"the lease store {self._where} has not answered other threads for some time")
+        try:
+            yield
+        finally:
+            self._beginning.release()
+
+    def _acquire(self, request: LeaseRequest, owner: str, began_at: float) -> Verdict:
         for _ in range(_MAX_TRIES):
             state = self._state(request.handler.using)
             answer = self._run(

@@ -89,6 +89,7 @@ class Migration(migrations.Migration):
                 ('conflicting_id', models.CharField(db_default='', default='', max_length=255, verbose_name='conflicting message id')),
                 ('conflicting_body', models.BinaryField(null=True)),
                 ('conflicting_at', models.DateTimeField(null=True)),
+                ('conflicting_attributes', models.JSONField(null=True)),
                 ('quarantined', models.BooleanField(db_default=False, default=False)),
                 ('last_error', models.TextField(db_default='', default='')),
                 ('traceback', models.TextField(db_default='', default='')),

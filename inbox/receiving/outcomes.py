@@ -25,7 +25,7 @@ from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.intake import Taken
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
-from outbox.database.faults import is_collision
+from outbox.database.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
 from outbox.kernel.redactors import redacted_error
 from outbox.kernel.retry import RetryPolicy
@@ -226,9 +226,10 @@ def _decided(handler: Handler, error: BaseException, attempt: int, options: Inbo
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
     if is_collision(error):
-        # The handler is not the cause: the backoff of a failure, but no attempt is counted.
+        # The handler is not the cause: no attempt is counted. Only a wait for a lock may be as long again.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
-        return failure_from(error, error=text, retry_after=policy.delay(1), attempts=attempt - 1)
+        delay = _SHORTEST_DELAY if sqlstate_of(error) == SERIALIZATION_FAILURE else policy.delay(1)
+        return failure_from(error, error=text, retry_after=delay, attempts=attempt - 1)
     if isinstance(error, Reject):
         return failure_from(error, error=f"rejected: {describe(error)}", retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"
@@ -327,8 +328,8 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     if earlier.conflicting:
         logger.error(
             "%(handler)s: message %(message_id)s has the biz-id %(biz_id)s of an earlier message, but other content. It was "
-            "not run; check how its publisher chooses biz-ids.",
-            names,
+            "not run. If it is another fact, run it as its own message in the admin, and correct %(wrong)s.",
+            {**names, "wrong": "biz_id= of the handler" if handler.biz_id else "its publisher, or set biz_id= of the handler"},
         )
         metrics.CONFLICTS.add(1, handler.name)
         _send(signals.conflicting_duplicate, **names)

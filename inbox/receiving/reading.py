@@ -32,8 +32,9 @@ from outbox.kernel.envelope import (
 )
 from outbox.kernel.text import describe
 
-_UNDECIDED = "undecided:"
-_UNDECIDED_REDELIVERY = f"{_UNDECIDED}redelivery:"
+UNDECIDED = "undecided:"
+"""Begins the provisional biz-id of a delivery that has not been read."""
+_UNDECIDED_REDELIVERY = f"{UNDECIDED}redelivery:"
 
 _OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
 _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
@@ -130,13 +131,13 @@ def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) ->
     It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
-    row = replace(row_of(handler, envelope, biz_id=_UNDECIDED), headers=headers)
+    row = replace(row_of(handler, envelope, biz_id=UNDECIDED), headers=headers)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
-    return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else _UNDECIDED}{digest}")
+    return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else UNDECIDED}{digest}")
 
 
 def is_undecided(biz_id: str) -> bool:
-    return biz_id.startswith(_UNDECIDED)
+    return biz_id.startswith(UNDECIDED)
 
 
 def is_undecided_redelivery(biz_id: str) -> bool:
@@ -171,7 +172,7 @@ def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
 
 
 def _not_ours(biz_id: str) -> str:
-    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, _UNDECIDED, EDITED)) else biz_id
+    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, UNDECIDED, EDITED)) else biz_id
 
 
 def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from django.db.models import Count
+
 from inbox.models import DUE, InboxMessage, PausedHandler, State
 from inbox.store import heartbeats
 from inbox.store.due import stored_handlers
@@ -36,6 +38,13 @@ def is_late(alias: str, handler: str, lag: timedelta) -> bool:
     """Has a stored message of this handler been due for longer than `lag`?"""
     late = InboxMessage.objects.using(alias).filter(handler=handler, state__in=DUE, next_attempt_at__lt=DatabaseTime(-lag))
     return bool(late.exists())
+
+
+def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
+    """By handler, how many messages have got a duplicate with other content within this time that no operator has run."""
+    rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0, conflicting_attributes__isnull=False)
+    recent = rows.filter(conflicting_at__gte=DatabaseTime(-within))
+    return dict(recent.order_by("handler").values_list("handler").annotate(Count("pk")))
 
 
 def newly_dead(alias: str, within: timedelta) -> int:

@@ -12,7 +12,7 @@ from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_done, insert_one
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, emptied
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
 from outbox.database.connections import is_outermost, is_postgresql
@@ -32,7 +32,8 @@ _KEEP_CONFLICT = (
     "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END, "
     "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
     "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
-    "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
+    "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END, "
+    "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
 )
 
 
@@ -155,6 +156,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
     if_the_same = cause_if_the_same(row, redelivered=redelivered)
     column = _COUNTED_AS[if_the_same]
     # A message without an id is known to be the same only if the broker says so.
@@ -163,11 +165,14 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
         connection,
         f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
         f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
-        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection))} "
+        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)} "
         f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
-        [same_id, *[row.digest] * 2, row.message_id, row.digest, row.body, row.digest, row.handler, row.topic, row.biz_id],
+        [
+            *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
+            *(row.digest, attributes_of(row), row.handler, row.topic, row.biz_id),
+        ],
     )
     if not found:
         return None

@@ -50,11 +50,16 @@ TRIED_AGAIN: Mapping[str, Any] = {
 }
 
 
-def handlers_and_topics(alias: str, most: int = 10_000) -> tuple[list[str], list[str]]:
-    """The handlers and the topics of all messages, up to a limit."""
+def handlers_with_topics(alias: str, most: int = 10_000) -> list[tuple[str, str]]:
+    """The handlers of all messages with their topics, up to a limit."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_PAIRS[connections[alias].vendor], [most])
-        found = cursor.fetchall()
+        return list(cursor.fetchall())
+
+
+def handlers_and_topics(alias: str) -> tuple[list[str], list[str]]:
+    """The handlers and the topics of all messages, up to a limit."""
+    found = handlers_with_topics(alias)
     return sorted({handler for handler, _ in found}), sorted({topic for _, topic in found})
 
 

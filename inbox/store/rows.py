@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import OperationalError
 
@@ -17,18 +18,19 @@ from outbox.kernel.failures import REFUSED
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
 EDITED = "edited:"
-"""Prefix of the biz-id of a row whose payload an operator has corrected; a handler's own biz-ids never have it."""
+"""Prefix of the biz-id of a row that an operator has made of another with its biz-id; a handler's own biz-ids never have it."""
+_DIGITS = 32
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
-def edited_name(row: int, biz_id: str) -> str:
-    """The biz-id of the row that replaces `row`, with a corrected payload under the same biz-id."""
-    return f"{EDITED}{row}:{biz_id}"
+def edited_name(what: int | str, biz_id: str) -> str:
+    """The biz-id of the row with a corrected payload that replaces row `what`, or of other content with this digest."""
+    return f"{EDITED}{what}:{biz_id}"
 
 
 def business_id(biz_id: str) -> str:
-    """The business's biz-id of a row that may be the replacement of another."""
+    """The business's biz-id of a row that an operator may have made."""
     return biz_id.split(":", 2)[2] if biz_id.startswith(EDITED) else biz_id
 
 
@@ -103,6 +105,33 @@ COLUMNS = {
     "body": "bytea",
 }
 """The stored columns of a `NewRow`, with PostgreSQL's types."""
+
+
+_ATTRIBUTES = ("key", "content_type", "headers", "source", "correlation_id", "causation_id", "traceparent")
+
+
+def attributes_of(row: NewRow) -> str:
+    """What a conflicting duplicate has besides its id and body, as JSON."""
+    attributes = {name: getattr(row, name) for name in _ATTRIBUTES}
+    return json.dumps({**attributes, "created_at": row.created_at.isoformat() if row.created_at else None})
+
+
+def conflicting_row(stored: InboxMessage) -> NewRow:
+    """The latest conflicting duplicate of a row, under a biz-id of its own, which the same content gets again."""
+    body = bytes(stored.conflicting_body or b"")
+    digest = hashlib.sha256(body).hexdigest()
+    attributes: dict[str, Any] = {**(stored.conflicting_attributes or {})}
+    created_at = attributes.pop("created_at")
+    return NewRow(
+        handler=stored.handler,
+        topic=stored.topic,
+        biz_id=edited_name(digest[:_DIGITS], business_id(stored.biz_id)),
+        message_id=stored.conflicting_id,
+        body=body,
+        digest=digest,
+        created_at=datetime.fromisoformat(created_at) if created_at else None,
+        **attributes,
+    )
 
 
 def emptied(row: NewRow) -> NewRow:

@@ -22,6 +22,7 @@ from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
 from inbox.transactions.statements import controls_transaction, text_of
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
@@ -65,6 +66,10 @@ def in_transaction(
             # The first hook of this transaction: it runs even if a later hook raises.
             connection.on_commit(mark)
             with statements_of_ours:
+                if handler.collects and is_postgresql(connection) and is_outermost(connection):
+                    # Runs share pages of their indexes, so SERIALIZABLE would fail nearly all that are collected together.
+                    with connection.cursor() as cursor:
+                        cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
                 guard = begin()
             if guard is None:
                 return False

@@ -25,7 +25,7 @@ class AlertOptions:
         CLEAR_AFTER: evaluations in a row that must not meet it before it is cleared.
         LAG: a message that is due for longer raises an alert.
         DEAD: this many new dead letters within DEAD_WITHIN raise an alert.
-        DEAD_WITHIN: see DEAD.
+        DEAD_WITHIN: see DEAD; also the time for which a conflicting duplicate raises one.
         PAUSED_FOR: a topic or handler that is paused for longer raises an alert.
         MAIL_TO: recipients of an e-mail for each raised and cleared alert; Django's EMAIL settings send it.
         WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except

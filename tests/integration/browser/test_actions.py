@@ -49,6 +49,14 @@ WORDS = {
 """What is filled into the fields of the confirmation pages."""
 
 
+A_CONFLICT = {
+    **dict.fromkeys(("key", "source", "correlation_id", "causation_id", "traceparent"), ""),
+    "content_type": "application/json",
+    "headers": "{}",
+    "created_at": None,
+}
+
+
 def a_hostile(state, **given):
     names = {"topic": NASTY, "biz_id": NASTY, "last_error": NASTY, "payload": {NASTY: NASTY}}
     return a_message(state, ago=timedelta(minutes=5), due_ago=-timedelta(minutes=5), **names, **given)
@@ -106,6 +114,15 @@ def rows_to_act_on():
     for action in ("retry", "edit", "dry_run", "skip", "export"):
         found["inbox.InboxMessage", action] = partial(a_dead_letter, f"{NASTY} {action}")
     found["inbox.InboxMessage", "override_maximum_age"] = partial(a_dead_letter, NASTY, quarantined=True)
+    found["inbox.InboxMessage", "run_conflicting"] = partial(
+        a_dead_letter,
+        f"{NASTY} conflict",
+        conflicts=1,
+        duplicates=1,
+        conflicting_id=NASTY,
+        conflicting_body=b"{}",
+        conflicting_attributes=A_CONFLICT,
+    )
     for action in ("complete", "extend", "start"):
         found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
     for action in ("test", "edit", "rotate", "enable", "disable"):

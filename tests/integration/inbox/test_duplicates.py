@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pytest
+from django.urls import reverse
 
 from inbox import signals
-from inbox.models import InboxMessage, State
+from inbox.alerting import CONDITIONS
+from inbox.models import AuditEntry, InboxMessage, State
 from inbox.receiving.execute import Received
+from outbox.console.alert_options import AlertOptions
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring
+from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
+from tests.support.admin_pages import said, staff_client
 from tests.support.deliveries import (
     TOPIC,
     an_envelope,
     deliver,
     drain,
     effects,
+    run_to_the_end,
     the_effect,
     the_row,
 )
@@ -243,3 +249,78 @@ class TestReplayHeader:
 
         assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})
         assert [(handled.id, handled.headers) for handled in got] == [(str(message.id), {"tenant": "acme"})]
+
+
+@every_database
+class TestRunAsItsOwnMessage:
+    """A message with the biz-id of an earlier one and other content may be another fact: an operator runs it."""
+
+    @pytest.fixture
+    def operator(self):
+        return staff_client("view_inboxmessage", "run_conflicting_inboxmessage", "view_overview", "view_alert")
+
+    def run_it(self, client, row):
+        data = {"action": "run_conflicting", "_selected_action": [row.pk], "confirmed": "yes", "reason": "two nights"}
+        ((level, words),) = said(client.post(reverse("admin:inbox_inboxmessage_changelist"), data, follow=True))
+        return level, words
+
+    def test_other_fact_under_the_same_biz_id_is_run_once_with_its_own_headers(self, handles, operator):
+        given = []
+        handler = handles(given.append, biz_id="booking")
+        deliver(handler, an_envelope({"booking": 7, "night": 1}, headers={"tenant": "a"}))
+        other = an_envelope({"booking": 7, "night": 2}, headers={"tenant": "b"}, key="k")
+        deliver(handler, other)
+        row = the_row()
+        assert [message.payload["night"] for message in given] == [1]
+
+        assert self.run_it(operator, row)[0] == "success"
+        drain()
+        deliver(handler, other, redelivered=True)  # and the broker delivers it once more
+        run_to_the_end()
+        level, words = self.run_it(operator, row)
+        drain()
+
+        assert (level, "has been run as its own message before" in words) == ("error", True)
+        assert [message.payload["night"] for message in given] == [1, 2]
+        assert (given[1].id, given[1].biz_id, given[1].key, given[1].headers) == (other.id, "7", "k", {"tenant": "b"})
+        assert given[1].created_at == other.created_at
+        entry = AuditEntry.objects.get()
+        assert (entry.action, entry.object_id) == ("run_conflicting", row.message_id)
+
+    def test_ordered_handler_runs_it_after_the_open_messages_of_its_key(self, handles, operator):
+        given = []
+        handler = handles(given.append, biz_id="booking", ordered=True)
+        for booking, night in ((7, 1), (7, 2), (8, 3)):
+            deliver(handler, an_envelope({"booking": booking, "night": night}, key="k"))
+        self.run_it(operator, the_row(biz_id="7"))
+        run_to_the_end()
+
+        assert [message.payload["night"] for message in given] == [1, 3, 2]
+
+    def test_overview_and_alert_name_the_handler_until_it_is_run(self, handles, operator):
+        handler = handles(the_effect, biz_id="booking")
+        for night in (1, 2):
+            deliver(handler, an_envelope({"booking": 7, "night": night}))
+
+        def needs_attention():
+            overview = operator.get(reverse("admin:inbox_overview_changelist")).content.decode()
+            return "got different content under its biz-id" in overview, bool(
+                CONDITIONS.evaluate("default", AlertOptions()).get(("conflicts", handler.name))
+            )
+
+        assert needs_attention() == (True, True)
+        self.run_it(operator, the_row())
+        assert needs_attention() == (False, False)
+
+    def test_error_names_the_handlers_biz_id(self, handles, caplog):
+        handler = handles(the_effect, biz_id="booking")
+        for night in (1, 2):
+            deliver(handler, an_envelope({"booking": 7, "night": night}))
+        assert "correct biz_id= of the handler" in caplog.text
+
+    def test_message_of_a_run_of_a_join_is_not_run_by_itself(self, handles, operator, joins):  # noqa: F811
+        joins(report)
+        comes(TOPICS[0], number=1)
+        comes(TOPICS[0], number=2)
+        level, words = self.run_it(operator, the_row(topic=TOPICS[0]))
+        assert (level, "one message of each topic" in words) == ("error", True)

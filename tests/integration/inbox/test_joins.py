@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from datetime import timedelta
+from functools import partial
 
 import psycopg
 import pytest
@@ -75,6 +76,7 @@ def the_run(run_id="monday"):
 
 
 ALL = ",".join(TOPICS)
+SERIALIZABLE_ROUNDS = 5
 
 
 @pytest.mark.django_db(transaction=True)
@@ -305,6 +307,15 @@ class TestUnderStricterIsolation:
                 comes(TOPICS[2])
             drain()
             assert effects() == [("monday", ALL)]
+
+    def test_messages_of_many_runs_that_arrive_together_do_not_collide_under_serializable_isolation(self, joins):
+        joins(report)
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel.SERIALIZABLE}):
+            for number in range(SERIALIZABLE_ROUNDS):
+                arrive = [partial(comes, topic, f"run-{number}-{run}") for topic in TOPICS for run in range(4)]
+                assert at_once(arrive) == [Received.HANDLED] * len(arrive)
+            drain()
+        assert len(effects()) == 4 * SERIALIZABLE_ROUNDS
 
 
 @pytest.mark.django_db(transaction=True)

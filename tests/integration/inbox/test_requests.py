@@ -12,6 +12,7 @@ from inbox.handlers.registry import registry
 from inbox.joins import correlated, store
 from inbox.joins.models import Run
 from inbox.models import InboxMessage
+from inbox.pausing import pause_handler, resume_handler
 from inbox.receiving.outcomes import Received
 from inbox.store.operating import skip
 from inbox.testing import make_message, run_handler, travel
@@ -52,12 +53,14 @@ def give_up(asked):
     Effect.objects.create(name=asked.payload["payment"], detail="no answer")
 
 
-def is_asked(chain="chain-1", payment="payment-1"):
-    return deliver(registry.get(f"{NAME}/{ASKED}"), an_envelope({"payment": payment}, topic=ASKED, correlation_id=chain))
+def is_asked(chain="chain-1", payment="payment-1", *, redelivered=False):
+    envelope = an_envelope({"payment": payment}, topic=ASKED, correlation_id=chain)
+    return deliver(registry.get(f"{NAME}/{ASKED}"), envelope, redelivered=redelivered)
 
 
-def is_answered(chain="chain-1", result="paid"):
-    return deliver(registry.get(f"{NAME}/{ANSWERED}"), an_envelope({"result": result}, topic=ANSWERED, correlation_id=chain))
+def is_answered(chain="chain-1", result="paid", *, redelivered=False):
+    envelope = an_envelope({"result": result}, topic=ANSWERED, correlation_id=chain)
+    return deliver(registry.get(f"{NAME}/{ANSWERED}"), envelope, redelivered=redelivered)
 
 
 def effects():
@@ -161,6 +164,32 @@ class TestTimeout:
         travel(timedelta(minutes=1))
         drain()
         run_to_the_end()
+        assert effects() == [("payment-1", "no answer")]
+
+    @pytest.mark.parametrize(("first", "second", "waits"), [(is_answered, is_asked, ASKED), (is_asked, is_answered, ANSWERED)])
+    def test_message_that_arrived_in_time_and_is_handled_after_the_timeout_is_not_missing(self, asks, first, second, waits):
+        asks(settle, on_timeout=give_up)
+        pause_handler(f"{NAME}/{waits}")
+        first()
+        assert second(redelivered=True) is Received.STORED
+        travel(TIMEOUT)
+        drain()
+        assert (Run.objects.select_related("row").get().row.state, effects()) == ("retrying", [])
+
+        resume_handler(f"{NAME}/{waits}")
+        run_to_the_end()
+        assert effects() == [("payment-1", "paid")]
+
+    def test_timeout_counts_from_the_arrival_of_a_request_that_is_handled_later(self, asks):
+        asks(settle, on_timeout=give_up)
+        pause_handler(f"{NAME}/{ASKED}")
+        is_asked(redelivered=True)
+        travel(TIMEOUT - timedelta(minutes=1))
+        resume_handler(f"{NAME}/{ASKED}")
+        drain()
+        assert effects() == []
+        travel(timedelta(minutes=1))
+        drain()
         assert effects() == [("payment-1", "no answer")]
 
     def test_late_answer_is_a_dead_letter_that_says_so(self, asks):

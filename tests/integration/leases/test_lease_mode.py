@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
@@ -48,6 +50,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import a_delivery, receive_load
 from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, declare, send
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -826,6 +829,15 @@ def drain_for_a_moment(given):
         drain(given)
 
 
+@contextmanager
+def frozen(server):
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
 class TestUnavailableStore:
     @pytest.fixture
     def stopped_store(self, redis_server, redis_url):
@@ -841,6 +853,37 @@ class TestUnavailableStore:
 
         assert effects() == 0
         assert not InboxMessage.objects.exists()
+
+    @pytest.mark.timeout(300)
+    def test_lease_that_redis_granted_after_its_client_had_given_up_is_used_by_the_next_try(
+        self, leased, redis_server, redis_url
+    ):
+        given, envelope = in_redis(redis_url), an_envelope()
+        handler = leased(the_effect)
+        deliver(handler, given=given)
+        with frozen(redis_server), pytest.raises(LeaseStoreUnavailable):
+            deliver(handler, envelope, given=given)
+        with redis.Redis.from_url(redis_url) as client:
+            # The counts, the state, and a record of each of the two messages.
+            wait_until(lambda: client.dbsize() == 4)
+
+        assert deliver(handler, envelope, given=given, redelivered=True) is Received.HANDLED
+        assert effects() == 2
+
+    @pytest.mark.timeout(300)
+    def test_handlers_without_leases_run_while_redis_hangs(
+        self, leased, handles, redis_server, redis_url, rabbitmq_url, caplog
+    ):
+        given = broker_options(rabbitmq_url, LEASE_STORE=redis_url, CONCURRENCY=4)
+        held = leased(the_effect, name="tests.leased", topic="tests.held")
+        plain = handles(the_effect, name="tests.plain")
+        for handler in (held, plain):
+            declare(handler, given)
+            for number in range(8):
+                send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
+        with frozen(redis_server), consuming([held, plain], given):
+            wait_until(lambda: effects() == 8)
+            assert "Timeout" not in caplog.text, "before a thread has given up"
 
     def test_unavailable_lease_store_uses_no_attempt_of_stored_messages(self, leased, redis_server, redis_url):
         given = in_redis(redis_url)

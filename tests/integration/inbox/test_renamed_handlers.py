@@ -1,0 +1,88 @@
+"""Renamed handlers: with `renamed_from` they continue where they were; without it, the old name is reported."""
+
+from __future__ import annotations
+
+import pytest
+from django.core.checks import run_checks
+
+from inbox import batch_handler, idempotent_handler, leased_handler
+from inbox.handlers.registry import registry
+from tests.support.deliveries import TOPIC, deliver, effects, the_effect
+from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, declare, length_of, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+OLD, NEW = "tests.remind", "tests.send_reminder"
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    registry.remove(OLD)
+
+
+def send_reminder(message):
+    the_effect(message)
+
+
+def new_names():
+    return [str(each.msg) for each in run_checks(databases=["default"]) if each.id == "inbox.W006"]
+
+
+@pytest.mark.timeout(300)
+def test_old_and_new_processes_of_a_renamed_handler_have_one_effect_per_message(handles, rabbitmq_server, rabbitmq_url):
+    options = broker_options(rabbitmq_url)
+    old = handles(the_effect, name=OLD)
+    declare(old, options)
+    with consuming([old], options):
+        for number in range(2):
+            send(rabbitmq_url, TOPIC, {}, message_id=f"m-{number}")
+        wait_until(lambda: effects() == 2)
+
+        registry.remove(OLD)
+        idempotent_handler(TOPIC, renamed_from=OLD)(send_reminder)
+        new = registry.get(OLD)
+        with consuming([new], options):
+            for number in range(8):  # the first two once more
+                send(rabbitmq_url, TOPIC, {}, message_id=f"m-{number}")
+            wait_until(lambda: effects() >= 8 and length_of(rabbitmq_server, old, options) == 0)
+
+    assert effects() == 8
+    assert new_names() == []
+
+
+@pytest.mark.parametrize("decorator", [idempotent_handler, batch_handler, leased_handler])
+def test_name_and_renamed_from_contradict_each_other(decorator):
+    with pytest.raises(ValueError, match="remove name='a', or renamed_from='b'"):
+        decorator(TOPIC, name="a", renamed_from="b")
+
+
+@pytest.mark.every_database
+def test_check_of_the_database_names_a_new_handler_and_the_name_that_it_may_have_had(handles):
+    deliver(handles(the_effect, name=OLD))
+    assert new_names() == []
+
+    registry.remove(OLD)
+    new = handles(send_reminder, name=NEW)
+    [warning] = new_names()
+    assert NEW in warning
+    assert f"renamed_from={OLD!r}" in warning
+
+    deliver(new)  # too late
+    assert new_names() == []
+
+
+def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(handles, rabbitmq_url, caplog):
+    options = broker_options(rabbitmq_url)
+    old = handles(the_effect, name=OLD)
+    declare(old, options)
+    with consuming([old], options):
+        send(rabbitmq_url, TOPIC, {}, message_id="m-1")
+        wait_until(lambda: effects() == 1)
+    registry.remove(OLD)
+
+    with consuming([handles(send_reminder, name=NEW)], options) as consumer:
+        wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
+        consumer._checked_at = float("-inf")  # half a minute has passed
+        wait_until(lambda: f"collects a copy of every message of {TOPIC} for the handler {OLD}" in caplog.text)
