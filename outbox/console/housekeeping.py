@@ -96,15 +96,17 @@ class Housekeeping:
         ended = operations.ended(self._alias, options.OPERATION_RETENTION)
         self._delete(delete_in_chunks(ended, by="ended_at", chunk=CHUNK), stop)
 
-    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:
+    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:
+        """Delete them chunk by chunk. False: it was interrupted."""
         renew_at = monotonic() + _ROUND_SECONDS
         for _ in chunks:
             if stop.wait(_PAUSE_SECONDS):
-                break
+                return False
             if monotonic() >= renew_at:
                 if not self.take_lease():
-                    break
+                    return False
                 renew_at = monotonic() + _ROUND_SECONDS
+        return True
 
     def take_lease(self) -> bool:
         """Take the lease, or renew it. False: another process holds it."""
