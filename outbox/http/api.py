@@ -21,7 +21,7 @@ from outbox.console.http.tokens import client_of, require
 from outbox.console.http_options import Client, HttpOptions
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
-from outbox.http.publishing import publish_all, with_key
+from outbox.http.publishing import publish_all, publish_with_key
 from outbox.http.schemas import (
     Chosen,
     Decided,
@@ -69,13 +69,14 @@ def publish(
 ) -> Status[Published]:
     """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
 
-    A request with an Idempotency-Key may be repeated. The key becomes the biz-id of the message, which is published once per
-    topic. Another payload with the same key is answered with 409.
+    A request with an Idempotency-Key may be repeated: the message is published once per client, topic and key. Its biz-id is
+    the client's name, a slash and the key. Another request with the same key is answered with 422.
     """
-    require(request, "publish", message.topic)
-    if idempotency_key is not None:
-        message = with_key(message, idempotency_key)
-    (published,) = publish_all([message], _options().DATABASE)
+    client = require(request, "publish", message.topic)
+    if idempotency_key is None:
+        (published,) = publish_all([message], _options().DATABASE)
+    else:
+        published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _options().DATABASE)
     return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.of(published))
 
 
@@ -158,6 +159,15 @@ def restore(request: HttpRequest, which: Restoring) -> Restored:
     )
     logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
     return Restored(restored=restored.restored, left=dict(restored.left))
+
+
+def _bare(key: str) -> str:
+    """The `Idempotency-Key`, in quotes, as the draft of the standard has it, or without."""
+    if len(key) > 1 and key[0] == key[-1] == '"':
+        key = key[1:-1]
+    if not key.strip():
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "The Idempotency-Key is empty: send a new UUID for each message.")
+    return key
 
 
 def _manager(request: HttpRequest, which: Chosen) -> Client:

@@ -137,7 +137,12 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
 def has_payload(alias: str, position: int, payload: Any) -> bool:
     """Has a message this payload, compared as JSON? True if it has been purged."""
     body = OutboxMessage.objects.using(alias).filter(pk=position).values_list("body", flat=True).first()
-    return body is None or json.loads(bytes(body)) == json.loads(DjangoJSONEncoder().encode(payload))
+    return body is None or _canonical(bytes(body)) == _canonical(DjangoJSONEncoder().encode(payload))
+
+
+def _canonical(document: str | bytes) -> str:
+    # To Python, 1 equals true.
+    return json.dumps(json.loads(document), sort_keys=True)
 
 
 def is_replaced(alias: str, position: int) -> bool:

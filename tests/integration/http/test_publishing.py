@@ -64,17 +64,62 @@ def test_repeated_request_with_an_idempotency_key_publishes_once(key):
     assert (first.status_code, second.status_code) == (201, 200)
     assert first.json()["id"] == second.json()["id"]
     assert second.json()["created"] is False
-    assert [message.biz_id for message in published()] == ["8e03978e-40d5"]
+    assert [message.biz_id for message in published()] == ["shop/8e03978e-40d5"]
 
 
-def test_another_payload_with_the_same_idempotency_key_is_answered_with_409_and_not_published():
-    first = push(**{"Idempotency-Key": "k-1"}).json()
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload": {"order": "18"}},
+        {"payload": {"count": True}},
+        {"headers": {"tenant": "globex", "n": 1}},
+        {"headers": {"tenant": "acme", "n": True}},
+        {"key": "customer-2"},
+        {"key": "", "priority": 9},
+        {"delay_seconds": 60},
+        {"delay_seconds": None, "deliver_at": "2027-01-31T12:00:00Z"},
+        {"expires_in_seconds": 60},
+    ],
+)
+def test_another_request_with_the_same_idempotency_key_is_answered_with_422_and_not_published(change):
+    message = {
+        **MESSAGE,
+        "payload": {"count": 1},
+        "headers": {"tenant": "acme", "n": 1},
+        "key": "customer-1",
+        "delay_seconds": 3600,
+    }
+    first = push(message=message, **{"Idempotency-Key": "k-1"}).json()
 
-    other = push(message={**MESSAGE, "payload": {"order": "18"}}, **{"Idempotency-Key": "k-1"})
+    other = push(message={**message, **change}, **{"Idempotency-Key": "k-1"})
 
-    assert other.status_code == 409
+    assert other.status_code == 422
     assert other.json()["id"] == first["id"]
     assert len(published()) == 1
+
+
+def test_request_with_an_idempotency_key_may_be_repeated_after_its_message_was_rescheduled_and_published():
+    message = {**MESSAGE, "delay_seconds": 3600}
+    first = push(message=message, **{"Idempotency-Key": "k-1"}).json()
+    Api().post("outbox/messages/reschedule", {"id": first["id"], "delay_seconds": 0})
+    run_relay(handlers=False)
+
+    again = push(message=message, **{"Idempotency-Key": "k-1"})
+
+    assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "published")
+
+
+def test_idempotency_keys_of_two_clients_are_independent():
+    answers = [push(api, **{"Idempotency-Key": "k-1"}) for api in (Api(SHOP), Api(AUDITOR), Api(NEXT_SHOP))]
+
+    assert [answer.status_code for answer in answers] == [201, 201, 200]
+    assert len(published()) == 2
+
+
+def test_number_and_boolean_are_different_payloads_of_a_unique_message():
+    one, true = ({**MESSAGE, "biz_id": "order-17", "unique": True, "payload": payload} for payload in (1, True))
+
+    assert [push(message=message).status_code for message in (one, true)] == [201, 409]
 
 
 @pytest.mark.parametrize("key", ["", '""', "  "])
