@@ -287,8 +287,8 @@ def check_waiting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
         return []
     return [
         Warning(
-            f"HTTP has MAX_WAITING={http.MAX_WAITING}, and {len(http.readers)} of its clients may read. While some of them wait "
-            "for messages, the others are answered with 429 when they want to wait.",
+            f"HTTP has MAX_WAITING={http.MAX_WAITING}, and {len(http.readers)} of its clients may read. While some of them "
+            "wait for messages, the others are answered with 429 when they want to wait.",
             hint="Set it to the number of these clients at least. Under WSGI the server needs more threads than that, because "
             "a waiting request occupies one.",
             id="inbox.W006",

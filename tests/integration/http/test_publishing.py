@@ -5,10 +5,13 @@ import uuid
 
 import pytest
 from django.core.handlers.wsgi import WSGIRequest
-from django.db import OperationalError
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from outbox import Draft, publish_many
+from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
+from outbox.relay.replaying import executor as relays_operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api
@@ -374,12 +377,51 @@ def test_messages_are_restored_one_by_one_and_all_of_a_topic():
         Api().post("outbox/messages/cancel", {"id": message["id"]})
 
     one = Api().post("outbox/messages/restore", {"id": messages[0]["id"]})
-    rest = Api().post("outbox/messages/restore", {"topic": TOPIC})
-    again = Api().post("outbox/messages/restore", {"topic": TOPIC})
+    rest, again = (executed(Api().post("outbox/messages/restore", {"topic": TOPIC})) for _ in range(2))
 
-    assert [answer.json()["restored"] for answer in (one, rest, again)] == [1, 2, 0]
+    assert [answer["restored"] for answer in (one.json(), rest, again)] == [1, 2, 0]
     assert {status_of(message["id"])["state"] for message in messages} == {"ready"}
     assert status_of(other["id"])["state"] == "cancelled"
+    assert f"operation {rest['id']} by the HTTP client shop" in {entry.reason for entry in TrailEntry.objects.all()}
+
+
+def executed(response):
+    """The state of a planned operation after a relay has executed it."""
+    assert response.status_code == 202
+    relays_operations(DEFAULT_DB_ALIAS).drain(StopRequest())
+    return Api().get(response["Location"].removeprefix("/api/")).json()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_restore_of_a_topic_is_answered_before_its_messages_are_restored():
+    ids = [message.id for message in some_cancelled(2_500)]
+
+    response = Api().post("outbox/messages/restore", {"topic": TOPIC})
+
+    planned = response.json()
+    assert (response.status_code, planned["state"], planned["total"], planned["restored"]) == (202, "planned", 2_500, 0)
+    assert status_of(ids[0])["state"] == "cancelled"
+    ended = executed(response)
+    assert (ended["state"], ended["restored"], ended["left"]) == ("finished", 2_500, {})
+    assert {status_of(ids[0])["state"], status_of(ids[-1])["state"]} == {"ready"}
+
+
+def some_cancelled(number):
+    with transaction.atomic():
+        messages = publish_many([Draft(TOPIC, number) for number in range(number)])
+    table = "outbox_outboxmessage"
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {table} SET state = 'cancelled', day = 1, settled_at = created_at")
+    return messages
+
+
+@pytest.mark.parametrize("token", [PARTNER, AUDITOR])
+def test_operation_is_shown_to_its_own_client_only(token):
+    planned = Api().post("outbox/messages/restore", {"topic": TOPIC}).json()
+
+    assert Api().get(f"outbox/operations/{planned['id']}").json() == planned
+    assert Api(token).get(f"outbox/operations/{planned['id']}").status_code == 404
+    assert Api().get(f"outbox/operations/{2**63}").status_code == 422
 
 
 def test_overdue_messages_are_left_out_of_a_restore_on_request():
@@ -388,9 +430,9 @@ def test_overdue_messages_are_left_out_of_a_restore_on_request():
     for message in (overdue, ahead):
         Api().post("outbox/messages/cancel", {"id": message["id"]})
 
-    restored = Api().post("outbox/messages/restore", {"topic": TOPIC, "overdue": False}).json()
+    restored = executed(Api().post("outbox/messages/restore", {"topic": TOPIC, "overdue": False}))
 
-    assert restored == {"restored": 1, "left": {"overdue": 1}}
+    assert (restored["restored"], [*restored["left"].values()]) == (1, [1])
     assert status_of(ahead["id"])["state"] == "scheduled"
 
 
