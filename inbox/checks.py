@@ -292,3 +292,23 @@ def check_starts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         for handler in registry.all()
         if handler.wants_past and not has_outbox(handler.using)
     ]
+
+
+@register()
+def check_waiting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W006: fewer requests of the HTTP API may wait than clients may read."""
+    try:
+        http = inbox_options().http
+    except ImproperlyConfigured:
+        return []
+    if http.MAX_WAITING is None or len(http.readers) <= http.MAX_WAITING:
+        return []
+    return [
+        Warning(
+            f"HTTP has MAX_WAITING={http.MAX_WAITING}, and {len(http.readers)} of its clients may read. While some of them "
+            "wait for messages, the others are answered with 429 when they want to wait.",
+            hint="Set it to the number of these clients at least. Under WSGI the server needs more threads than that, because "
+            "a waiting request occupies one.",
+            id="inbox.W006",
+        )
+    ]

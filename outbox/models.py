@@ -39,6 +39,8 @@ class OutboxMessage(models.Model):
     topic = models.CharField(max_length=NAME_LENGTH)
     biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
     is_unique = models.BooleanField(_("unique by topic and biz-id"), default=False, editable=False)
+    # SHA-256 of the HTTP request with an Idempotency-Key that published it.
+    request_digest = models.CharField(max_length=64, default="", db_default="", editable=False)
     key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
     priority = models.PositiveSmallIntegerField(_("priority"), default=0)

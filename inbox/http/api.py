@@ -14,11 +14,11 @@ from inbox.http import reading
 from inbox.http.reading import Settled
 from inbox.http.schemas import Extension, LeasedMessage, LeasedMessages, Leases, Reading, Release, SettledLeases
 from inbox.http.subscribing import subscription
-from inbox.http.waiting import until_found
+from inbox.http.waiting import places_for, until_found
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.console.http.api import Api, answers
 from outbox.console.http.problems import Problem
-from outbox.console.http.tokens import require
+from outbox.console.http.tokens import client_of, require
 from outbox.console.http_options import HttpOptions
 
 _BODY_LIMIT_BYTES = 1024 * 1024
@@ -50,28 +50,29 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
         alias=handler.using,
         wait=how.wait,
         longest_pause=options.POLL_INTERVAL,
-        most=limits.MAX_WAITING,
+        client=client_of(request).name,
+        places=places_for(request, limits),
     )
     return LeasedMessages(messages=[LeasedMessage.of(one) for one in leased])
 
 
-@api.post("/subscriptions/{name}/acknowledge", operation_id="acknowledge", response=answers({200: SettledLeases}, 404, 409))
+@api.post("/subscriptions/{name}/acknowledge", operation_id="acknowledge", response=answers({200: SettledLeases}, 404))
 def acknowledge(request: HttpRequest, name: str, given: Leases) -> SettledLeases:
-    """The messages are handled. 409: some leases have ended; the others are acknowledged. It may be repeated."""
+    """The messages are handled. Leases that have ended are named; the others are acknowledged. It may be repeated."""
     return _settled(reading.acknowledge(_subscription(request, name), _leases(given), inbox_options()))
 
 
-@api.post("/subscriptions/{name}/extend", operation_id="extend", response=answers({200: SettledLeases}, 404, 409))
+@api.post("/subscriptions/{name}/extend", operation_id="extend", response=answers({200: SettledLeases}, 404))
 def extend(request: HttpRequest, name: str, given: Extension) -> SettledLeases:
-    """Keep the messages for longer. 409: some leases have ended; the others are extended."""
+    """Keep the messages for longer. Leases that have ended are named; the others are extended."""
     return _settled(reading.extend(_subscription(request, name), _leases(given), given.lease))
 
 
-@api.post("/subscriptions/{name}/release", operation_id="release", response=answers({200: SettledLeases}, 404, 409))
+@api.post("/subscriptions/{name}/release", operation_id="release", response=answers({200: SettledLeases}, 404))
 def release(request: HttpRequest, name: str, given: Release) -> SettledLeases:
     """Give messages back, at once or after a delay; with an error, as a failed attempt, the last of which makes a dead letter.
 
-    409: some leases have ended; the others are released.
+    Leases that have ended are named; the others are released.
     """
     handler = _subscription(request, name)
     return _settled(reading.release(handler, _leases(given), delay=given.delay, error=given.error, options=inbox_options()))
@@ -97,12 +98,4 @@ def _require_at_most(field: str, value: float, most: float) -> None:
 
 
 def _settled(outcome: Settled) -> SettledLeases:
-    if outcome.refused:
-        raise Problem(
-            HTTPStatus.CONFLICT,
-            f"Leases that have ended: {len(outcome.refused)}. Their messages are another client's, or due again. Nothing was "
-            "changed for them; the others are settled.",
-            refused=outcome.refused,
-            settled=outcome.settled,
-        )
-    return SettledLeases(settled=list(outcome.settled))
+    return SettledLeases(settled=list(outcome.settled), ended=list(outcome.refused))

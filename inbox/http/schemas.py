@@ -107,6 +107,9 @@ class LeasedMessages(BaseModel):
 
 
 class SettledLeases(BaseModel):
-    """The leases for which the request was done."""
+    """Each lease of the request is in one of the two lists."""
 
-    settled: list[str]
+    settled: list[str] = Field(description="The request was done for them.")
+    ended: list[str] = Field(
+        description="They have ended, and nothing was changed: their messages are another client's, due again, or handled."
+    )

@@ -96,6 +96,26 @@ def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
         return [handler for (handler,) in cursor.fetchall()]
 
 
+def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
+    """The next handlers in alphabetical order that have a due message and are not paused.
+
+    Args:
+        after: a name, which need not exist.
+        among: a condition on `wanted.handler`.
+    """
+    connection = connections[alias]
+    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
+    unpaused = _NOT_PAUSED.format(name="wanted.handler")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
+            f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
+            f"AND {unpaused} AND ({_longest_due(connection)}) IS NOT NULL LIMIT {most}",
+            [after],
+        )
+        return [handler for (handler,) in cursor.fetchall()]
+
+
 def longest_due(alias: str) -> list[int]:
     """For every handler, the message that has been due longest, if any is due."""
     connection = connections[alias]

@@ -75,11 +75,13 @@ class Inserted:
     """The rows of a load that did not exist.
 
     Attributes:
-        rows: by biz-id, the id and the state of each.
+        rows: by biz-id, the id and the state of each; of those of one biz-id, the last.
+        ids: of all.
         transaction: the id of the inserting transaction; "" on SQLite.
     """
 
     rows: Mapping[str, tuple[int, str]]
+    ids: Sequence[int]
     transaction: str
 
 
@@ -279,18 +281,20 @@ def insert_many(
             found = fetch_all(connection, sql, given)
     ((ids, biz_ids, states, transaction, _),) = found
     rows = zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)
-    return Inserted(rows=dict(rows), transaction=transaction)
+    return Inserted(rows=dict(rows), ids=ids or (), transaction=transaction)
 
 
 def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion]) -> Inserted:
     rows: dict[str, tuple[int, str]] = {}
+    ids: list[int] = []
     with connection.cursor() as cursor:
         for insertion in insertions:
             given = [getattr(insertion.row if column in COLUMNS else insertion, column) for column in _GIVEN]
             cursor.execute(_ONE_ON_SQLITE, [adapted(connection, value) for value in given])
             for row, state in cursor.fetchall():
                 rows[insertion.row.biz_id] = row, state
-    return Inserted(rows=rows, transaction="")
+                ids.append(row)
+    return Inserted(rows=rows, ids=ids, transaction="")
 
 
 def _document(insertion: Insertion) -> dict[str, Any]:

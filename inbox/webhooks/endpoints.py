@@ -20,11 +20,13 @@ from django.db import transaction
 from django.db.models import F, Q
 
 from inbox.conf import inbox_options
+from inbox.store import due
 from inbox.webhooks.models import Endpoint, State
 from inbox.webhooks.signing import new_secret
 from outbox.database.now import DatabaseTime
 from outbox.kernel.redactors import redacted_error
 from outbox.kernel.text import ERROR_LENGTH, printable
+from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,12 @@ FAILURES = 5
 _FIRST_PAUSE, LONGEST_PAUSE = timedelta(seconds=30), timedelta(hours=1)
 OLD_SECRET = timedelta(hours=24)
 """How long requests are signed with the previous secret, too."""
+_TABLE = Endpoint._meta.db_table
+_ACTIVE = (
+    # The second condition is for the index.
+    f"EXISTS (SELECT 1 FROM {_TABLE} endpoint WHERE '{WEBHOOK_HANDLERS}' || endpoint.name = wanted.handler "  # noqa: S608 - our own names
+    f"AND endpoint.name = substr(wanted.handler, {len(WEBHOOK_HANDLERS) + 1}) AND endpoint.state = 'active')"
+)
 _RECOVERED = {"failures": 0, "reason": "", "probe_at": None}
 
 
@@ -42,9 +50,11 @@ def subscribed(alias: str, topic: str) -> list[Endpoint]:
     return [endpoint for endpoint in enabled if not endpoint.topics or topic in endpoint.topics]
 
 
-def active(alias: str) -> list[Endpoint]:
-    """The endpoints that requests may be sent to now."""
-    return list(Endpoint.objects.using(alias).filter(state=State.ACTIVE).order_by("pk"))
+def next_due(alias: str, after: str, most: int) -> list[Endpoint]:
+    """The next active endpoints with due messages, in the order of their names; with "", from the first one."""
+    names = [name.removeprefix(WEBHOOK_HANDLERS) for name in due.next_due(alias, f"{WEBHOOK_HANDLERS}{after}", _ACTIVE, most)]
+    found = {endpoint.name: endpoint for endpoint in Endpoint.objects.using(alias).filter(state=State.ACTIVE, name__in=names)}
+    return [found[name] for name in names if name in found]
 
 
 def current(alias: str, pk: int) -> Any:

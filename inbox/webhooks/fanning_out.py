@@ -7,8 +7,8 @@ all, and the receivers deduplicate on it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -21,7 +21,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import State as MessageState
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.inserting import Insertion, insert_one
+from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import NewRow
 from inbox.store.trail import record
 from inbox.webhooks import endpoints
@@ -35,6 +35,8 @@ Wanted = Callable[[Message, Endpoint], bool]
 TEST = "webhook.test"
 """The topic of a test message, which an operator sends."""
 _FAN_OUTS = "webhooks/"
+_AT_ONCE, _BYTES_AT_ONCE = 500, 8 * 1024 * 1024
+"""Rows of one statement, and the bytes of their bodies."""
 _BODIES = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -96,18 +98,17 @@ def _fan_out(fan_out: _FanOut, message: Message) -> None:
     if not wanting:
         return
     body = _body(message, message.payload if fan_out.payload is None else fan_out.payload(message))
-    for endpoint in wanting:
-        insert(fan_out.using, endpoint, message, body)
+    insert(fan_out.using, wanting, message, body)
 
 
-def insert(alias: str, endpoint: Endpoint, message: Message, body: bytes) -> None:
-    """∅ → received, due now, for a message to one endpoint; nothing if it exists.
+def insert(alias: str, to: Sequence[Endpoint], message: Message, body: bytes) -> None:
+    """∅ → received, due now, for a message to these endpoints; nothing for those that have it already.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting it and did not end in time. The inbox runs the message again.
     """
     row = NewRow(
-        handler=handler_name(endpoint),
+        handler="",
         topic=message.topic,
         biz_id=message.biz_id,
         message_id=message.id,
@@ -122,8 +123,13 @@ def insert(alias: str, endpoint: Endpoint, message: Message, body: bytes) -> Non
         traceparent="",
         created_at=message.created_at,
     )
-    if inserted := insert_one(alias, Insertion(row=row, state=MessageState.RECEIVED, due_after=0.0), LONGEST_LOCK_WAIT):
-        record(alias, inserted.rows, was="", matters=False)
+    size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(body)))
+    for first in range(0, len(to), size):
+        insertions = [
+            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
+            for endpoint in to[first : first + size]
+        ]
+        record(alias, insert_many(alias, insertions, LONGEST_LOCK_WAIT).ids, was="", matters=False)
 
 
 def _body(message: Message, data: Any) -> bytes:
@@ -150,5 +156,5 @@ def send_test(alias: str, pk: int) -> bool:
         correlation_id=message_id,
         causation_id="",
     )
-    insert(alias, endpoint, message, _body(message, message.payload))
+    insert(alias, [endpoint], message, _body(message, message.payload))
     return True

@@ -3,6 +3,9 @@
 *Live*: the loops of the process have moved lately. This needs neither the database nor the broker, so an outage of these does
 not make a process look dead. *Ready*: the database is migrated, and the processes do their work according to their heartbeats.
 
+The checks of readiness run in a thread and on a connection of their own, because a frozen database never answers: a probe that
+waits for it would itself look dead.
+
 A view says no more than which check failed: no host name, no error text. The command says why.
 """
 
@@ -10,12 +13,15 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from django.contrib.auth.decorators import login_not_required
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections
+from django.db import DEFAULT_DB_ALIAS, Error, connections
 from django.db.transaction import non_atomic_requests
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.utils.translation import gettext as _
@@ -24,6 +30,7 @@ from django.views.decorators.http import require_safe
 
 from outbox.console.command import TranslatedCommand
 from outbox.console.terminal import fitted
+from outbox.database.connections import is_postgresql
 from outbox.database.schema import why_unmigrated
 from outbox.kernel.life_sign import life_signs
 from outbox.kernel.text import describe
@@ -31,6 +38,17 @@ from outbox.kernel.text import describe
 OK, UNKNOWN = "ok", "unknown"
 UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
 _BROKER = "the broker"
+_LIMIT_SECONDS = 1.5
+_SHORT_TIMEOUTS = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 2_000,
+    "keepalives_idle": 2,
+    "keepalives_interval": 1,
+    "keepalives_count": 2,
+}
+"""Options of libpq, so that a connection that was cut off does not make later probes fail."""
+
+Checks = Callable[[str], list["Check"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +70,53 @@ class Check:
         return self.status == OK
 
 
-def check_database(alias: str, app: str) -> Check:
-    """Does the database answer, and is it migrated for this version of the app?"""
+def answered_in_time(checks: Checks, alias: str) -> list[Check]:
+    """The results of `checks`; the database is unavailable if they take longer than 1.5 s.
+
+    A probe that comes while the same checks run waits for their results, so a frozen database holds one thread.
+    """
+    with _lock:
+        probe = _probes.get((checks, alias))
+        if probe is None:
+            probe = _probes[checks, alias] = Future()
+            threading.Thread(target=_probe, args=[probe, checks, alias], name="health", daemon=True).start()
     try:
-        with connections[alias].cursor() as cursor:
-            cursor.execute("SELECT 1")
-        problem = why_unmigrated(alias, app)
-    except (DatabaseError, InterfaceError) as error:
-        connections[alias].close_if_unusable_or_obsolete()
-        return Check(name="database", status=UNAVAILABLE, detail=describe(error))
+        return probe.result(_LIMIT_SECONDS)
+    except TimeoutError:
+        said = _("no answer within %(seconds).1f s") % {"seconds": _LIMIT_SECONDS}
+        return [Check(name="database", status=UNAVAILABLE, detail=said)]
+
+
+_lock = threading.Lock()
+_probes: dict[tuple[Checks, str], Future[list[Check]]] = {}
+
+
+def _probe(probe: Future[list[Check]], checks: Checks, alias: str) -> None:
+    try:
+        connection = connections[alias]
+        if is_postgresql(connection):
+            given = {name: value for name, value in connection.settings_dict["OPTIONS"].items() if name != "pool"}
+            connection.settings_dict = {**connection.settings_dict, "OPTIONS": {**given, **_SHORT_TIMEOUTS}}
+        probe.set_result(checks(alias))
+    except Error as error:
+        probe.set_result([Check(name="database", status=UNAVAILABLE, detail=describe(error))])
+    except Exception as error:  # noqa: BLE001 - the thread of the probe raises it
+        probe.set_exception(error)
+    finally:
+        with _lock:
+            del _probes[checks, alias]
+        connections.close_all()
+
+
+def check_database(alias: str, app: str) -> Check:
+    """Is the database migrated for this version of the app?
+
+    Raises:
+        django.db.Error: it does not answer.
+    """
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+    problem = why_unmigrated(alias, app)
     return Check(name="database", status=NOT_MIGRATED, detail=problem) if problem else Check(name="database")
 
 
@@ -102,12 +158,12 @@ def of_this_host(rows: Sequence[Any], kind: str) -> list[Any]:
     return [row for row in rows if row.host == host and row.pid in pids] if pids else list(rows)
 
 
-def ready_view(checks: Callable[[str], list[Check]]) -> Callable[..., HttpResponse]:
+def ready_view(checks: Checks) -> Callable[..., HttpResponse]:
     """A view that answers 200 if all `checks` of the database are ok, and 503 if not."""
 
     def ready(request: HttpRequest, *, database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
         """200 if the service can do its work."""
-        return _as_response(checks(database))
+        return _as_response(answered_in_time(checks, database))
 
     return _probed(ready)
 
@@ -125,7 +181,7 @@ def _probed(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
     # With ATOMIC_REQUESTS an unavailable database would fail the request before the view can say so.
     for alias in connections:
         view = non_atomic_requests(alias)(view)
-    return never_cache(require_safe(view))
+    return never_cache(require_safe(login_not_required(view)))
 
 
 def _as_response(checks: Sequence[Check]) -> HttpResponse:
@@ -162,7 +218,7 @@ class HealthCommand(TranslatedCommand):
         if alias not in connections:
             raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
         checks = [] if options["ready"] else check_life(self.kind)
-        checks += [] if options["live"] else self.readiness(alias)
+        checks += [] if options["live"] else answered_in_time(self.readiness, alias)
         if options["json"]:
             shown = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
             self.stdout.write(json.dumps({"status": OK if _all(checks) else "failing", "checks": shown}))

@@ -99,14 +99,15 @@ class HttpOptions:
         DATABASE: the database alias of the outbox that clients publish to.
         MAX_MESSAGES: maximum number of messages in one request or answer.
         MAX_WAIT: longest time that a client may wait for messages.
-        MAX_WAITING: maximum number of clients that wait for messages at the same time in one web process.
+        MAX_WAITING: maximum number of requests that wait for messages at the same time in one web process; one client has
+            an equal share of them. None: 20 under ASGI; under WSGI 1, or 0 if the process has a single thread.
     """
 
     TOKENS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     DATABASE: str = DEFAULT_DB_ALIAS
     MAX_MESSAGES: int = 100
     MAX_WAIT: timedelta = timedelta(seconds=30)
-    MAX_WAITING: int = 20
+    MAX_WAITING: int | None = None
 
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _NO_AMOUNTS))
@@ -119,6 +120,11 @@ class HttpOptions:
     @cached_property
     def clients(self) -> Sequence[Client]:
         return [_client(name, given) for name, given in self.TOKENS.items()]
+
+    @cached_property
+    def readers(self) -> Sequence[Client]:
+        """The clients that may read a subscription."""
+        return [client for client in self.clients if any(scope.action == "read" for scope in client.scopes)]
 
     def client_of(self, token: str) -> Client | None:
         """The client with this token; None if there is none. The time it takes does not depend on the token."""
@@ -141,8 +147,9 @@ def read_http(given: object) -> HttpOptions:
 
 
 def _client(name: object, given: object) -> Client:
-    if not isinstance(name, str) or not name or why_unfit(name):
-        raise ValueError(f"TOKENS has the name {quoted(name)}: it must be the short name of a client.")
+    # The slash ends it in the biz-ids of messages with an Idempotency-Key.
+    if not isinstance(name, str) or not name or "/" in name or why_unfit(name):
+        raise ValueError(f"TOKENS has the name {quoted(name)}: it must be the short name of a client, without a slash.")
     token = options.parse(TokenOptions, f"TOKENS[{name!r}]", given)
     return Client(name=name, digests=tuple(token.DIGESTS), scopes=token.scopes)
 

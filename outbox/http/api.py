@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, cast
 from uuid import UUID
 
+from django.db import transaction
 from django.db.models import QuerySet
-from django.http import HttpRequest
-from ninja import Header, Query
+from django.http import HttpRequest, HttpResponse
+from django.urls import ResolverMatch, reverse
+from ninja import Header, Path, Query
 from ninja.responses import Status
 
 from outbox import decisions, restoring
@@ -19,15 +22,17 @@ from outbox.console.http.fields import Name
 from outbox.console.http.problems import Problem
 from outbox.console.http.tokens import client_of, require
 from outbox.console.http_options import Client, HttpOptions
+from outbox.database.operations import Plan
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
-from outbox.http.publishing import publish_all, with_key
+from outbox.http.publishing import publish_all, publish_with_key
 from outbox.http.schemas import (
     Chosen,
     Decided,
     MessageStatus,
     NewMessage,
     NewMessages,
+    OperationStatus,
     Published,
     PublishedMessages,
     Rescheduling,
@@ -36,9 +41,13 @@ from outbox.http.schemas import (
     Statuses,
 )
 from outbox.models import OutboxMessage
+from outbox.operations import RESTORE_THEM, operations
+from outbox.store.restoring import Selection, restorable_positions, restored_by_default
 
 logger = logging.getLogger(__name__)
 
+_MOST_ROWS = 1_000_000
+"""Of an operation, as on the pages of the admin."""
 _SHOWN = ("message_id", "topic", "biz_id", "key", "state", "attempts", "last_error")
 _SHOWN_AT = ("created_at", "available_at", "expires_at", "settled_at")
 
@@ -69,13 +78,14 @@ def publish(
 ) -> Status[Published]:
     """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
 
-    A request with an Idempotency-Key may be repeated. The key becomes the biz-id of the message, which is published once per
-    topic. Another payload with the same key is answered with 409.
+    A request with an Idempotency-Key may be repeated: the message is published once per client, topic and key. Its biz-id is
+    the client's name, a slash and the key. Another request with the same key is answered with 422.
     """
-    require(request, "publish", message.topic)
-    if idempotency_key is not None:
-        message = with_key(message, idempotency_key)
-    (published,) = publish_all([message], _options().DATABASE)
+    client = require(request, "publish", message.topic)
+    if idempotency_key is None:
+        (published,) = publish_all([message], _options().DATABASE)
+    else:
+        published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _options().DATABASE)
     return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.of(published))
 
 
@@ -139,14 +149,20 @@ def reschedule(request: HttpRequest, which: Rescheduling) -> Decided:
     return _decided(client, "reschedule", which, decision)
 
 
-@api.post("/messages/restore", operation_id="restore", response=answers({200: Restored}, 404))
-def restore(request: HttpRequest, which: Restoring) -> Restored:
+@api.post("/messages/restore", operation_id="restore", response=answers({200: Restored, 202: OperationStatus}, 404))
+def restore(request: HttpRequest, response: HttpResponse, which: Restoring) -> Restored | Status[OperationStatus]:
     """Have cancelled, expired or dead messages published after all: one by its id, all with a topic and biz-id, or all of a
     topic.
 
-    All of a topic are restored in several transactions. The request may be repeated: what was restored stays restored.
+    202: all of a topic, at most a million, are restored by a relay, batch by batch. The header Location is the address of this
+    operation. The request may be repeated: what was restored stays restored.
     """
     client = _manager(request, which)
+    if which.topic is not None and which.id is None and which.biz_id is None:
+        planned = _planned(client, which.topic, which)
+        match = cast(ResolverMatch, request.resolver_match)
+        response["Location"] = reverse(f"{match.namespace}:operation", args=[planned.id])
+        return Status(HTTPStatus.ACCEPTED, planned)
     restored = restoring.restore(
         which.id,
         topic=which.topic,
@@ -158,6 +174,45 @@ def restore(request: HttpRequest, which: Restoring) -> Restored:
     )
     logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
     return Restored(restored=restored.restored, left=dict(restored.left))
+
+
+@api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: OperationStatus}, 404))
+def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> OperationStatus:
+    """The progress of an operation that this client has asked for."""
+    name = _name_of(client_of(request))
+    found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=name).first()
+    if found is None:
+        raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client.")
+    return OperationStatus.of(found)
+
+
+def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
+    decisions.refuse_unfit(topic=topic)
+    states = [str(state) for state in which.states or restored_by_default(by_id=False)]
+    plan = Plan(
+        action=RESTORE_THEM.name,
+        selection=f"topic {topic}",
+        sources=states,
+        requested_by=_name_of(client),
+        given={"overdue": which.overdue},
+    )
+    alias = _options().DATABASE
+    with transaction.atomic(using=alias, durable=True):
+        rows = restorable_positions(alias, Selection(topic=topic, states=states))
+        planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
+    logger.info(
+        "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic
+    )
+    return OperationStatus.of(planned)
+
+
+def _bare(key: str) -> str:
+    """The `Idempotency-Key`, in quotes, as the draft of the standard has it, or without."""
+    if len(key) > 1 and key[0] == key[-1] == '"':
+        key = key[1:-1]
+    if not key.strip():
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "The Idempotency-Key is empty: send a new UUID for each message.")
+    return key
 
 
 def _manager(request: HttpRequest, which: Chosen) -> Client:

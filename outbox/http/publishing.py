@@ -1,12 +1,16 @@
 """Publishing for a client that may repeat a request whose answer it has not received.
 
-An `Idempotency-Key` is the biz-id of a unique message, so no table of keys is needed: of any number of requests with one key,
-one is stored, and the others wait for its commit and find it.
+An `Idempotency-Key` is in the biz-id of a unique message, so no table of keys is needed: of any number of requests with one
+key, one is stored, and the others wait for its commit and find it. Another request with the key is an error, whichever of its
+fields differs, as in draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from http import HTTPStatus
 
 from django.db import transaction
@@ -14,14 +18,17 @@ from django.db import transaction
 from outbox.api import PublishedMessage, publish_many
 from outbox.console.http.problems import Problem
 from outbox.http.schemas import NewMessage
+from outbox.models import OutboxMessage
+from outbox.states import LIVE
 from outbox.store.unique import has_payload
 
 
-def with_key(message: NewMessage, key: str) -> NewMessage:
-    """The message of a request with an `Idempotency-Key`; in quotes, as the draft of the standard has it, or without.
+def publish_with_key(message: NewMessage, biz_id: str, alias: str) -> PublishedMessage:
+    """Publish the message of a request with an `Idempotency-Key`, and return after its commit.
 
     Raises:
-        Problem: the message has a biz-id already, or the key is empty.
+        Problem: the message has a biz-id already, or another request had the key. Nothing was published.
+        outbox.InvalidMessage, outbox.PayloadTooLarge: nothing was published.
     """
     if message.biz_id is not None:
         raise Problem(
@@ -29,11 +36,20 @@ def with_key(message: NewMessage, key: str) -> NewMessage:
             "The Idempotency-Key becomes the biz-id of the message, which has one already: send one of the two. A message with "
             "a biz_id is published once with unique: true.",
         )
-    if len(key) > 1 and key[0] == key[-1] == '"':
-        key = key[1:-1]
-    if not key.strip():
-        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "The Idempotency-Key is empty: send a new UUID for each message.")
-    return message.model_copy(update={"biz_id": key, "unique": True})
+    with transaction.atomic(using=alias, durable=True):
+        (published,) = publish_many([replace(message.draft, biz_id=biz_id, unique=True)], using=alias)
+        digest = hashlib.sha256(json.dumps(dict(message), sort_keys=True, default=str).encode()).hexdigest()
+        rows = OutboxMessage.objects.using(alias).filter(pk=published.position)
+        if published.created:
+            rows.filter(day=LIVE).update(request_digest=digest)
+        elif rows.exclude(request_digest=digest).exists():
+            raise Problem(
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                f"Another request with this Idempotency-Key has published the message {published.id} of the topic "
+                f"{published.topic}. Nothing was published. Send another key with another message.",
+                id=str(published.id),
+            )
+    return published
 
 
 def publish_all(messages: Sequence[NewMessage], alias: str) -> list[PublishedMessage]:
@@ -55,7 +71,7 @@ def _conflict(earlier: PublishedMessage, index: int) -> Problem:
     return Problem(
         HTTPStatus.CONFLICT,
         f"The message {earlier.id} has the topic {earlier.topic} and the biz-id {earlier.biz_id}, and another payload. Nothing "
-        "was published. Use another biz-id or Idempotency-Key for another fact.",
+        "was published. Use another biz-id for another fact.",
         id=str(earlier.id),
         index=index,
     )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, FailFast, Field, StrictBool, StrictFloat, Strict
 
 from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
 from outbox.console.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
-from outbox.models import OutboxMessage
+from outbox.models import Operation, OutboxMessage
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
 
@@ -112,6 +112,32 @@ class Restored(BaseModel):
 
     restored: int
     left: dict[str, int]
+
+
+class OperationStatus(BaseModel):
+    """An operation that a relay executes, batch by batch."""
+
+    id: int
+    state: str = Field(description="planned, running, or at its end finished, stopped or cancelled.")
+    total: int = Field(description="How many messages it was planned for.")
+    restored: int
+    left: dict[str, int] = Field(description="How many messages were left as they are, by reason.")
+    stopped_because: str
+    planned_at: datetime
+    ended_at: datetime | None
+
+    @classmethod
+    def of(cls, row: Operation) -> OperationStatus:
+        return cls(
+            id=row.pk,
+            state=row.state,
+            total=row.total,
+            restored=row.done,
+            left=row.reasons,
+            stopped_because=row.stopped_because,
+            planned_at=row.planned_at,
+            ended_at=row.ended_at,
+        )
 
 
 class MessageStatus(BaseModel):

@@ -59,6 +59,7 @@ class Migration(migrations.Migration):
                 ('topic', models.CharField(max_length=255)),
                 ('biz_id', models.CharField(max_length=255, verbose_name='biz-id')),
                 ('is_unique', models.BooleanField(default=False, editable=False, verbose_name='unique by topic and biz-id')),
+                ('request_digest', models.CharField(db_default='', default='', editable=False, max_length=64)),
                 ('key', models.CharField(blank=True, default='', max_length=255, verbose_name='ordering key')),
                 ('shard', models.PositiveSmallIntegerField(editable=False, verbose_name='shard')),
                 ('priority', models.PositiveSmallIntegerField(default=0, verbose_name='priority')),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -104,6 +104,11 @@ def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
 def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
     """The position and message id of the selected messages, the oldest first."""
     return dict(_chosen(alias, selection).order_by("pk").values_list("pk", "message_id"))
+
+
+def restorable_positions(alias: str, selection: Selection) -> Iterator[int]:
+    """The positions of the selected messages, the oldest first, however many they are."""
+    return _chosen(alias, selection).order_by("pk").values_list("pk", flat=True).iterator(chunk_size=10_000)
 
 
 def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:

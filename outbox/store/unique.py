@@ -138,7 +138,12 @@ def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:
     """Has a message this payload, compared as JSON? True if it has been purged."""
     # By its id: the index of positions in history is a BRIN index, of little use after delayed messages.
     body = OutboxMessage.objects.using(alias).filter(message_id=message_id).values_list("body", flat=True).first()
-    return body is None or json.loads(bytes(body)) == json.loads(DjangoJSONEncoder().encode(payload))
+    return body is None or _canonical(bytes(body)) == _canonical(DjangoJSONEncoder().encode(payload))
+
+
+def _canonical(document: str | bytes) -> str:
+    # To Python, 1 equals true.
+    return json.dumps(json.loads(document), sort_keys=True)
 
 
 def is_replaced(alias: str, position: int) -> bool:

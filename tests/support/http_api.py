@@ -32,7 +32,8 @@ TOKENS = {
     "partner": {"DIGESTS": [digest(PARTNER)], "SCOPES": ["publish:partner.news", "manage:partner.news", "read:partner.*"]},
     "auditor": {"DIGESTS": [digest(AUDITOR)], "SCOPES": ["publish:*", "manage:*", "read:*"]},
 }
-HTTP = {"TOKENS": TOKENS}
+HTTP = {"TOKENS": TOKENS, "MAX_WAITING": 20}
+"""Django's test client looks like a server with a single thread, where no request waits by default."""
 
 
 class Api:

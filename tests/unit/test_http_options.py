@@ -55,6 +55,7 @@ def test_scope_in_another_form_is_refused(scope):
         {"erp": DIGESTS},
         {"": {"DIGESTS": DIGESTS, "SCOPES": ["read:*"]}},
         {1: {"DIGESTS": DIGESTS, "SCOPES": ["read:*"]}},
+        {"erp/1": {"DIGESTS": DIGESTS, "SCOPES": ["read:*"]}},
         {"one": {"DIGESTS": DIGESTS, "SCOPES": ["read:*"]}, "two": {"DIGESTS": DIGESTS, "SCOPES": ["read:*"]}},
         [],
     ],

@@ -9,6 +9,7 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from django.contrib.auth.decorators import login_not_required
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import connections
 from django.db.transaction import non_atomic_requests
 from django.http import Http404, HttpRequest, UnreadablePostError
@@ -24,7 +25,7 @@ from outbox.console.http.tokens import BearerToken
 from outbox.console.http_options import HttpOptions
 
 VERSION = "1"
-_ALWAYS = (400, 401, 403, 413, 422, 500, 503)
+_ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length."""
 _View = Callable[..., Any]
@@ -134,9 +135,14 @@ def _bound_body(request: HttpRequest, limit: int) -> None:
     """Read the body, of which at most one byte more than the limit is read.
 
     Raises:
-        Problem: it is larger than the limit, or the client has closed the connection.
+        Problem: it is larger than the limit or of unknown length, or the client has closed the connection.
     """
     announced = request.headers.get("Content-Length", "")
+    if not announced and "Transfer-Encoding" in request.headers and isinstance(request, WSGIRequest):
+        raise Problem(
+            HTTPStatus.LENGTH_REQUIRED,
+            "The body has no Content-Length, without which it cannot be read under WSGI: do not send it in chunks.",
+        )
     # A length of thousands of digits cannot be converted.
     is_too_long = announced.isdecimal() and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
     try:

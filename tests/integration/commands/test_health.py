@@ -14,6 +14,10 @@ from django.urls import include, path, reverse
 from inbox.models import ConsumerHeartbeat
 from outbox.models import RelayHeartbeat
 from tests.support import mortal
+from tests.support.aliases import the_default_at
+from tests.support.deliveries import InAThread, at_once
+from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, as_environment, migrate
 
 mortal_database = mortal.mortal_database
@@ -169,3 +173,66 @@ def test_view_on_an_unmigrated_database_says_so(app, client):
             assert ready(client, app) == {"database": "not migrated"}
         finally:
             cursor.execute(f"ALTER TABLE {table} RENAME COLUMN hidden TO traceparent")
+
+
+@pytest.fixture
+def database_behind_a_proxy(mortal_postgres, mortal_database):
+    """The proxy through which this test reaches its database."""
+    with FaultProxy("127.0.0.1", mortal_postgres.port) as proxy, the_default_at(PORT=proxy.port):
+        yield proxy
+        proxy.thaw()
+
+
+def while_frozen(proxy, ask):
+    """What `ask` returns although the database does not answer; an error if it waits for the database."""
+    proxy.freeze()
+    with InAThread(ask) as asked:
+        try:
+            wait_until(lambda: asked.ended)
+        finally:
+            proxy.thaw()
+    return asked.answer
+
+
+@override_settings(ROOT_URLCONF=__name__)
+@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_view_answers_503_while_the_database_is_frozen_and_recovers_with_it(app, client, database_behind_a_proxy):
+    assert ready(client, app)["database"] == "not migrated"
+
+    assert while_frozen(database_behind_a_proxy, lambda: ready(client, app)) == {"database": "unavailable"}
+
+    wait_until(lambda: ready(client, app) == {"database": "not migrated"})
+
+
+@override_settings(ROOT_URLCONF=__name__)
+def test_probes_of_a_frozen_database_share_one_connection(client, database_behind_a_proxy):
+    def probes():
+        answers = at_once([lambda: ready(client, "outbox")] * 6)
+        return answers, database_behind_a_proxy.connections
+
+    answers, opened = while_frozen(database_behind_a_proxy, probes)
+
+    assert answers == [{"database": "unavailable"}] * 6
+    assert opened <= 2
+
+
+@BOTH
+def test_command_fails_while_the_database_is_frozen(name, capsys, database_behind_a_proxy):
+    code, checks = while_frozen(database_behind_a_proxy, lambda: probe(capsys, name, "--ready"))
+
+    assert (code, checks) == (1, {"database": "unavailable"})
+
+
+@pytest.mark.every_database
+@override_settings(
+    ROOT_URLCONF=__name__,
+    MIDDLEWARE=[
+        "django.contrib.sessions.middleware.SessionMiddleware",
+        "django.contrib.auth.middleware.AuthenticationMiddleware",
+        "django.contrib.auth.middleware.LoginRequiredMiddleware",
+    ],
+)
+@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_views_need_no_login_where_the_project_requires_one(app, client):
+    assert client.get(reverse(f"{app}_health:live")).status_code == 200
+    assert ready(client, app)["database"] == "ok"

@@ -12,6 +12,7 @@ from django.test import override_settings
 from inbox import Lease
 from inbox import checks as ours
 from tests.support.deliveries import the_effect
+from tests.support.http_api import HTTP
 
 pytestmark = pytest.mark.every_database
 
@@ -201,3 +202,12 @@ def test_lease_store_in_redis_without_a_group_is_a_deployment_warning(handles):
         assert "inbox.W002" in found(deploy=True)
     with override_settings(INBOX={"LEASE_STORE": "redis://host/0", "GROUP": "shop"}):
         assert "inbox.W002" not in found(deploy=True)
+
+
+@pytest.mark.parametrize(("places", "expected"), [(1, ["inbox.W006"]), (3, []), (None, [])])
+def test_fewer_places_for_waiting_clients_than_clients_is_a_warning(places, expected):
+    with override_settings(INBOX={"HTTP": {**HTTP, "MAX_WAITING": places}}):
+        warnings = [one for one in checks.run_checks() if one.id == "inbox.W006"]
+
+    assert [one.id for one in warnings] == expected
+    assert all("3 of its clients" in one.msg for one in warnings)

@@ -5,10 +5,13 @@ import uuid
 
 import pytest
 from django.core.handlers.wsgi import WSGIRequest
-from django.db import OperationalError
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from outbox import Draft, publish_many
+from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
+from outbox.relay.replaying import executor as relays_operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api
@@ -64,17 +67,62 @@ def test_repeated_request_with_an_idempotency_key_publishes_once(key):
     assert (first.status_code, second.status_code) == (201, 200)
     assert first.json()["id"] == second.json()["id"]
     assert second.json()["created"] is False
-    assert [message.biz_id for message in published()] == ["8e03978e-40d5"]
+    assert [message.biz_id for message in published()] == ["shop/8e03978e-40d5"]
 
 
-def test_another_payload_with_the_same_idempotency_key_is_answered_with_409_and_not_published():
-    first = push(**{"Idempotency-Key": "k-1"}).json()
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload": {"order": "18"}},
+        {"payload": {"count": True}},
+        {"headers": {"tenant": "globex", "n": 1}},
+        {"headers": {"tenant": "acme", "n": True}},
+        {"key": "customer-2"},
+        {"key": "", "priority": 9},
+        {"delay_seconds": 60},
+        {"delay_seconds": None, "deliver_at": "2027-01-31T12:00:00Z"},
+        {"expires_in_seconds": 60},
+    ],
+)
+def test_another_request_with_the_same_idempotency_key_is_answered_with_422_and_not_published(change):
+    message = {
+        **MESSAGE,
+        "payload": {"count": 1},
+        "headers": {"tenant": "acme", "n": 1},
+        "key": "customer-1",
+        "delay_seconds": 3600,
+    }
+    first = push(message=message, **{"Idempotency-Key": "k-1"}).json()
 
-    other = push(message={**MESSAGE, "payload": {"order": "18"}}, **{"Idempotency-Key": "k-1"})
+    other = push(message={**message, **change}, **{"Idempotency-Key": "k-1"})
 
-    assert other.status_code == 409
+    assert other.status_code == 422
     assert other.json()["id"] == first["id"]
     assert len(published()) == 1
+
+
+def test_request_with_an_idempotency_key_may_be_repeated_after_its_message_was_rescheduled_and_published():
+    message = {**MESSAGE, "delay_seconds": 3600}
+    first = push(message=message, **{"Idempotency-Key": "k-1"}).json()
+    Api().post("outbox/messages/reschedule", {"id": first["id"], "delay_seconds": 0})
+    run_relay(handlers=False)
+
+    again = push(message=message, **{"Idempotency-Key": "k-1"})
+
+    assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "published")
+
+
+def test_idempotency_keys_of_two_clients_are_independent():
+    answers = [push(api, **{"Idempotency-Key": "k-1"}) for api in (Api(SHOP), Api(AUDITOR), Api(NEXT_SHOP))]
+
+    assert [answer.status_code for answer in answers] == [201, 201, 200]
+    assert len(published()) == 2
+
+
+def test_number_and_boolean_are_different_payloads_of_a_unique_message():
+    one, true = ({**MESSAGE, "biz_id": "order-17", "unique": True, "payload": payload} for payload in (1, True))
+
+    assert [push(message=message).status_code for message in (one, true)] == [201, 409]
 
 
 @pytest.mark.parametrize("key", ["", '""', "  "])
@@ -329,12 +377,51 @@ def test_messages_are_restored_one_by_one_and_all_of_a_topic():
         Api().post("outbox/messages/cancel", {"id": message["id"]})
 
     one = Api().post("outbox/messages/restore", {"id": messages[0]["id"]})
-    rest = Api().post("outbox/messages/restore", {"topic": TOPIC})
-    again = Api().post("outbox/messages/restore", {"topic": TOPIC})
+    rest, again = (executed(Api().post("outbox/messages/restore", {"topic": TOPIC})) for _ in range(2))
 
-    assert [answer.json()["restored"] for answer in (one, rest, again)] == [1, 2, 0]
+    assert [answer["restored"] for answer in (one.json(), rest, again)] == [1, 2, 0]
     assert {status_of(message["id"])["state"] for message in messages} == {"ready"}
     assert status_of(other["id"])["state"] == "cancelled"
+    assert f"operation {rest['id']} by the HTTP client shop" in {entry.reason for entry in TrailEntry.objects.all()}
+
+
+def executed(response):
+    """The state of a planned operation after a relay has executed it."""
+    assert response.status_code == 202
+    relays_operations(DEFAULT_DB_ALIAS).drain(StopRequest())
+    return Api().get(response["Location"].removeprefix("/api/")).json()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_restore_of_a_topic_is_answered_before_its_messages_are_restored():
+    ids = [message.id for message in some_cancelled(2_500)]
+
+    response = Api().post("outbox/messages/restore", {"topic": TOPIC})
+
+    planned = response.json()
+    assert (response.status_code, planned["state"], planned["total"], planned["restored"]) == (202, "planned", 2_500, 0)
+    assert status_of(ids[0])["state"] == "cancelled"
+    ended = executed(response)
+    assert (ended["state"], ended["restored"], ended["left"]) == ("finished", 2_500, {})
+    assert {status_of(ids[0])["state"], status_of(ids[-1])["state"]} == {"ready"}
+
+
+def some_cancelled(number):
+    with transaction.atomic():
+        messages = publish_many([Draft(TOPIC, number) for number in range(number)])
+    table = "outbox_outboxmessage"
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {table} SET state = 'cancelled', day = 1, settled_at = created_at")
+    return messages
+
+
+@pytest.mark.parametrize("token", [PARTNER, AUDITOR])
+def test_operation_is_shown_to_its_own_client_only(token):
+    planned = Api().post("outbox/messages/restore", {"topic": TOPIC}).json()
+
+    assert Api().get(f"outbox/operations/{planned['id']}").json() == planned
+    assert Api(token).get(f"outbox/operations/{planned['id']}").status_code == 404
+    assert Api().get(f"outbox/operations/{2**63}").status_code == 422
 
 
 def test_overdue_messages_are_left_out_of_a_restore_on_request():
@@ -343,9 +430,9 @@ def test_overdue_messages_are_left_out_of_a_restore_on_request():
     for message in (overdue, ahead):
         Api().post("outbox/messages/cancel", {"id": message["id"]})
 
-    restored = Api().post("outbox/messages/restore", {"topic": TOPIC, "overdue": False}).json()
+    restored = executed(Api().post("outbox/messages/restore", {"topic": TOPIC, "overdue": False}))
 
-    assert restored == {"restored": 1, "left": {"overdue": 1}}
+    assert (restored["restored"], [*restored["left"].values()]) == (1, [1])
     assert status_of(ahead["id"])["state"] == "scheduled"
 
 

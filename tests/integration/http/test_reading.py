@@ -1,12 +1,19 @@
 """The HTTP API of the inbox: clients read messages under a lease, acknowledge, extend and release them."""
 
 import asyncio
+import http.client
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
+from wsgiref import simple_server
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.core.handlers.wsgi import WSGIHandler
+from django.core.servers.basehttp import WSGIRequestHandler, WSGIServer
 from django.db import connection, connections, transaction
 from django.test import AsyncClient, override_settings
 
@@ -28,8 +35,9 @@ from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import publish
 from outbox.testing import run_relay
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row
-from tests.support.http_api import AUDITOR, HTTP, PARTNER, Api
-from tests.support.waiting import wait_until
+from tests.support.http_api import AUDITOR, HTTP, PARTNER, SHOP, Api
+from tests.support.servers.private import LOOPBACK
+from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -80,6 +88,10 @@ def settle(action, *messages, api=None, path=PATH, **more):
     return (api or Api()).post(f"{path}/{action}", {"leases": [message["lease"] for message in messages], **more})
 
 
+def waiting_now():
+    return waiting._by_client.total()
+
+
 def end_leases():
     travel(timedelta(minutes=2))
 
@@ -94,7 +106,7 @@ def test_message_is_read_under_a_lease_and_done_when_it_is_acknowledged(orders):
     assert the_row().state == State.RUNNING
     assert read() == [], "it is the first client's"
 
-    assert settle("acknowledge", message).json() == {"settled": [message["lease"]]}
+    assert settle("acknowledge", message).json() == {"settled": [message["lease"]], "ended": []}
     assert the_row().state == State.DONE
     assert read() == []
 
@@ -137,7 +149,7 @@ def test_message_is_read_again_when_its_lease_has_ended_and_the_old_lease_is_ref
     assert second["fence"] > first["fence"]
     for action, more in (("acknowledge", {}), ("extend", {}), ("release", {}), ("release", {"error": "broken"})):
         late = settle(action, first, **more)
-        assert (late.status_code, late.json()["refused"]) == (409, [first["lease"]])
+        assert late.json() == {"settled": [], "ended": [first["lease"]]}
     assert the_row().state == State.RUNNING
     assert settle("acknowledge", second).status_code == 200
 
@@ -147,7 +159,8 @@ def test_ended_lease_is_refused_although_no_client_has_read_the_message_since(or
     [message] = read(**LEASE)
     end_leases()
 
-    assert [settle(action, message).status_code for action in ("acknowledge", "extend", "release")] == [409] * 3
+    answers = [settle(action, message) for action in ("acknowledge", "extend", "release")]
+    assert [answer.json()["ended"] for answer in answers] == [[message["lease"]]] * 3
     assert the_row().state == State.RUNNING
 
 
@@ -157,10 +170,10 @@ def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders)
     settle("extend", messages[0], messages[2], lease_seconds=600)
     end_leases()
 
-    problem = settle("acknowledge", *messages).json()
+    answer = settle("acknowledge", *messages)
 
-    assert problem["refused"] == [messages[1]["lease"]]
-    assert problem["settled"] == [messages[0]["lease"], messages[2]["lease"]]
+    assert answer.status_code == 200
+    assert answer.json() == {"settled": [messages[0]["lease"], messages[2]["lease"]], "ended": [messages[1]["lease"]]}
     assert InboxMessage.objects.filter(state=State.DONE).count() == 2
 
 
@@ -177,7 +190,7 @@ def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orde
         message_handled.disconnect(dispatch_uid="http")
 
     assert handled == [one["id"]]
-    assert settle("acknowledge", two).status_code == 409
+    assert settle("acknowledge", two).json()["ended"] == [two["lease"]]
 
 
 def test_lease_is_extended(orders):
@@ -359,7 +372,7 @@ def test_concurrent_readers_never_get_the_same_message(orders):
 @pytest.mark.django_db(transaction=True)
 def test_waiting_reader_gets_a_message_that_comes_later_and_holds_no_connection_meanwhile(orders):
     with InAThread(lambda: read(wait_seconds=20)) as reader:
-        wait_until(lambda: waiting._count == 1)
+        wait_until(lambda: waiting_now() == 1)
         if connection.vendor == "postgresql":
             wait_until(lambda: others_connected() == 0)
         arrive(orders)
@@ -394,12 +407,100 @@ def test_request_has_no_transaction_around_it_with_atomic_requests(orders, monke
 @pytest.mark.django_db(transaction=True)
 def test_more_waiting_readers_than_allowed_are_answered_with_429(orders):
     with override_settings(OUTBOX={"HTTP": {**HTTP, "MAX_WAITING": 1}}), InAThread(lambda: read(wait_seconds=20)):
-        wait_until(lambda: waiting._count == 1)
+        wait_until(lambda: waiting_now() == 1)
         refused = Api().post(f"{PATH}/read", {"wait_seconds": 5})
         assert (refused.status_code, refused["Retry-After"]) == (429, "1")
         assert read() == [], "a reader that does not wait is answered"
         arrive(orders)
-    assert waiting._count == 0
+    assert waiting_now() == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_client_that_waits_often_leaves_places_to_the_other_clients(subscribed):
+    handlers, path = [subscribed(), subscribed("shop.news", name="partner.news")], "inbox/subscriptions/partner.news"
+    few = {"HTTP": {**HTTP, "MAX_WAITING": 3}}  # for three clients that may read
+    with override_settings(OUTBOX=few), InAThread(lambda: read(wait_seconds=20)) as first:
+        wait_until(lambda: waiting_now() == 1)
+        assert Api().post(f"{PATH}/read", {"wait_seconds": 20}).status_code == 429
+        with InAThread(lambda: read(Api(PARTNER), path, wait_seconds=20)) as other:
+            wait_until(lambda: waiting_now() == 2)
+            arrive(handlers[1], topic="shop.news")
+        arrive(handlers[0])
+    assert [len(reader.answer) for reader in (first, other)] == [1, 1]
+
+
+class _Pooled(WSGIServer):
+    """A WSGI server with a few threads, each of which serves one request at a time."""
+
+    def __init__(self, threads):
+        super().__init__((LOOPBACK, 0), WSGIRequestHandler)
+        self._threads = ThreadPoolExecutor(threads)
+
+    def process_request(self, request, client_address):
+        self._threads.submit(super().process_request, request, client_address)
+
+
+class _OneThread(simple_server.WSGIServer):
+    """A WSGI server that serves one request at a time, and says so (`wsgi.multithread`)."""
+
+    def __init__(self):
+        super().__init__((LOOPBACK, 0), simple_server.WSGIRequestHandler)
+
+
+@contextmanager
+def serving(server):
+    """A function that sends a request to the server and returns its status and its body."""
+    server.set_app(WSGIHandler())
+    thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
+    thread.start()
+
+    def ask(where, body, token=SHOP, **headers):
+        client = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=A_WHILE)
+        with closing(client):
+            headers = {"Host": "testserver", "Authorization": f"Bearer {token}", "Content-Type": "application/json", **headers}
+            client.request("POST", f"/api/{where}", body if isinstance(body, list) else json.dumps(body), headers)
+            answer = client.getresponse()
+            return answer.status, json.load(answer)
+
+    try:
+        yield ask
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.django_db(transaction=True)
+@override_settings(OUTBOX={"HTTP": {"TOKENS": HTTP["TOKENS"]}})
+def test_readers_that_wait_under_wsgi_leave_threads_for_other_requests(orders):
+    with serving(_Pooled(3)) as ask:
+        polls = [InAThread(lambda: ask(f"{PATH}/read", {"wait_seconds": 30})) for _ in range(6)]
+        with ExitStack() as running:
+            for poll in polls:
+                running.enter_context(poll)
+            wait_until(lambda: sum(poll.ended for poll in polls) == 5 and waiting_now() == 1)
+            assert ask("outbox/messages", {"topic": "shop.a", "payload": 1}, AUDITOR)[0] == 201
+            assert waiting_now() == 1
+            arrive_and_disconnect(orders)
+
+    assert sorted(poll.answer[0] for poll in polls) == [200] + [429] * 5
+
+
+@pytest.mark.django_db(transaction=True)
+@override_settings(OUTBOX={"HTTP": {"TOKENS": HTTP["TOKENS"]}})
+def test_server_with_a_single_thread_answers_readers_at_once(orders):
+    with serving(_OneThread()) as ask:
+        assert ask(f"{PATH}/read", {"wait_seconds": 30})[0] == 429
+        arrive_and_disconnect(orders)
+        assert len(ask(f"{PATH}/read", {"wait_seconds": 30})[1]["messages"]) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_body_without_a_length_is_answered_with_411_under_wsgi(orders):
+    with serving(_Pooled(1)) as ask:
+        status, problem = ask(f"{PATH}/read", [b'{"max_messages": 1}'], **{"Transfer-Encoding": "chunked"})
+
+    assert (status, problem["status"]) == (411, 411)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -412,7 +513,7 @@ def test_reader_waits_under_asgi_without_a_thread(orders):
             return client.post(f"/api/{PATH}/read", json.dumps(how), content_type="application/json", headers=headers)
 
         waits = asyncio.create_task(post(wait_seconds=20))
-        await asyncio.to_thread(wait_until, lambda: waiting._count)
+        await asyncio.to_thread(wait_until, waiting_now)
         answered_at_once = await post()
         await asyncio.to_thread(arrive_and_disconnect, orders)
         waited = await waits
@@ -457,7 +558,8 @@ def test_subscription_is_read_by_clients_with_its_scope_only(subscribed):
     assert settle("acknowledge", message, api=partner).status_code == 403
     assert Api().post(f"{path}/read", {}).status_code == 403
     assert len(read(partner, path)) == 1
-    assert settle("acknowledge", message, api=partner, path=path).status_code == 409, "the lease is of another subscription"
+    of_another = settle("acknowledge", message, api=partner, path=path)
+    assert of_another.json()["settled"] == [], "the lease is of another subscription"
     assert InboxMessage.objects.get(handler=TOPIC).state == State.RUNNING
 
 
@@ -495,7 +597,8 @@ def test_request_beyond_the_limits_is_refused(orders, action, body):
 
 
 def test_unknown_lease_is_refused(orders):
-    assert Api().post(f"{PATH}/acknowledge", {"leases": ["999999999999999999.999999999"]}).status_code == 409
+    unknown = "999999999999999999.999999999"
+    assert Api().post(f"{PATH}/acknowledge", {"leases": [unknown]}).json() == {"settled": [], "ended": [unknown]}
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])

@@ -13,7 +13,8 @@ from email.utils import format_datetime
 import pytest
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.management import call_command
-from django.db import transaction
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 import inbox.webhooks
 from inbox.handlers.registry import registry
@@ -505,9 +506,9 @@ class TestCircuitBreaker:
     def test_request_of_a_process_that_does_not_know_of_the_pause_yet_is_deferred(self, offers, receiver):
         offers(TOPIC)
         an_endpoint(receiver)
+        offered()
         known = EndpointHandlers(["default"])
         known.refresh()
-        offered()
         endpoints.disable("default", the_endpoint().pk, "asked by the customer")
         send(known)
         assert not receiver.requests
@@ -560,6 +561,39 @@ class TestProcess:
             offered()
             wait_until(lambda: states() == ["done"])
         assert len(receiver.requests) == 1
+
+
+class TestManyEndpoints:
+    def test_endpoints_take_turns_however_many_they_are_and_however_large_the_backlog_of_one_is(self, offers, receiver):
+        offers(TOPIC, "shop.many")
+        names = [f"partner-{number:03}" for number in range(150)]
+        for name in names:
+            Endpoint.objects.create(name=name, url=f"{receiver.url}/{name}", topics=[TOPIC])
+        Endpoint.objects.create(name="partner-070-busy", url=f"{receiver.url}/busy", topics=["shop.many"])
+        offered(*({"order": number} for number in range(200)), topic="shop.many")
+        offered()
+        assert send() == 350
+
+        first = receiver.paths[: len(names) + 10]
+        assert {path.rpartition("/")[2] for path in first} >= {*names}
+        assert receiver.paths.count("/hooks/busy") == 200
+
+    def test_work_of_a_request_does_not_grow_with_the_number_of_endpoints(self, offers, receiver):
+        offers(TOPIC)
+        an_endpoint(receiver, topics=[TOPIC])
+        offered(*({"order": number} for number in range(20)))
+        alone = bytes_of_statements(send)
+
+        Endpoint.objects.bulk_create(Endpoint(name=f"idle-{number}", url=receiver.url, topics=["x"]) for number in range(500))
+        offered(*({"order": number} for number in range(20)))
+        assert bytes_of_statements(send) < 1.5 * alone
+        assert len(receiver.requests) == 40
+
+
+def bytes_of_statements(job):
+    with CaptureQueriesContext(connection) as captured:
+        job()
+    return sum(len(query["sql"]) for query in captured)
 
 
 class TestEndpoint:

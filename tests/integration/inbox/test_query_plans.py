@@ -9,8 +9,12 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, ordering, sentinel, together
+from inbox.testing import deliver, make_message
+from inbox.webhooks import Endpoint, send_webhooks
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -107,3 +111,22 @@ def test_claim_uses_the_index_of_due_messages(handler):
     plan = explained(captured[-1]["sql"])
     assert "inbox_due" in plan
     assert "inbox_once" not in plan
+
+
+def test_message_is_stored_for_any_number_of_webhook_endpoints_in_few_statements():
+    send_webhooks("shop.order.placed")
+    try:
+        counts = [statements_of_a_fan_out(number) for number in (10, 990)]
+    finally:
+        registry.remove("webhooks/shop.order.placed")
+
+    assert counts[1] < counts[0] + 5
+    assert InboxMessage.objects.filter(handler__startswith="webhook/", state="received").count() == 10 + 1_000
+
+
+def statements_of_a_fan_out(more):
+    first = Endpoint.objects.count()
+    Endpoint.objects.bulk_create(Endpoint(name=f"partner-{first + n}", url="https://example.com") for n in range(more))
+    with CaptureQueriesContext(connection) as captured:
+        deliver(make_message("shop.order.placed", {"order": more}))
+    return len(captured)
