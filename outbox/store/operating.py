@@ -60,7 +60,7 @@ def _decide(alias: str, transition: Transition, position: int, reason: str, **gi
     not_ready = [state for state in transition.sources if state is not State.READY]
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
-            before = transaction.savepoint(using=alias)
+            before = connections[alias].savepoint()
             if decide(only=not_ready):
                 transaction.savepoint_commit(before, using=alias)
                 return True
