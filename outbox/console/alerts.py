@@ -154,7 +154,7 @@ def _mail(content: Mapping[str, Any], given: AlertOptions) -> None:
     body = "\n".join([content["summary"], "", *(f"{name}: {value}" for name, value in content.items() if name != "summary")])
     # From Django 6.1 on, `mailers` replaces `get_connection`.
     mailers: Any = getattr(mail, "mailers", None)
-    mailer = mailers.default if mailers else mail.get_connection()
+    mailer: Any = mailers.default if mailers else mail.get_connection()
     mailer.timeout = given.TIMEOUT.total_seconds()
     mailer.send_messages([mail.EmailMessage(one_line(subject), body, to=list(given.MAIL_TO))])
 
