@@ -84,6 +84,7 @@ TEMPLATES = [
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 ROOT_URLCONF = "tests.urls"
 SECRET_KEY = "tests"
+MAILERS = {"default": {"BACKEND": "django.core.mail.backends.locmem.EmailBackend"}}  # Django 6.1 warns if it is missing
 STATIC_URL = "static/"
 USE_TZ = True
 

@@ -258,15 +258,16 @@ def _declare_hashing(connection: kombu.Connection, handler: Handler, options: In
     try:
         with connection.clone() as own, own.channel() as channel:
             _hashing_exchange(handler, options)(channel).declare()
-    except InvalidCommand as error:
+    except (InvalidCommand, PreconditionFailed) as error:
+        # From RabbitMQ 4 on, an unknown type is a failed precondition, too.
+        if isinstance(error, PreconditionFailed) and "invalid exchange type" not in str(error):
+            raise Unordered(
+                f"The exchange {queue_name(handler, options)!r}, which distributes the keys of {handler.name} to its queues, "
+                f"exists with another type or other arguments ({describe(error)}). Delete it."
+            ) from error
         raise Unordered(
             f"The handler {handler.name} has partitions={handler.partitions}, but this broker has no consistent-hash exchange. "
             f"Run `rabbitmq-plugins enable {_PLUGIN}` on every node, or set partitions=1."
-        ) from error
-    except PreconditionFailed as error:
-        raise Unordered(
-            f"The exchange {queue_name(handler, options)!r}, which distributes the keys of {handler.name} to its queues, "
-            f"exists with another type or other arguments ({describe(error)}). Delete it."
         ) from error
 
 

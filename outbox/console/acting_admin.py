@@ -237,9 +237,8 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
-        offered: Mapping[str, Any] = self.get_actions(request)
         context["message_actions"] = [
-            (action, description) for _, action, description in offered.values() if row is not None and self.offers(action, row)
+            choice for choice in self.get_action_choices(request, []) if row is not None and self.offers(choice[0], row)
         ]
         context["changelist_url"] = self._changelist_url()
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME

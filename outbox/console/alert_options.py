@@ -27,7 +27,7 @@ class AlertOptions:
         DEAD: this many new dead letters within DEAD_WITHIN raise an alert.
         DEAD_WITHIN: see DEAD; also the time for which a conflicting duplicate raises one.
         PAUSED_FOR: a topic or handler that is paused for longer raises an alert.
-        MAIL_TO: recipients of an e-mail for each raised and cleared alert; Django's EMAIL settings send it.
+        MAIL_TO: recipients of an e-mail for each raised and cleared alert. Django's EMAIL settings, or its MAILERS, send it.
         WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except
             on this host.
         TIMEOUT: how long one delivery may take.

@@ -26,7 +26,7 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from django.apps import apps
-from django.core.mail import EmailMessage, get_connection
+from django.core import mail
 from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
@@ -152,8 +152,11 @@ class Evaluator:
 def _mail(content: Mapping[str, Any], given: AlertOptions) -> None:
     subject = f"[{content['app']}] {content['event']}: {content['condition']} {content['object']}".strip()
     body = "\n".join([content["summary"], "", *(f"{name}: {value}" for name, value in content.items() if name != "summary")])
-    connection = get_connection(timeout=given.TIMEOUT.total_seconds())
-    EmailMessage(one_line(subject), body, to=list(given.MAIL_TO), connection=connection).send()
+    # From Django 6.1 on, `mailers` replaces `get_connection`.
+    mailers: Any = getattr(mail, "mailers", None)
+    mailer: Any = mailers.default if mailers else mail.get_connection()
+    mailer.timeout = given.TIMEOUT.total_seconds()
+    mailer.send_messages([mail.EmailMessage(one_line(subject), body, to=list(given.MAIL_TO))])
 
 
 class _NoRedirect(HTTPRedirectHandler):

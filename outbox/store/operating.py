@@ -60,13 +60,12 @@ def _decide(alias: str, transition: Transition, position: int, reason: str, **gi
     not_ready = [state for state in transition.sources if state is not State.READY]
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
-            before = transaction.savepoint(using=alias)
-            if decide(only=not_ready):
-                transaction.savepoint_commit(before, using=alias)
-                return True
-            # Unlock a row that became ready while this waited for its lock: else a relay that has the shard waits for the row,
-            # and this transaction for the shard.
-            transaction.savepoint_rollback(before, using=alias)
+            with transaction.atomic(using=alias):
+                if decide(only=not_ready):
+                    return True
+                # Unlock a row that became ready while this waited for its lock: else a relay that has the shard waits for the
+                # row, and this transaction for the shard.
+                transaction.set_rollback(True, using=alias)
             return not _in_hand(alias, position) and bool(decide())
     except OperationalError as error:
         if is_collision(error):

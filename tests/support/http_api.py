@@ -112,4 +112,8 @@ def documents():
 
 
 def rendered(api):
-    return json.dumps(api.get_openapi_schema(path_prefix=""), indent=2) + "\n"
+    text = json.dumps(api.get_openapi_schema(path_prefix=""), indent=2) + "\n"
+    # Python 3.13 has the names of RFC 9110.
+    return text.replace("Content Too Large", "Request Entity Too Large").replace(
+        "Unprocessable Content", "Unprocessable Entity"
+    )

@@ -37,6 +37,7 @@ def test_first_hour(reader_of, postgres_environment, postgres_server, rabbitmq_p
     reader.follow(DOCS / "tutorial" / "rabbitmq.md")
     reader.follow(DOCS / "tutorial" / "celery.md")
 
+    _orders_are_still_published(reader)
     _sqlite_options_are_reported(reader)
 
 
@@ -74,6 +75,15 @@ def answers(port):
     except ConnectionRefusedError:
         return False
     return True
+
+
+def _orders_are_still_published(reader):
+    """The page on Celery adds a task to the function that publishes, and removes nothing from it."""
+    reader.run("python manage.py outbox_relay --drain")
+
+    said = "\n".join(reader.run("python manage.py outbox_trail --topic shop.order.placed --biz-id order-4001"))
+
+    assert "published" in said.lower(), said
 
 
 def _sqlite_options_are_reported(reader):

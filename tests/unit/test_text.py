@@ -84,5 +84,5 @@ def test_the_longest_name_fits_an_amqp_short_string_and_a_longer_one_does_not():
     assert why_unfit(longest) is None
     assert loads("s", dumps("s", [longest]), 0)[0] == [longest]
     assert why_unfit(longest + "x") == "it is 256 bytes long in UTF-8 and the limit is 255"
-    with pytest.raises(struct.error, match="ubyte"):
+    with pytest.raises(struct.error, match="<= 255"):
         dumps("s", [longest + "x"])

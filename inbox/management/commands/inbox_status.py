@@ -151,7 +151,8 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
 
 
 def _state(consumer: Any) -> str:
-    return f"{state_of(consumer)}: {', '.join(consumer.handlers) or gettext('no handler')}"
+    handlers = ", ".join(consumer.handlers) or gettext("no handler")
+    return f"{state_of(consumer)}: {handlers}"
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:

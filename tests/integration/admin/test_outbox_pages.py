@@ -245,7 +245,7 @@ class TestDetailPage:
             (b"just text", "just text"),
             (b"\xff\x00\x80abc", "ff 00 80 61 62 63"),
             (b'"\\ud800 \\u202e"', '"\\ud800 \\u202e"'),
-            (b"[" * 990 + b"]" * 990, "[" * 990),
+            (b'["outside", ' * 990 + b"0" + b"]" * 990, '"outside"'),
             (b"[" * 50_000, "is not JSON"),
             (b"9" * 5_000, "is not JSON"),
             (b"NaN", "NaN"),

@@ -2,6 +2,7 @@
 
 import sys
 
+import django
 import pytest
 from django.core.checks import run_checks
 
@@ -241,8 +242,12 @@ class TestDatabaseSettings:
         done = run_in(tmp_path, "left_settings", "-m", "django", "check")
 
         assert done.returncode != 0
-        assert f"DATABASES['default']['OPTIONS'] has {shown}, which" in done.stdout
-        assert "outbox.E005" in done.stdout
+        if vendor == "sqlite3" and django.VERSION >= (6, 1):
+            # Django's own check of JSON fields connects to SQLite first.
+            assert f"unexpected keyword argument '{shown}'" in done.stdout
+        else:
+            assert f"DATABASES['default']['OPTIONS'] has {shown}, which" in done.stdout
+            assert "outbox.E005" in done.stdout
 
 
 class TestMissingTables:

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import logging
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -275,7 +276,11 @@ def test_message_that_cannot_be_read_is_a_dead_letter_and_the_next_one_is_read(o
     assert InboxMessage.objects.get(body=b"not json").state == State.DEAD
 
 
-@pytest.mark.parametrize("body", [b'{"total": NaN}', b'{"total": 1e999}', b"[" * 900 + b"]" * 900])
+DEEP = 9_900 if sys.version_info >= (3, 13) else 900
+"""Python reads so many levels, and does not write many more."""
+
+
+@pytest.mark.parametrize("body", [b'{"total": NaN}', b'{"total": 1e999}', b"[" * DEEP + b"]" * DEEP])
 def test_payload_that_clients_cannot_read_is_a_dead_letter_and_the_other_messages_are_read(orders, body):
     arrive(orders)
     arrive(orders, body=body)

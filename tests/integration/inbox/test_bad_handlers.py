@@ -357,7 +357,7 @@ def swallows_an_error_around_a_savepoint(message):
 
 @does_no_harm()
 def leaves_a_savepoint_rolled_back(message):
-    savepoint = transaction.savepoint()
+    savepoint = connection.savepoint()
     Effect.objects.create(name="undone")
     transaction.savepoint_rollback(savepoint)
     the_effect(message)

@@ -209,6 +209,13 @@ class TestCorrectedMessage:
         assert "\\u202e" in text
         assert "ä🙂" in text
 
+    def test_payload_that_indentation_would_make_a_thousand_times_longer_is_not_edited(self, handler):
+        nested = b"[" * 900 + b"]" * 900
+        _, row = dead(handler, body=b'{"amount": [' + b", ".join([nested] * 20) + b"]}")
+
+        with pytest.raises(NotEditable, match="nested too deeply to be edited"):
+            editable(row)
+
     def test_correction_that_is_rejected_again_can_be_corrected_again(self, handler):
         _, row = dead(handler)
         second = corrected(row, json.dumps({"order_id": 7, "amount": "six"}))

@@ -281,6 +281,22 @@ class TestFromABroker:
         assert handled() == of_each_key(120)
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
 
+    def test_without_start_from_it_gets_only_what_is_relayed_after_its_queue_was_declared(self, handles, options):
+        other = handles(lambda message: None, topic=TOPIC, name="other")
+        declare(other, options)
+        published_many(3)
+        relay_all()
+
+        new = handles(notes, topic=TOPIC, name="new")
+        declare(new, options)
+        published_many(3, since=3)
+        relay_all()
+        with consuming([other, new], options):
+            wait_until(lambda: InboxMessage.objects.filter(handler=other.name).count() == 6)
+            wait_until(lambda: effects() >= 3)
+
+        assert handled() == {"k0": [3], "k1": [4], "k2": [5]}
+
     def test_its_past_ends_where_its_queue_begins_while_as_many_are_published_as_are_read(self, handles, options, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 3)
         read_past, published_meanwhile = replaying.read_past, []

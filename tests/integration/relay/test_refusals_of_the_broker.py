@@ -63,12 +63,14 @@ def permit_exchanges(rabbitmq_server, rabbitmq_url):
 @contextmanager
 def bodies_of_at_most(server, size):
     """New channels accept no larger bodies."""
+    # RabbitMQ 4 reads the setting once, into a persistent term.
+    limit = "application:set_env(rabbit, max_message_size, {0}), persistent_term:put(max_message_size, {0})."
     before = server.evaluate("element(2, application:get_env(rabbit, max_message_size)).")
-    server.evaluate(f"application:set_env(rabbit, max_message_size, {size}).")
+    server.evaluate(limit.format(size))
     try:
         yield
     finally:
-        server.evaluate(f"application:set_env(rabbit, max_message_size, {before}).")
+        server.evaluate(limit.format(before))
 
 
 def vhost_of(url):

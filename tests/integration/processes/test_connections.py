@@ -1,0 +1,72 @@
+"""How many connections a process holds, as `docs/how-to/scale.md` counts them for `max_connections` and the size of a pool."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection, transaction
+
+from outbox import publish
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import effects
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+TO_THE_DATABASE = (
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend' "
+    "AND pid <> pg_backend_pid()"
+)
+ALERTS = 1
+"""Connected for a moment each minute."""
+
+
+def sessions():
+    with connection.cursor() as cursor:
+        cursor.execute(TO_THE_DATABASE)
+        return cursor.fetchone()[0]
+
+
+def publish_jobs(count):
+    with transaction.atomic():
+        for _ in range(count):
+            publish(JOB, {})
+
+
+@pytest.fixture
+def connections_to(rabbitmq_server):
+    return lambda url: rabbitmq_server.ctl("list_connections", "--quiet", "vhost").split().count(url.rpartition("/")[2])
+
+
+def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service, rabbitmq_url, connections_to):
+    """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop, operations, heartbeat."""
+    relay, threads = 5 + 1, 3
+    consumer = threads + 3
+    before = sessions()
+    shop = service(rabbitmq_url, CONCURRENCY=threads)
+
+    with shop.runs("inbox_consume"):
+        wait_until(lambda: sessions() == before + consumer)
+        wait_until(lambda: connections_to(rabbitmq_url) == 1)
+        with shop.runs("outbox_relay"):
+            wait_until(lambda: sessions() == before + consumer + relay)
+            wait_until(lambda: connections_to(rabbitmq_url) == 1 + 2)
+
+            publish_jobs(100)
+            wait_until(lambda: effects() == 100)
+
+            assert sessions() <= before + consumer + relay + 2 * ALERTS
+            assert connections_to(rabbitmq_url) == 1 + 2
+
+
+def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(service):
+    """One lane, timer, housekeeping, operations of both apps, one runner, heartbeat; and the doorbell."""
+    relay = 7 + 1
+    before = sessions()
+
+    with service("local://").runs("outbox_relay"):
+        wait_until(lambda: sessions() == before + relay)
+
+        publish_jobs(100)
+        wait_until(lambda: effects() == 100)
+
+        assert sessions() <= before + relay + ALERTS
