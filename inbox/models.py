@@ -57,7 +57,8 @@ class InboxMessage(models.Model):
     place = models.BigIntegerField(null=True)
     state = models.CharField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(_("attempts"), default=0, db_default=0)
-    # The fencing token: every lease of this message increments it, so the owner of an expired lease settles nothing.
+    # The fencing token: every claim, lease and retry of this message increments it, and nothing resets it. So a process that
+    # was frozen after its claim, or whose lease has ended, begins and settles nothing.
     fence = models.PositiveBigIntegerField(default=0, db_default=0)
     content_type = models.CharField(_("content type"), max_length=NAME_LENGTH)
     body = models.BinaryField()

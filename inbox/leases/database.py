@@ -74,7 +74,7 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
 def _grant(request: LeaseRequest, lasts: timedelta, duplicate_timeout: timedelta, *, is_retry: bool) -> leases.Granted | None:
     handler, stored = request.handler, request.stored
     if stored is not None:
-        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, request.exclusive_key, was=stored.state)
+        return leases.lease_stored(handler.using, stored, lasts, request.exclusive_key)
     fresh = leases.lease_fresh(handler.using, request.row, lasts, duplicate_timeout)
     return fresh or leases.lease_over(handler.using, request.row, lasts, is_retry=is_retry)
 

@@ -114,7 +114,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     row, store, alias = stored_row(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
     request = LeaseRequest(handler=handler, row=row, stored=stored)
-    refund = partial(give_back, alias, stored.pk, stored.attempts)
+    refund = partial(give_back, alias, stored)
     try:
         verdict = store.acquire(request, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     except (LeaseStoreUnavailable, KeyBusy) as busy:
@@ -136,7 +136,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     if isinstance(verdict, HistoryLost):
         return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
     if isinstance(verdict, Held):
-        committed(partial(leases.defer_to_lease_end, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        committed(partial(leases.defer_to_lease_end, alias, stored, verdict.remaining), alias)
         return Received.STORED
     if isinstance(verdict, Consumed):
         committed(partial(leases.finish_external, alias, row, request.order, uncounted=1), alias)

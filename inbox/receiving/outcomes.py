@@ -78,9 +78,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     passed_over = stored.ordered and handler.skips_dead
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
-        ours = committed(
-            lambda: claims.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
-        )
+        ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
         logger.warning(
             "%s: message %s (biz-id %s) failed at attempt %d (%s), and this failure is not stored: %s",
@@ -130,7 +128,7 @@ def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
 
 def _refund_when_unlocked(handler: Handler, stored: InboxMessage) -> None:
     try:
-        claims.give_back(handler.using, stored.pk, stored.attempts)
+        claims.give_back(handler.using, stored)
     except (DatabaseError, InterfaceError) as error:
         logger.warning(
             "%s: message %s (biz-id %s): an attempt that was not made could not be refunded: %s",

@@ -113,7 +113,7 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
     except ConcurrentDuplicate:
         return _defer(handler, stored)
     except DatabaseUnavailable as outage:
-        outage.refund = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
+        outage.refund = partial(claims.give_back, handler.using, stored)
         raise
     if assigned is None:
         return Received.STORED
@@ -140,7 +140,7 @@ def _defer(handler: Handler, stored: InboxMessage) -> Received:
     """Its message is still being handled: check again after about as long as it has waited already."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
-    committed(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
+    committed(lambda: claims.give_back(handler.using, stored, delay), handler.using)
     return Received.STORED
 
 
