@@ -34,6 +34,7 @@ from inbox.consumer.pool import Pool, RunningLoad
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only
 from inbox.handlers.handler import Handler
+from inbox.leases.heartbeat import heartbeat
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
@@ -553,6 +554,7 @@ class Consumer:
     def _finish(self) -> None:
         """Let the workers finish their loads, answer the broker, and return the other deliveries to it."""
         logger.info("consumer: stopping. Running deliveries are finished first; send the signal again to end at once.")
+        heartbeat.announce_stop()
         self._reception.close()
         self._pool.close()
         # From here on the queues may have no subscription.

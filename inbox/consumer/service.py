@@ -11,6 +11,8 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
+from inbox.leases.heartbeat import heartbeat
+from inbox.limits.slots import limit_by_default
 from inbox.operations import executing, executor
 from inbox.runner import Runner
 from outbox.console.alerts import alerting
@@ -80,6 +82,7 @@ def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watch
         watchdog.beat()
         pool.refuse_if_ended()
         stop.wait(_WATCHDOG_INTERVAL_SECONDS)
+    heartbeat.announce_stop()
     pool.close()
     while pool.alive:
         watchdog.beat()

@@ -38,9 +38,9 @@ class DatabaseLeases:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.extend(alias, pk, lease.fence, by), alias)
+        return committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=stopping), alias)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         alias, pk = _row_of(lease)

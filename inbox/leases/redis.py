@@ -111,8 +111,12 @@ class RedisLeases:
             self._handle_loss(state)
         raise self._keeps_losing_data()
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
-        return bool(self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
+        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE
+        alias, pk = lease.request.handler.using, lease.pk
+        if extended and stopping and pk is not None:
+            committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=True), alias)
+        return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return bool(self._as_owner(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)

@@ -169,8 +169,12 @@ class LeaseStore(Protocol):
             KeyBusy: another message of its key is running; nothing was decided.
         """
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
-        """Move its end to `by` from now. False: the lease is no longer ours."""
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
+        """Move its end to `by` from now. False: the lease is no longer ours.
+
+        Args:
+            stopping: record in its row, if it has one, that its process has been asked to stop.
+        """
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         """Record a step's result, or with None that it has begun. False: the lease is no longer ours."""

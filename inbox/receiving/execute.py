@@ -91,7 +91,7 @@ def claim_next(
     """
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
-    quarantined = quarantine.take()
+    quarantined = quarantine.take(options.REDELIVERY_AFTER)
 
     def claim_without(rows: Collection[int]) -> InboxMessage | None:
         return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined, without=rows)

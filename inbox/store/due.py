@@ -32,7 +32,8 @@ MOST_COUNTED = 1_000
 """Limit for counting the messages of an unknown handler."""
 _FIRST_TRIED, _LAST_TRIED = 32, 4
 """Rows of runs longer than `REDELIVERY_AFTER` are locked and due longest: at most one for each worker of all processes."""
-_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
+_FOLLOWING = f"OFFSET {_TRIED} + {_TRIED} * floor(random() * 16)::int"
+_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",

@@ -97,7 +97,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     places = ours.count("%s")
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, "
+            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
             f"next_attempt_at = {now_after(connection)} "
             "WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s AND state = 'running' "
             f"AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
@@ -136,7 +136,7 @@ def lease_stored(
         connection.cursor() as cursor,
     ):
         cursor.execute(
-            f"{bound} UPDATE {TABLE} SET state = 'running', next_attempt_at = {now_after(connection)} "
+            f"{bound} UPDATE {TABLE} SET state = 'running', stopping = false, next_attempt_at = {now_after(connection)} "
             f"{among} WHERE id = %s AND fence = %s AND state IN ('received', 'retrying', 'running') "
             "AND next_attempt_at IS NOT NULL RETURNING id, attempts, fence",
             [*wait, lease.total_seconds(), claimed.pk, claimed.fence],
@@ -165,9 +165,13 @@ def standing(alias: str, row: NewRow) -> Standing | None:
     return None if found is None else Standing(found[0], timedelta(seconds=max(float(found[1] or 0), 0)))
 
 
-def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
-    """running → running, until `lease` from now. False: it is no longer ours."""
-    return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease)))
+def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool = False) -> bool:
+    """running → running, until `lease` from now. False: it is no longer ours.
+
+    Args:
+        stopping: its process has been asked to stop.
+    """
+    return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
 
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
@@ -233,7 +237,9 @@ def mark_running(
         KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
     with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        marked = under_claim(alias, claimed).update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
+        marked = under_claim(alias, claimed).update(
+            state=State.RUNNING, fence=fence, stopping=False, next_attempt_at=DatabaseTime(lease)
+        )
         if marked:
             _record_running(alias, claimed)
         _refuse_concurrent_run(alias, claimed.pk, exclusive_key)

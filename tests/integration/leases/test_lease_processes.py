@@ -42,8 +42,8 @@ def lease_store(request):
 def consumer(process_environment, rabbitmq_url, tmp_path, lease_store):
     """Start `inbox_consume`: `with consumer("a") as process`."""
 
-    def start(name):
-        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests"}
+    def start(name, **options):
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests", **options}
         environment = {
             **process_environment,
             **as_environment(
@@ -152,6 +152,52 @@ def test_message_that_always_kills_its_process_is_dead_after_max_attempts(consum
 
     assert ended == effects("begun job") == 3
     assert "never ended" in the_row().last_error
+
+
+class TestInterruptedRuns:
+    """Three runs were interrupted. Each may have ended the process, so they begin again one after the other."""
+
+    NAMES = ("first", "second", "third")
+
+    @pytest.fixture
+    def three_running(self, consumer, rabbitmq_url):
+        def start(process):
+            for name in self.NAMES:
+                send(rabbitmq_url, LEASED_JOB, {"do": "wait for the word each time"}, message_id=name)
+            process.until(lambda: self.have_begun(1))
+
+        return start
+
+    def have_begun(self, attempt):
+        begun = Effect.objects.filter(name__startswith="begun ", detail=str(attempt))
+        return {*begun.values_list("name", flat=True)} == {f"begun {name}" for name in self.NAMES}
+
+    def end_them(self, process, is_settled):
+        Unique.objects.bulk_create(Unique(name=f"go {name}") for name in self.NAMES)
+        process.until(is_settled)
+        assert {*InboxMessage.objects.values_list("state", "attempts")} == {(State.DONE, 2)}
+
+    def test_run_that_hangs_delays_other_interrupted_messages_for_redelivery_after_only(
+        self, consumer, three_running, is_settled
+    ):
+        with consumer("a", REDELIVERY_AFTER=SHORT) as process:
+            three_running(process)
+            process.kill()
+            process.ends()
+            process.start()
+            process.until(lambda: self.have_begun(2))
+            self.end_them(process, is_settled)
+
+    @pytest.mark.parametrize("lease_store", ["database"], indirect=True)
+    def test_runs_that_a_stop_interrupted_begin_again_at_once(self, consumer, three_running, is_settled):
+        hour = timedelta(hours=1)
+        with consumer("a", REDELIVERY_AFTER=hour, SHUTDOWN_GRACE=SHORT) as process:
+            three_running(process)
+            process.terminate()
+            assert process.ends() == 70
+            process.start()
+            process.until(lambda: self.have_begun(2))
+            self.end_them(process, is_settled)
 
 
 def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settled):
