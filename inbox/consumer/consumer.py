@@ -488,6 +488,7 @@ class Consumer:
 
     def _watch_handlers(self, now: float) -> None:
         """Report a handler that does not end: its inbox row is not committed, so no other connection sees it."""
+        self._pool.report_occupied(self._options.STUCK_AFTER)
         limit = self._options.STUCK_AFTER.total_seconds()
         overdue = [running for running in self._pool.running() if now - running.since >= limit]
         self._reported_loads &= {id(running) for running in overdue}
