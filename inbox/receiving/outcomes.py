@@ -223,9 +223,12 @@ def _decided(handler: Handler, error: BaseException, attempt: int, options: Inbo
     policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
-    if is_collision(error):
+    if is_collision(error) or isinstance(error, DatabaseUnavailable):
         # The handler is not the cause: the backoff of a failure, but no attempt is counted.
-        text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
+        cause = (
+            f"collided with other transactions {TRIES_AT_ONCE} times" if is_collision(error) else "a database was unavailable"
+        )
+        text = f"{cause}: {describe(error)}"
         return failure_from(error, error=text, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
         return failure_from(error, error=f"rejected: {describe(error)}", retry_after=None, attempts=attempt)

@@ -79,10 +79,11 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
     with _reading_locks[handler.using]:
         begun = _begin_reading(handler, row, options)
         refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
-        arrival = read(handler, envelope, options, refused=refused)
-        if begun:
-            committed(lambda: undecided.end_reading(handler.using, row), handler.using)
-    return arrival
+        try:
+            return read(handler, envelope, options, refused=refused)
+        finally:
+            if begun:
+                committed(lambda: undecided.end_reading(handler.using, row), handler.using)
 
 
 def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:

@@ -7,18 +7,20 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import connection
+from django.db import connection, transaction
 
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
-from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row
+from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, drain, effects, options, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
@@ -266,6 +268,53 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
         assert first.answer is Received.HANDLED
         assert deliver(handler, envelope) is Received.DUPLICATE
     assert ran == [1]
+
+
+class TestOutageDuringSteps:
+    @pytest.fixture
+    def restarting(self, handles, mortal_postgres):
+        """A handler whose steps each stop the database once; which attempts were run, and which steps have stopped it."""
+
+        def register(lease, steps=3):
+            def handle(message):
+                ran.append(message.attempt)
+                for number in range(steps):
+                    message.step(f"step {number}", lambda number=number: stop(number))
+                the_effect(message)
+
+            def stop(number):
+                if number not in stopped:
+                    stopped.append(number)
+                    mortal_postgres.kill()
+
+            ran, stopped = [], []
+            return handles(handle, lease=Lease(duration=lease)), ran, stopped
+
+        name = mortal_postgres.create_database().rpartition("/")[2]
+        with the_default_at(NAME=name, PORT=mortal_postgres.port):
+            call_command("migrate", verbosity=0)
+            yield register
+
+    def test_step_waits_for_its_database_and_no_attempt_is_counted(self, restarting, mortal_postgres, caplog):
+        handler, ran, stopped = restarting(timedelta(minutes=10))
+        with InAThread(lambda: deliver(handler, given=options(MAX_ATTEMPTS=1))) as run:
+            for number in range(3):
+                wait_until(lambda number=number: f"the step 'step {number}' cannot be stored now" in caplog.text)
+                mortal_postgres.start()
+
+        connection.close()
+        assert (run.answer, ran, stopped, the_row().attempts) == (Received.HANDLED, [1], [0, 1, 2], 1)
+
+    def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
+        handler, ran, _ = restarting(timedelta(seconds=1), steps=1)
+        with transaction.atomic():
+            hand_over(handler, read(handler, an_envelope(), options()))
+        with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
+            wait_until(lambda: "its lease is lost" in caplog.text)
+            mortal_postgres.start()
+
+        connection.close()
+        assert (the_row().state, the_row().attempts, ran) == (State.DONE, 1, [1, 1])
 
 
 def test_lost_answer_to_taking_a_lease_costs_neither_the_lease_nor_an_attempt(handles, process_environment):
