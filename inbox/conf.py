@@ -60,7 +60,8 @@ class InboxOptions:
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
             this and the delays.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its factor per further attempt, its limit.
-        REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this.
+        REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this; of several of them, a
+            process begins one in this time.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are stored, which is the deduplication window.

@@ -25,6 +25,7 @@ from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.faults import is_about_values
 from outbox.kernel.broker import queue_name
 from outbox.kernel.clock import monotonic
@@ -97,6 +98,8 @@ class LocalTransport:
                 return self._hand_over([message])[message.position]
         except ConcurrentDuplicate:
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
+        except DatabaseUnavailable as outage:
+            return Verdict(PublishOutcome.UNKNOWN, str(outage))
         except DatabaseError as error:
             if not is_about_values(error):
                 raise

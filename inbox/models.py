@@ -57,8 +57,11 @@ class InboxMessage(models.Model):
     place = models.BigIntegerField(null=True)
     state = models.CharField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(_("attempts"), default=0, db_default=0)
-    # The fencing token: every lease of this message increments it, so the owner of an expired lease settles nothing.
+    # The fencing token: every claim, lease and retry of this message increments it, and nothing resets it. So a process that
+    # was frozen after its claim, or whose lease has ended, begins and settles nothing.
     fence = models.PositiveBigIntegerField(default=0, db_default=0)
+    # While it runs under a lease: its process has been asked to stop, so a run that never ends did not end the process.
+    stopping = models.BooleanField(default=False, db_default=False)
     content_type = models.CharField(_("content type"), max_length=NAME_LENGTH)
     body = models.BinaryField()
     digest = models.CharField(max_length=64)

@@ -327,7 +327,7 @@ class Runner:
             stored = follower.message
             if self._stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
-                committed(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
+                committed(partial(claims.give_back, handler.using, stored), handler.using)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:

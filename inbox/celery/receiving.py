@@ -178,7 +178,7 @@ class TaskPolicy(Policy):
         ended = isinstance(error, TransactionEnded)
         if stored.state == State.RECEIVED and not ended:
             self._count_failure(error)
-            committed(partial(tasks.delete_failed, self.handler.using, stored.pk, stored.attempts), self.handler.using)
+            committed(partial(tasks.delete_failed, self.handler.using, stored), self.handler.using)
         elif ended or not _celery_retries(self.call.task, error):
             # It ended its transaction, or an operator had sent it again, who must see that it failed.
             failure = failure_of(self.handler, error, stored.attempts, self.options)

@@ -34,6 +34,7 @@ from inbox.consumer.pool import Pool, RunningLoad
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
+from inbox.leases.heartbeat import heartbeat
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
@@ -494,6 +495,7 @@ class Consumer:
 
     def _watch_handlers(self, now: float) -> None:
         """Report a handler that does not end: its inbox row is not committed, so no other connection sees it."""
+        self._pool.report_occupied(self._options.STUCK_AFTER)
         limit = self._options.STUCK_AFTER.total_seconds()
         overdue = [running for running in self._pool.running() if now - running.since >= limit]
         self._reported_loads &= {id(running) for running in overdue}
@@ -560,6 +562,7 @@ class Consumer:
     def _finish(self) -> None:
         """Let the workers finish their loads, answer the broker, and return the other deliveries to it."""
         logger.info("consumer: stopping. Running deliveries are finished first; send the signal again to end at once.")
+        heartbeat.announce_stop()
         self._reception.close()
         self._pool.close()
         # From here on the queues may have no subscription.

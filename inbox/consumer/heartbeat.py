@@ -21,6 +21,7 @@ from django.utils.translation import gettext
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.leases.heartbeat import heartbeat as lease_heartbeat
 from inbox.runner import Runner
 from inbox.store import statistics
 from inbox.store.heartbeats import consumers
@@ -225,6 +226,7 @@ class RunnerHeartbeats:
         with heartbeats.sending({handler.using for handler in registry.all()}):
             while not stop.wait(HEARTBEAT_SECONDS):
                 pass
+            lease_heartbeat.announce_stop()
 
     def drain(self, stop: StopRequest) -> int:
         """Write the statistics of the runs so far; return 0, because it makes no message ready."""

@@ -7,9 +7,12 @@ so that neither starves the other. No more handlers run at a time than there are
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from math import inf
 
@@ -17,6 +20,7 @@ from django.db import connections
 
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.handlers.handler import Handler
+from inbox.limits import slots
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 
@@ -65,6 +69,7 @@ class Pool:
         self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
+        self._occupied: set[str] = set()
         self._epoch = 0
         self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
         self._running: dict[int, RunningLoad] = {}
@@ -82,6 +87,20 @@ class Pool:
         """Raises RuntimeError if a thread has ended before `close`."""
         if self.alive < len(self._threads):
             raise RuntimeError("consumer: a worker thread has ended unexpectedly; the process ends. Restart it.")
+
+    def report_occupied(self, limit: timedelta) -> None:
+        """Log each handler all of whose threads have been running it for longer than `limit`, until one of them ends."""
+        occupied = slots.occupied(limit)
+        for name in occupied.keys() - self._occupied:
+            count, seconds, thread = occupied[name]
+            frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
+            logger.error(
+                "handler %s: each of the %d threads that may run it has been running it for more than %.0f s, so its other "
+                "messages wait. Other handlers continue. Set timeout= to limit a run. The stack of one of the threads:\n%s",
+                *(name, count, seconds),
+                "".join(traceback.format_stack(frame)),
+            )
+        self._occupied = {*occupied}
 
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:

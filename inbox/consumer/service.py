@@ -15,6 +15,8 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
+from inbox.leases.heartbeat import heartbeat
+from inbox.limits.slots import limited_by_default
 from inbox.operations import executor
 from inbox.runner import Runner
 from outbox.console.alerts import alerting
@@ -49,15 +51,16 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
         raise ImproperlyConfigured(f"{options.broker_setting} is {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")
-    runner = Runner(options, stop)
+    size = options.CONCURRENCY if concurrency is None else concurrency
+    handlers = limited_by_default(registry.all(), size)
+    runner = Runner(options, stop, handlers=lambda: handlers)
     if not registry.all():
         logger.warning(
             "consumer: no handler is registered, so no message is handled. Define handlers in an installed app's handlers.py."
         )
-    size = options.CONCURRENCY if concurrency is None else concurrency
     consumer: Consumer | None = None
     if not is_local:
-        consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
+        consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
@@ -102,10 +105,13 @@ def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watch
     pool = Pool([], runner, size=size)
     pool.start()
     logger.info("runner: running stored messages on %d threads.", size)
+    limit = inbox_options().STUCK_AFTER
     while not (stop or stop.is_draining):
         watchdog.beat()
         pool.refuse_if_ended()
+        pool.report_occupied(limit)
         stop.wait(_WATCHDOG_INTERVAL_SECONDS)
+    heartbeat.announce_stop()
     pool.close()
     while pool.alive:
         watchdog.beat()

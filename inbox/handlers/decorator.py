@@ -93,7 +93,8 @@ def idempotent_handler(
         ordered: handle the messages of one key one at a time, in order; different keys in parallel. True is `Ordered()`.
         group_commit: the number of calls that share one transaction; if one raises, each is run again in its own.
         rate_limit: the maximum number of messages per period in all processes together: "2000/s", "100/m" or "5/h".
-        concurrency: the maximum number of threads per process that run this handler at a time; default: all threads.
+        concurrency: the maximum number of threads per process that run this handler at a time; default: all but one, or all if
+            the process has no other handler.
         shed: which messages may be dropped, and above how many waiting messages.
         start_from: what a handler with a new name gets of the messages that were published before: "first", all that the
             outbox's history has; a datetime, those published since; "last", none. It needs the outbox in the database `using`.

@@ -39,7 +39,7 @@ class Handler:
         lease: the function runs outside any transaction, guarded by a lease; None: inside one.
         group_commit: the maximum number of calls that share one transaction.
         rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
-        concurrency: the maximum number of threads of one process that run it at a time; None: unlimited.
+        concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
         all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
         collects: it stores the messages of a join, so its transactions are READ COMMITTED, whatever the database's default.

@@ -134,11 +134,11 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
         return None
     request, alias = _request(handler, stored), handler.using
-    grant = partial(leases.lease_stored, alias, stored.pk, stored.attempts, lease, request.exclusive_key, was=stored.state)
+    grant = partial(leases.lease_stored, alias, stored, lease, request.exclusive_key)
     try:
         granted = committed(grant, alias)
     except KeyBusy:
-        committed(partial(claims.give_back, alias, stored.pk, stored.attempts, _KEY_BUSY_BACKOFF), alias)
+        committed(partial(claims.give_back, alias, stored, _KEY_BUSY_BACKOFF), alias)
         return None
     except ConcurrentDuplicate:
         defer_locked(handler, stored)

@@ -38,9 +38,9 @@ class DatabaseLeases:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.extend(alias, pk, lease.fence, by), alias)
+        return committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=stopping), alias)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         alias, pk = _row_of(lease)
@@ -74,7 +74,7 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
 def _grant(request: LeaseRequest, lasts: timedelta, duplicate_timeout: timedelta, *, is_retry: bool) -> leases.Granted | None:
     handler, stored = request.handler, request.stored
     if stored is not None:
-        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, request.exclusive_key, was=stored.state)
+        return leases.lease_stored(handler.using, stored, lasts, request.exclusive_key)
     fresh = leases.lease_fresh(handler.using, request.row, lasts, duplicate_timeout)
     return fresh or leases.lease_over(handler.using, request.row, lasts, is_retry=is_retry)
 

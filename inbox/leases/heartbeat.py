@@ -4,7 +4,8 @@ There are several threads because an unresponsive server blocks its caller.
 
 Each lease is extended after a third of its duration, so two failures cost nothing, and never beyond the limit of its handler. A
 lost lease is logged and marked; its owner can settle nothing, and its next step is refused. If the store is unavailable, the
-extension is retried until the lease must have ended.
+extension is retried until the lease must have ended. When the process is asked to stop, each lease is extended at once, because
+its row then says so: see `receiving.crash_quarantine`.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Extended:
-    """A lease to extend. `is_reported`: it is logged that it cannot be extended."""
+    """A lease to extend.
+
+    Attributes:
+        is_reported: it is logged that it cannot be extended.
+        stopping: the process has been asked to stop.
+    """
 
     store: LeaseStore
     lease: Lease
     next_at: float
     limit_at: float
     is_reported: bool = False
+    stopping: bool = False
 
 
 class Heartbeat:
@@ -45,6 +52,11 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._threads: dict[tuple[LeaseStore, str], _ExtendingThread] = {}
+
+    def announce_stop(self) -> None:
+        """The process has been asked to stop. Does not wait."""
+        for thread in [*self._threads.values()]:
+            thread.announce_stop()
 
     def extending(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
         """Extend `lease` as long as the block runs."""
@@ -63,6 +75,12 @@ class _ExtendingThread:
         self._running: set[_Extended] = set()
         self._thread: threading.Thread | None = None
         self._wakes_at = inf
+
+    def announce_stop(self) -> None:
+        with self._changed:
+            for one in self._running:
+                one.next_at, one.stopping = monotonic(), True
+            self._changed.notify()
 
     @contextmanager
     def extending(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
@@ -118,7 +136,7 @@ class _ExtendingThread:
             self._not_extended(one, f"the limit of its Lease is {lease.request.terms.limit}; raise it if runs may take longer")
             return
         try:
-            extended = one.store.extend(lease, timedelta(seconds=ends_at - now))
+            extended = one.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)
         except DatabaseUnavailable as outage:
             one.next_at = min(monotonic() + _RETRY_SECONDS, lease.ends_at)
             self._not_extended(one, f"its store is unavailable, and this is retried ({outage})")

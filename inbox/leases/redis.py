@@ -139,8 +139,12 @@ class RedisLeases:
             self._handle_loss(state)
         raise self._keeps_losing_data()
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
-        return bool(self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
+        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE
+        alias, pk = lease.request.handler.using, lease.pk
+        if extended and stopping and pk is not None:
+            committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=True), alias)
+        return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return bool(self._as_owner(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
@@ -218,10 +222,10 @@ class RedisLeases:
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
         alias, pk = lease.request.handler.using, stored.pk
         lease.pk = pk
-        claimed = (alias, pk, stored.attempts, lease.fence, lease.request.terms.duration, lease.request.exclusive_key)
-        show = partial(leases.mark_running, *claimed, was=stored.state)
+        granted = (lease.fence, lease.request.terms.duration, lease.request.exclusive_key)
+        show = partial(leases.mark_running, alias, stored, *granted)
         try:
-            if stored.fence:
+            if stored.fence > 1:
                 lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
             if committed(show, alias):
                 return lease
@@ -363,7 +367,8 @@ def _why_history_lost(where: str) -> str:
 
 
 def _row_arguments(request: LeaseRequest) -> tuple[int, int, int]:
-    return (0, 0, 0) if request.stored is None else (1, request.stored.attempts, request.stored.fence)
+    # The claim has incremented the row's fence, and the lease has the same.
+    return (0, 0, 0) if request.stored is None else (1, request.stored.attempts, request.stored.fence - 1)
 
 
 def _record_key(row: NewRow) -> str:

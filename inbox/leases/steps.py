@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -18,7 +19,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
 from inbox.leases.autocommit import is_inside_a_transaction
-from inbox.leases.stores import Lease, LeaseStore
+from inbox.leases.stores import Lease, LeaseStore, store_as_owner
 from outbox.kernel.text import describe, why_unfit
 
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -105,7 +106,7 @@ class Steps:
             return
         if isinstance(error, RetryLater | Reject):
             # These exceptions declare that the step has not happened.
-            self._store.forget(self._lease, name)
+            store_as_owner(self._lease, f"the step {name!r}", partial(self._store.forget, self._lease, name))
             self._lease.steps.pop(name, None)
             return
         raise self._interrupt(
@@ -127,7 +128,8 @@ class Steps:
         return json.loads(result)
 
     def _remember(self, name: str, result: str | None) -> None:
-        if not self._store.remember(self._lease, name, result):
+        remember = partial(self._store.remember, self._lease, name, result)
+        if not store_as_owner(self._lease, f"the step {name!r}", remember):
             self._lease.lost = True
             was = "was not taken" if result is None else "was taken, but its result is not stored"
             raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another run may have begun.")

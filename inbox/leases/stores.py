@@ -9,10 +9,12 @@ If the store is unavailable, it raises, and the message is not run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import Lease as Terms
@@ -22,6 +24,11 @@ from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.rows import value_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import headers_as_json
+from outbox.kernel.retry import Pause
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class LeaseStoreUnavailable(DatabaseUnavailable):
@@ -84,6 +91,7 @@ class Lease:
         began_at, ends_at: monotonic; the end is never later than the store's own.
         settling: its handler has ended, and the outcome is being stored.
         lost: it is known that it has ended or that another owner has it.
+        interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
     """
 
     request: LeaseRequest
@@ -95,6 +103,7 @@ class Lease:
     steps: dict[str, str | None] = field(default_factory=dict)
     settling: bool = False
     lost: bool = False
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.ends_at = self.began_at + self.request.terms.duration.total_seconds()
@@ -154,6 +163,23 @@ class HistoryLost:
 Verdict = Lease | Held | Consumed | RowDecides | HistoryLost
 
 
+def store_as_owner(lease: Lease, what: str, write: Callable[[], T]) -> T:
+    """Call `write`; while the store is unavailable, retry until the lease has ended.
+
+    Raises:
+        DatabaseUnavailable: the store was unavailable for longer.
+    """
+    pause = Pause()
+    while True:
+        try:
+            return write()
+        except DatabaseUnavailable as outage:
+            if lease.is_over:
+                raise
+            logger.warning("%s: %s cannot be stored now; this is retried until its lease ends: %s", lease, what, outage)
+            time.sleep(pause.next_seconds())
+
+
 class LeaseStore(Protocol):
     """A store of leases. Each call is atomic, and durable on return as far as the store is durable at all.
 
@@ -169,8 +195,12 @@ class LeaseStore(Protocol):
             KeyBusy: another message of its key is running; nothing was decided.
         """
 
-    def extend(self, lease: Lease, by: timedelta) -> bool:
-        """Move its end to `by` from now. False: the lease is no longer ours."""
+    def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
+        """Move its end to `by` from now. False: the lease is no longer ours.
+
+        Args:
+            stopping: record in its row, if it has one, that its process has been asked to stop.
+        """
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         """Record a step's result, or with None that it has begun. False: the lease is no longer ours."""

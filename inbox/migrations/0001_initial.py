@@ -73,6 +73,7 @@ class Migration(migrations.Migration):
                 ('state', models.CharField(choices=[('received', 'Received'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('running', 'Running'), ('done', 'Done'), ('dead', 'Dead'), ('skipped', 'Skipped'), ('shed', 'Shed')], max_length=12)),
                 ('attempts', models.PositiveIntegerField(db_default=0, default=0, verbose_name='attempts')),
                 ('fence', models.PositiveBigIntegerField(db_default=0, default=0)),
+                ('stopping', models.BooleanField(db_default=False, default=False)),
                 ('content_type', models.CharField(max_length=255, verbose_name='content type')),
                 ('body', models.BinaryField()),
                 ('digest', models.CharField(max_length=64)),

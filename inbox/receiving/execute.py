@@ -10,7 +10,10 @@ Every delivery ends as one of `Received`. Only DEFERRED and UNSTORED are not ack
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 
 from django.db import DatabaseError
 
@@ -38,11 +41,16 @@ from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.transactional import Policy, run_claimed, run_fresh
 from inbox.receiving.undecided import decide
 from inbox.store import claims, operating, statistics
+from inbox.store.dialect import is_reachable
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
-from inbox.transactions.persistence import committed
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.database.faults import is_collision
 from outbox.kernel.body import Undecodable
 from outbox.kernel.envelope import Envelope
+
+logger = logging.getLogger(__name__)
+
+_UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 
 
 def receive(
@@ -91,7 +99,7 @@ def claim_next(
     """
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
-    quarantined = quarantine.take()
+    quarantined = quarantine.take(options.REDELIVERY_AFTER)
 
     def claim_without(rows: Collection[int]) -> InboxMessage | None:
         return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined, without=rows)
@@ -131,7 +139,16 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
-    envelope = open_claimed(handler, stored, options)
+    try:
+        envelope = open_claimed(handler, stored, options)
+    except DatabaseUnavailable as outage:
+        outage.refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
+        if outage.refused or not is_reachable(handler.using):
+            raise
+        # It is the database that the handler's `biz_id` queries, and other messages must not wait.
+        committed(outage.refund, handler.using)
+        logger.warning("%s: message %s is deferred: %s", handler.name, stored.message_id, outage)
+        return Received.STORED
     if isinstance(envelope, Received):
         return envelope
     with in_hand.running(stored):

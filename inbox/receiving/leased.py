@@ -8,7 +8,6 @@ overwrite the outcome of the next owner.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +29,7 @@ from inbox.leases.stores import (
     LeaseStore,
     LeaseStoreUnavailable,
     RowDecides,
+    store_as_owner,
     stored_row,
 )
 from inbox.models import InboxMessage, State
@@ -48,14 +48,16 @@ from inbox.receiving.reading import Arrival, message_of, messages_of
 from inbox.store import leases
 from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
+from inbox.store.dialect import is_reachable
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow, business_id
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
 from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_lost
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.failures import NEVER_ENDED
-from outbox.kernel.retry import Pause
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     row, store, alias = stored_row(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
     request = LeaseRequest(handler=handler, row=row, stored=stored)
-    refund = partial(give_back, alias, stored.pk, stored.attempts)
+    refund = partial(give_back, alias, stored)
     try:
         verdict = store.acquire(request, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     except (LeaseStoreUnavailable, KeyBusy) as busy:
@@ -136,7 +138,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     if isinstance(verdict, HistoryLost):
         return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
     if isinstance(verdict, Held):
-        committed(partial(leases.defer_to_lease_end, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        committed(partial(leases.defer_to_lease_end, alias, stored, verdict.remaining), alias)
         return Received.STORED
     if isinstance(verdict, Consumed):
         committed(partial(leases.finish_external, alias, row, request.order, uncounted=1), alias)
@@ -167,14 +169,22 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
         failure = _attempt(lease, message, steps, envelope, options)
         lease.settling = True
         write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
-        settled = not lease.lost and _settle(lease, write)
+        stored, alias = lease.request.stored, handler.using
+        refund = partial(give_back, alias, stored) if stored is not None and lease.interrupted else None
+        try:
+            settled = not lease.lost and store_as_owner(lease, "its outcome", write)
+            if refund is not None and not settled:
+                committed(refund, alias)
+        except DatabaseUnavailable as outage:
+            outage.refund = refund
+            raise
     if not settled:
         return _lease_ended(lease, options)
     if failure is None:
         return handled(handler, message)
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
-        _settle(lease, partial(store.forget, lease, steps.in_doubt))
+        store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
@@ -191,28 +201,14 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
             call(handler, message, envelope)
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
+        if is_lost(error) and not is_reachable(handler.using):
+            error = DatabaseUnavailable(describe(error))
+        lease.interrupted = isinstance(error, DatabaseUnavailable) and not steps.interrupted
         return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()
     # The handler may have caught the interruption; the message must stop anyway.
     return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else None
-
-
-def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
-    """Store the outcome; while the store is unavailable, retry until the lease has ended.
-
-    Raises:
-        DatabaseUnavailable: the store was unavailable for longer.
-    """
-    pause = Pause()
-    while True:
-        try:
-            return write() is not False
-        except DatabaseUnavailable as outage:
-            if lease.is_over:
-                raise
-            logger.warning("%s: its outcome cannot be stored now; this is retried until its lease ends: %s", lease, outage)
-            time.sleep(pause.next_seconds())
 
 
 def _lease_ended(lease: Lease, options: InboxOptions) -> Received:

@@ -78,9 +78,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     passed_over = stored.ordered and handler.skips_dead
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
-        ours = committed(
-            lambda: claims.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
-        )
+        ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
         logger.warning(
             "%s: message %s (biz-id %s) failed at attempt %d (%s), and this failure is not stored: %s",
@@ -130,7 +128,7 @@ def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
 
 def _refund_when_unlocked(handler: Handler, stored: InboxMessage) -> None:
     try:
-        claims.give_back(handler.using, stored.pk, stored.attempts)
+        claims.give_back(handler.using, stored)
     except (DatabaseError, InterfaceError) as error:
         logger.warning(
             "%s: message %s (biz-id %s): an attempt that was not made could not be refunded: %s",
@@ -225,11 +223,13 @@ def _decided(handler: Handler, error: BaseException, attempt: int, options: Inbo
     policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
-    if is_collision(error):
-        # The handler is not the cause: no attempt is counted. Only a wait for a lock may be as long again.
-        text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
+    if is_collision(error) or isinstance(error, DatabaseUnavailable):
+        # The handler is not the cause: no attempt is counted. Only a wait for a lock, or for a database, may be as long again.
+        cause = (
+            f"collided with other transactions {TRIES_AT_ONCE} times" if is_collision(error) else "a database was unavailable"
+        )
         delay = _SHORTEST_DELAY if sqlstate_of(error) == SERIALIZATION_FAILURE else policy.delay(1)
-        return failure_from(error, error=text, retry_after=delay, attempts=attempt - 1)
+        return failure_from(error, error=f"{cause}: {describe(error)}", retry_after=delay, attempts=attempt - 1)
     if isinstance(error, Reject):
         return failure_from(error, error=f"rejected: {describe(error)}", retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"

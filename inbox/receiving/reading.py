@@ -1,7 +1,7 @@
 """Reading a delivery: which message is it, and may it be handled?
 
-This module does not use the database. A delivery that cannot be read or identified, or is outside the deduplication window,
-becomes a *refused* arrival with a reason; it is stored as a dead letter.
+This module does not use the database, but a handler's `biz_id` may. A delivery that cannot be read or identified, or is outside
+the deduplication window, becomes a *refused* arrival with a reason; it is stored as a dead letter.
 
 A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is read only after an attempt was
 counted, because reading it may have ended the process before. See `undecided`.
@@ -19,6 +19,9 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
+from inbox.transactions.persistence import DatabaseUnavailable
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_outage
 from outbox.kernel.body import OverLimit, Undecodable, decode_payload
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import (
@@ -68,10 +71,13 @@ def read(
     redelivered: bool = False,
     is_past: bool = False,
 ) -> Arrival:
-    """Identify this delivery for `handler`, or state why it is `refused`. Never raises.
+    """Identify this delivery for `handler`, or state why it is `refused`.
 
     Args:
         is_past: the handler is new, so that it cannot have handled the message before, however old that is.
+
+    Raises:
+        DatabaseUnavailable: see `identify`.
     """
     if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
@@ -156,13 +162,20 @@ def identify(handler: Handler, message: Message) -> str:
 
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
+        DatabaseUnavailable: `biz_id` queries a database that does not answer.
     """
     _of_this_queue(handler, message.topic, message.biz_id)
-    try:
-        biz_id = handler.identify(message)
-    except BaseException as error:  # the user's code, see transactional.run_fresh
-        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
-    return _not_ours(biz_id)
+    for on_new_session in (False, True):
+        try:
+            return _not_ours(handler.identify(message))
+        except BaseException as error:  # the user's code, see transactional.run_fresh
+            reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
+            if not is_outage(error):
+                raise Undecodable(reason) from error
+            drop_unusable_connections()
+            if on_new_session:
+                raise DatabaseUnavailable(reason) from error
+    raise AssertionError
 
 
 def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:

@@ -103,15 +103,13 @@ def run_claimed(
     """
     handler, attempt = policy.handler, stored.attempts
     alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
-    refund = partial(claims.give_back, handler.using, stored.pk, attempt)
+    refund = partial(claims.give_back, handler.using, stored)
     begin = partial(
         claims.begin_stored,
         handler.using,
-        stored.pk,
-        attempt,
+        stored,
         alone_in,
         follower,
-        was=stored.state,
         longest_wait=policy.options.DUPLICATE_TIMEOUT,
     )
     try:

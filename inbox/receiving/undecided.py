@@ -79,10 +79,11 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
     with _reading_locks[handler.using]:
         begun = _begin_reading(handler, row, options)
         refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
-        arrival = read(handler, envelope, options, refused=refused)
-        if begun:
-            committed(lambda: undecided.end_reading(handler.using, row), handler.using)
-    return arrival
+        try:
+            return read(handler, envelope, options, refused=refused)
+        finally:
+            if begun:
+                committed(lambda: undecided.end_reading(handler.using, row), handler.using)
 
 
 def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
@@ -113,7 +114,7 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
     except ConcurrentDuplicate:
         return _defer(handler, stored)
     except DatabaseUnavailable as outage:
-        outage.refund = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
+        outage.refund = partial(claims.give_back, handler.using, stored)
         raise
     if assigned is None:
         return Received.STORED
@@ -140,7 +141,7 @@ def _defer(handler: Handler, stored: InboxMessage) -> Received:
     """Its message is still being handled: check again after about as long as it has waited already."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
-    committed(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
+    committed(lambda: claims.give_back(handler.using, stored, delay), handler.using)
     return Received.STORED
 
 

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
 _IS_CLAIMED = f"CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
-_OURS = f"id = %s AND attempts = %s AND {_IS_CLAIMED}"
+_OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
 _SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
 
-def _begin_text(longest_wait: str, row: str, attempts: str, lock: str) -> str:
+def _begin_text(longest_wait: str, row: str, fence: str, lock: str) -> str:
     """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
     return (
         f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
-        f"WHERE id = {row} AND attempts = {attempts} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+        f"WHERE id = {row} AND fence = {fence} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
         f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
         f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
     )
 
 
-_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "int", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
+_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "bigint", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
 
 
 def claim_due(
@@ -61,7 +61,7 @@ def claim_due(
 
     If the process dies, the message is due again after `redelivery_after`, with the attempt counted, so that a message
     which kills its process runs out of attempts. The claim does not wait: a row that another transaction is running is
-    locked, and skipped. A running row whose lease has ended gets a new fence, so its owner can settle nothing.
+    locked, and skipped. The row gets a new fence, so earlier claims and leases of it can settle nothing.
 
     Args:
         handlers: the caller changes their order from call to call, so that the backlog of one does not delay the others.
@@ -115,25 +115,22 @@ def refused_claim(
 
 
 def _claiming(connection: BaseDatabaseWrapper) -> str:
-    return (
-        "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END, "
-        f"next_attempt_at = {now_after(connection)}"
+    return f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
+
+
+def under_claim(alias: str, claimed: InboxMessage) -> Any:
+    """A query for the claimed row, which finds nothing once another claim or run has begun, or an operator has decided."""
+    return InboxMessage.objects.using(alias).filter(
+        pk=claimed.pk, fence=claimed.fence, state__in=DUE, next_attempt_at__isnull=False
     )
-
-
-def under_claim(alias: str, row: int, attempts: int) -> Any:
-    """A query for the claimed row, which finds nothing once another claim or run has begun."""
-    return InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
 
 
 def begin_stored(
     alias: str,
-    row: int,
-    attempts: int,
+    claimed: InboxMessage,
     exclusive_key: OrderedKey | None = None,
     follower: Follower | None = None,
     *,
-    was: str = State.RECEIVED,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
 ) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
@@ -141,7 +138,6 @@ def begin_stored(
     Args:
         exclusive_key: no other message of this key may run at the same time.
         follower: gets the next message in its order.
-        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: another one is running. Roll back, and give the row back.
@@ -150,23 +146,24 @@ def begin_stored(
     connection = connections[alias]
     if follower is not None:
         follower.message = None
-    found = _begin(connection, row, attempts, exclusive_key, longest_wait)
+    found = _begin(connection, claimed, exclusive_key, longest_wait)
     if found is None:
         return None
     proof, ordered, isolation, has_run_lock = found
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    return Guard(alias, (row,), proof, order, follower, was)
+    return Guard(alias, (claimed.pk,), proof, order, follower, claimed.state)
 
 
 def _begin(
-    connection: BaseDatabaseWrapper, row: int, attempts: int, exclusive_key: OrderedKey | None, longest_wait: timedelta
+    connection: BaseDatabaseWrapper, claimed: InboxMessage, exclusive_key: OrderedKey | None, longest_wait: timedelta
 ) -> tuple[str, bool, str, bool] | None:
     """The transaction's id, has the row a place in an order, the isolation level, and was the run lock acquired?"""
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
-        given: list[Any] = [as_bound(longest_wait), row, attempts, None if exclusive_key is None else run_lock(exclusive_key)]
+        lock = None if exclusive_key is None else run_lock(exclusive_key)
+        given: list[Any] = [as_bound(longest_wait), claimed.pk, claimed.fence, lock]
         with locked_means_busy:
             if is_usable(connection):
                 connection.validate_no_broken_transaction()
@@ -178,7 +175,7 @@ def _begin(
         ordered, isolation, has_run_lock = found
         return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
     with connection.cursor() as cursor:
-        cursor.execute(f"{_SET_BEGUN} WHERE id = %s AND attempts = %s AND {_IS_CLAIMED} RETURNING ordered", [row, attempts])
+        cursor.execute(f"{_SET_BEGUN} WHERE {_OURS} RETURNING ordered", [claimed.pk, claimed.fence])
         on_sqlite = cursor.fetchall()
         if not on_sqlite:
             return None
@@ -196,7 +193,7 @@ def rekey(alias: str, row: int, biz_id: str) -> bool:
     return True
 
 
-def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
+def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
     """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: it is no longer ours.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
@@ -214,11 +211,12 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "settled_at": DatabaseTime() if dead else None,
         "quarantined": failure.quarantined,
     }
-    ours = under_claim(alias, row, attempts)
+    ours = under_claim(alias, claimed)
     matters = not failure.deferred
 
     def record_ours() -> bool:
-        recorded = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
+        given = [claimed.pk, claimed.fence]
+        recorded = record_leaving(alias, _OURS, given, became=became, reason=failure.error, matters=matters)
         return bool(recorded) or not is_recorded(matters=matters)
 
     if not dead or leaves is None:
@@ -237,9 +235,9 @@ def record_error(alias: str, row: int, failure: Failure) -> None:
     InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(**as_written(failure))
 
 
-def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
+def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
-    under_claim(alias, row, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(after))
+    under_claim(alias, claimed).update(attempts=claimed.attempts - 1, next_attempt_at=DatabaseTime(after))
 
 
 def age(alias: str, row: int) -> timedelta:

@@ -5,7 +5,8 @@ every poll would first read all due messages of other handlers. One query for ea
 messages there are.
 
 Rows that another session has locked are skipped, but every poll reads them. So on PostgreSQL only a few rows are tried: those
-due longest and, if all of them are locked, those due last. The rows in between wait for the locks.
+due longest, if all of them are locked some that follow, at random, so that the oldest of these is soon among them, and then
+those due last.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
 ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
 """Limit for counting the messages of an unknown handler."""
-_FIRST_TRIED, _LAST_TRIED = 32, 4
+_TRIED, _LAST_TRIED = 16, 4
 """Rows of runs longer than `REDELIVERY_AFTER` are locked and due longest: at most one for each worker of all processes."""
-_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
+_FOLLOWING = f"OFFSET {_TRIED} + {_TRIED} * floor(random() * 16)::int"
+_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
@@ -69,7 +71,7 @@ def first_due(
     probe = _longest_due(connection, also)
     wanted = _UNPAUSED[connection.vendor]
     if is_postgresql(connection):
-        first = _longest_due(connection, also, most=_FIRST_TRIED)
+        first = _longest_due(connection, also, most=_TRIED)
         last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
         # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
         lock = (
@@ -78,7 +80,8 @@ def first_due(
         )
         # LIMIT stops the lateral queries as soon as one row is locked.
         sql = (
-            f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({last})) AS tried, LATERAL ({lock}) AS found LIMIT 1"
+            f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({first} {_FOLLOWING}) UNION ALL ({last})) "
+            f"AS tried, LATERAL ({lock}) AS found LIMIT 1"
         )
     else:
         sql = f"SELECT id FROM (SELECT ({probe}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"

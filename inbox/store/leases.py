@@ -97,7 +97,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     places = ours.count("%s")
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, "
+            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
             f"next_attempt_at = {now_after(connection)} "
             "WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s AND state = 'running' "
             f"AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
@@ -115,19 +115,12 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
 
 
 def lease_stored(
-    alias: str,
-    pk: int,
-    attempts: int,
-    lease: timedelta,
-    exclusive_key: OrderedKey | None = None,
-    *,
-    was: str = State.RECEIVED,
+    alias: str, claimed: InboxMessage, lease: timedelta, exclusive_key: OrderedKey | None = None
 ) -> Granted | None:
-    """received | retrying | running, claimed → running, fence incremented. None: it is no longer ours.
+    """received | retrying | running, claimed → running, under the fence of the claim. None: it is no longer ours.
 
     Args:
         exclusive_key: no other message of this key may run at the same time.
-        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: another one is running. Give the row back.
@@ -137,17 +130,21 @@ def lease_stored(
     bound, among, wait = "", "", []
     if is_postgresql(connection):
         bound, among, wait = BOUND, "FROM bound", [as_bound(LONGEST_LOCK_WAIT)]
-    with locked_means_busy, _in_order(alias, exclusive_key, matters=was == State.RUNNING), connection.cursor() as cursor:
+    with (
+        locked_means_busy,
+        _in_order(alias, exclusive_key, matters=claimed.state == State.RUNNING),
+        connection.cursor() as cursor,
+    ):
         cursor.execute(
-            f"{bound} UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
-            f"{among} WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') "
+            f"{bound} UPDATE {TABLE} SET state = 'running', stopping = false, next_attempt_at = {now_after(connection)} "
+            f"{among} WHERE id = %s AND fence = %s AND state IN ('received', 'retrying', 'running') "
             "AND next_attempt_at IS NOT NULL RETURNING id, attempts, fence",
-            [*wait, lease.total_seconds(), pk, attempts],
+            [*wait, lease.total_seconds(), claimed.pk, claimed.fence],
         )
         found = cursor.fetchall()
         if found:
-            _record_running(alias, pk, was)
-        _refuse_concurrent_run(alias, pk, exclusive_key)
+            _record_running(alias, claimed)
+        _refuse_concurrent_run(alias, claimed.pk, exclusive_key)
     return Granted(*found[0]) if found else None
 
 
@@ -168,9 +165,13 @@ def standing(alias: str, row: NewRow) -> Standing | None:
     return None if found is None else Standing(found[0], timedelta(seconds=max(float(found[1] or 0), 0)))
 
 
-def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
-    """running → running, until `lease` from now. False: it is no longer ours."""
-    return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease)))
+def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool = False) -> bool:
+    """running → running, until `lease` from now. False: it is no longer ours.
+
+    Args:
+        stopping: its process has been asked to stop.
+    """
+    return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
 
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
@@ -228,35 +229,27 @@ def store_external(
 
 
 def mark_running(
-    alias: str,
-    pk: int,
-    attempts: int,
-    fence: int,
-    lease: timedelta,
-    exclusive_key: OrderedKey | None = None,
-    *,
-    was: str = State.RECEIVED,
+    alias: str, claimed: InboxMessage, fence: int, lease: timedelta, exclusive_key: OrderedKey | None = None
 ) -> bool:
     """received | retrying | running, claimed → running under an external lease. False: it is no longer ours.
-
-    Args:
-        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
     with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        ours = under_claim(alias, pk, attempts)
-        marked = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
+        marked = under_claim(alias, claimed).update(
+            state=State.RUNNING, fence=fence, stopping=False, next_attempt_at=DatabaseTime(lease)
+        )
         if marked:
-            _record_running(alias, pk, was)
-        _refuse_concurrent_run(alias, pk, exclusive_key)
+            _record_running(alias, claimed)
+        _refuse_concurrent_run(alias, claimed.pk, exclusive_key)
     return bool(marked)
 
 
-def defer_to_lease_end(alias: str, pk: int, attempts: int, until: timedelta) -> None:
+def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
     """claimed → running, until the external lease of another owner ends; refunds the attempt."""
-    under_claim(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
+    refunded = claimed.attempts - 1
+    under_claim(alias, claimed).update(state=State.RUNNING, attempts=refunded, next_attempt_at=DatabaseTime(until))
 
 
 def finish_external(
@@ -322,9 +315,9 @@ def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
     return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
 
 
-def _record_running(alias: str, pk: int, was: str) -> None:
-    over = was == State.RUNNING
-    record(alias, [pk], was=was, reason=_LEASE_OVER if over else "", matters=over)
+def _record_running(alias: str, claimed: InboxMessage) -> None:
+    over = claimed.state == State.RUNNING
+    record(alias, [claimed.pk], was=claimed.state, reason=_LEASE_OVER if over else "", matters=over)
 
 
 def _named(row: NewRow) -> list[str]:

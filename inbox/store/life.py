@@ -100,8 +100,7 @@ def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: S
     row = chain[-1] if chain else None
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
-    begun = State.RUNNING if row.fence else State.RECEIVED
-    was = entries[-1].became if entries else begun.value
+    was = entries[-1].became if entries else State.RECEIVED.value
     yield Moment(at=row.settled_at, where=handler, was=was, became=row.state, database=alias)
 
 

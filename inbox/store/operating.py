@@ -45,6 +45,7 @@ SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WA
 TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
+    "fence": F("fence") + 1,
     "next_attempt_at": DatabaseTime(),
     "settled_at": None,
 }
@@ -121,7 +122,7 @@ def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | N
     try:
         with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
-            replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id").first()
+            replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id", "fence").first()
             return None if replaced is None else _replace(alias, replaced, corrected, by)
     except ConcurrentDuplicate as error:
         raise NotEditable(
@@ -146,6 +147,8 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         ordered=replaced.ordered,
         place=place if replaced.ordered else None,
         replaces_id=replaced.pk,
+        # Fencing tokens of the corrected message are greater than those of this one.
+        fence=replaced.fence,
     )
     inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
     if inserted is None:
@@ -192,7 +195,7 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
     if message.state == State.RUNNING:
         # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
         state = State.RUNNING if written["state"] == State.RETRYING else written["state"]
-        written = {**written, "state": state, "fence": F("fence") + 1}
+        written = {**written, "state": state}
     if not message.ordered or message.state == State.WAITING:
         # The holder of the gate may be waiting for a waiting row, which is not the head.
         row.update(**written)

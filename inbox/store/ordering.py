@@ -50,7 +50,9 @@ GATE = (
 """For the RETURNING of the statement that settles a row: hold its gate, and limit how long a frozen process may hold it."""
 PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
-_PROMOTE = f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, next_attempt_at = {{due}}"
+_PROMOTE = (
+    f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, fence = fence + 1, next_attempt_at = {{due}}"
+)
 _READ_COMMITTED = "read committed"
 _MAX_IDLE_MS = 10_000
 """The server then ends the transaction of a frozen process that holds a gate."""

@@ -41,7 +41,7 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     with connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + 1, next_attempt_at = {now_after(connection)} "
+            f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
             f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s "
             f"AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
             [redelivery_after.total_seconds(), row.handler, row.topic, row.biz_id],
@@ -50,10 +50,10 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
     return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
 
 
-def delete_failed(alias: str, row: int, attempts: int) -> bool:
+def delete_failed(alias: str, claimed: InboxMessage) -> bool:
     """received → ∅, after the task failed normally. False: it is no longer ours."""
     ours = InboxMessage.objects.using(alias).filter(
-        pk=row, attempts=attempts, state=State.RECEIVED, next_attempt_at__isnull=False
+        pk=claimed.pk, fence=claimed.fence, state=State.RECEIVED, next_attempt_at__isnull=False
     )
     return bool(ours.delete()[0])
 

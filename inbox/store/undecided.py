@@ -59,10 +59,10 @@ def assign_biz_id(alias: str, stored: InboxMessage, row: NewRow, longest_wait: t
     placeholders = {"body": binary(connection), **({"headers": "%s::jsonb"} if postgresql else {})}
     values = [adapted(connection, getattr(row, name)) for name in changed]
     named = ", ".join(f"{name} = {placeholders.get(name, '%s')}" for name in changed) or "id = id"
-    sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND attempts = %s RETURNING id"
+    sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND fence = %s RETURNING id"
     try:
         with locked_means_busy, transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
-            ours = fetch_all(connection, sql, [*values, stored.pk, stored.attempts])
+            ours = fetch_all(connection, sql, [*values, stored.pk, stored.fence])
     except IntegrityError:
         return False
     for name in changed:
@@ -87,8 +87,8 @@ def merge_undecided(
             return None
         with connections[alias].cursor() as cursor:
             cursor.execute(
-                f"DELETE FROM {TABLE} WHERE id = %s AND attempts = %s RETURNING {', '.join(_COUNTS)}",
-                [stored.pk, stored.attempts],
+                f"DELETE FROM {TABLE} WHERE id = %s AND fence = %s RETURNING {', '.join(_COUNTS)}",
+                [stored.pk, stored.fence],
             )
             counted = cursor.fetchone()
             if counted is None:

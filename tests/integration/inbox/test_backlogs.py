@@ -154,6 +154,20 @@ def test_polls_that_find_nothing_read_few_pages_beside_all_of_it(handles, table,
     assert pages_read() - before < FEW * MOST_PAGES_PAST_LOCKS
 
 
+def test_oldest_message_is_run_soon_beside_forty_that_are_locked_and_many_newer_ones(handles, operator):
+    """As beside forty runs of the same handler that take long."""
+    handles(the_effect, name="tests.free")
+    insert("has locked", "tests.free", "received", "-2 hours", count=40)
+    lock_some_of_it(operator)
+    insert("old", "tests.free", "received", "-1 hour", count=300)
+    insert("new", "tests.free", "received", "-1 minute", count=2000)
+    runner = Runner(OPTIONS)
+    ran = sum(runner.turn() for _ in range(300))
+
+    assert ran == 300
+    assert Effect.objects.filter(name="old 1").exists()
+
+
 @pytest.mark.every_database
 def test_backlog_of_one_handler_does_not_delay_the_messages_of_another(handles):
     ran = []

@@ -17,7 +17,7 @@ from outbox import publish
 from outbox.console.trail import life_of
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.apps.worker import JOB
+from tests.support.apps.worker import CHAINED, JOB
 from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
@@ -520,6 +520,38 @@ class TestConsumerProcess:
         assert "asked to stop" in process.said()
         wait_until(lambda: length(OF_THE_WORKERS) == 1)
         assert state() is None
+
+    def test_session_that_ends_while_biz_id_queries_costs_no_message(self, handles, rabbitmq_url):
+        def biz_id(message):
+            if len(asked) < 4:
+                asked.append(message.id)
+                with connections["default"].cursor() as cursor:
+                    cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+            return message.id
+
+        asked = []
+        handler, options = handles(the_effect, biz_id=biz_id), broker_options(rabbitmq_url)
+        declare(handler, options)
+        for number in range(5):
+            send(rabbitmq_url, TOPIC, {}, message_id=f"message {number}")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 5)
+
+        assert len(asked) == 4
+        assert {*InboxMessage.objects.values_list("state", "attempts")} == {(State.DONE, 1)}
+
+    def test_handler_whose_runs_hang_leaves_a_thread_to_the_others_and_is_reported(self, consumer_process, rabbitmq_url):
+        hanging = [f"hanging {number}" for number in range(5)]
+        with consumer_process(CONCURRENCY=4, STUCK_AFTER=SHORT) as process:
+            process.until(lambda: "consumer: receiving from 3 queues" in process.said())
+            for name in hanging:
+                job(rabbitmq_url, "never end", name)
+            process.until(lambda: sum(begun(name) for name in hanging) >= 3)
+            send(rabbitmq_url, CHAINED, {}, message_id="other")
+            process.until(lambda: effects("chained other"))
+            process.until(lambda: "each of the 3 threads that may run it has been running it for more than" in process.said())
+            assert sum(begun(name) for name in hanging) == 3
 
     def test_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
         with consumer_process(WATCHDOG=timedelta(seconds=6)) as process:

@@ -11,12 +11,15 @@ import zlib
 from datetime import timedelta
 
 import pytest
+from django.db import transaction
 
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
+from inbox.receiving.reading import read
 from inbox.store import accounting
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, effects, make_due, the_effect, the_row
+from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, effects, make_due, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     NAMED_OF_THE_WORKERS,
@@ -112,6 +115,22 @@ def test_body_over_the_limit_is_a_dead_letter_with_its_body_and_takes_no_memory(
     assert "INBOX['BODY_LIMIT_BYTES']" in row.last_error
     # A body comes in frames, which are joined; it is sent to the database, and libpq copies it for that.
     assert taken < 64 + 5 * len(body) // MEGABYTE
+
+
+def test_many_stored_messages_with_large_bodies_are_run_in_bounded_memory(worker, rabbitmq_url):
+    """Each thread of a consumer claims one message at a time."""
+    with worker() as process:
+        send(rabbitmq_url, JOB, {}, message_id="first")
+        process.until(lambda: Effect.objects.count() == 1)
+        before = process.peak_megabytes()
+        for number in range(100):
+            large = an_envelope({"large": "x" * MEGABYTE}, topic=JOB, biz_id=f"large {number}")
+            with transaction.atomic():
+                hand_over(OF_THE_WORKERS, read(OF_THE_WORKERS, large, OPTIONS))
+        process.until(lambda: Effect.objects.count() == 101)
+        taken = process.peak_megabytes() - before
+
+    assert taken < 64
 
 
 @pytest.mark.parametrize("handler", NAMED_OF_THE_WORKERS, ids=["transaction", "ordered", "lease"])

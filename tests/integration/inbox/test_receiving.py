@@ -538,11 +538,11 @@ class TestCarefulPath:
         fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
         failure = rows.Failure(error="stale", retry_after=None, attempts=1)
 
-        assert not claims.fail_stored(handler.using, slow.pk, slow.attempts, failure)
+        assert not claims.fail_stored(handler.using, slow, failure)
         with transaction.atomic():
-            assert claims.begin_stored(handler.using, slow.pk, slow.attempts) is None
+            assert claims.begin_stored(handler.using, slow) is None
         with transaction.atomic():
-            assert claims.begin_stored(handler.using, fresh.pk, fresh.attempts) is not None
+            assert claims.begin_stored(handler.using, fresh) is not None
             transaction.set_rollback(True)
         assert the_row().last_error == ""
 

@@ -107,7 +107,7 @@ class TestFailedAttempts:
         before = trail_of(envelope.id)
 
         failure = rows.Failure(error="late", retry_after=None, attempts=9)
-        assert not claims.fail_stored("default", the_row().pk, 9, failure)
+        assert not claims.fail_stored("default", InboxMessage(pk=the_row().pk, fence=9), failure)
 
         assert trail_of(envelope.id) == before
 

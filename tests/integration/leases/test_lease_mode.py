@@ -18,6 +18,7 @@ from django.db import connection, transaction
 
 from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.conf import inbox_options
+from inbox.editing import replace_message
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
@@ -416,6 +417,52 @@ class TestFailure:
 
         assert the_row().state == State.DONE
         assert fences[0] < fences[1]
+
+    def test_process_frozen_before_its_lease_begins_no_run_after_an_operators_retry(self, leased, given, monkeypatch):
+        """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
+        slow, claimed, thawed = Slow(), threading.Event(), threading.Event()
+        store = type(lease_store(given))
+        acquire, frozen_once = store.acquire, threading.Lock()
+
+        def acquire_once_thawed(*args, **arguments):
+            if frozen_once.acquire(blocking=False):
+                claimed.set()
+                assert thawed.wait(A_WHILE)
+            return acquire(*args, **arguments)
+
+        monkeypatch.setattr(store, "acquire", acquire_once_thawed)
+        handed_over(leased(slow), {})
+        with InAThread(lambda: drain(given)) as frozen:
+            assert claimed.wait(A_WHILE)
+            assert operating.retry("default", the_row().pk)
+            with InAThread(lambda: drain(given)):
+                assert slow.begun.wait(A_WHILE)
+                thawed.set()
+                wait_until(lambda: frozen.ended or slow.runs == 2)
+                runs = slow.runs
+                slow.go_on.set()
+
+        assert (runs, effects(), the_row().state) == (1, 1, State.DONE)
+
+    def test_fence_grows_with_every_run_whatever_operators_do(self, leased, given):
+        fences = []
+
+        def handle(message):
+            fences.append(message.fence)
+            raise RetryLater if len(fences) % 2 else Reject("not today")
+
+        handed_over(leased(handle), {})
+        for number in range(3):
+            drain(given)
+            make_due()
+            drain(given)
+            # A corrected message has the biz-id of the first.
+            again = partial(replace_message, text=f'{{"corrected": {number}}}', by="an operator") if number else operating.retry
+            assert again("default", InboxMessage.objects.latest("pk").pk)
+        drain(given)
+
+        assert len(fences) == 7
+        assert fences == sorted({*fences})
 
     def test_duplicate_of_a_message_that_succeeded_on_retry_is_suppressed(self, leased, given):
         handler, envelope = leased(failing_once(ValueError("no"))), an_envelope()

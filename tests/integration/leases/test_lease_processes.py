@@ -7,18 +7,20 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import connection
+from django.db import connection, transaction
 
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
-from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row
+from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, drain, effects, options, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
@@ -42,8 +44,8 @@ def lease_store(request):
 def consumer(process_environment, rabbitmq_url, tmp_path, lease_store):
     """Start `inbox_consume`: `with consumer("a") as process`."""
 
-    def start(name):
-        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests"}
+    def start(name, **options):
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests", **options}
         environment = {
             **process_environment,
             **as_environment(
@@ -154,6 +156,52 @@ def test_message_that_always_kills_its_process_is_dead_after_max_attempts(consum
     assert "never ended" in the_row().last_error
 
 
+class TestInterruptedRuns:
+    """Three runs were interrupted. Each may have ended the process, so they begin again one after the other."""
+
+    NAMES = ("first", "second", "third")
+
+    @pytest.fixture
+    def three_running(self, consumer, rabbitmq_url):
+        def start(process):
+            for name in self.NAMES:
+                send(rabbitmq_url, LEASED_JOB, {"do": "wait for the word each time"}, message_id=name)
+            process.until(lambda: self.have_begun(1))
+
+        return start
+
+    def have_begun(self, attempt):
+        begun = Effect.objects.filter(name__startswith="begun ", detail=str(attempt))
+        return {*begun.values_list("name", flat=True)} == {f"begun {name}" for name in self.NAMES}
+
+    def end_them(self, process, is_settled):
+        Unique.objects.bulk_create(Unique(name=f"go {name}") for name in self.NAMES)
+        process.until(is_settled)
+        assert {*InboxMessage.objects.values_list("state", "attempts")} == {(State.DONE, 2)}
+
+    def test_run_that_hangs_delays_other_interrupted_messages_for_redelivery_after_only(
+        self, consumer, three_running, is_settled
+    ):
+        with consumer("a", REDELIVERY_AFTER=SHORT) as process:
+            three_running(process)
+            process.kill()
+            process.ends()
+            process.start()
+            process.until(lambda: self.have_begun(2))
+            self.end_them(process, is_settled)
+
+    @pytest.mark.parametrize("lease_store", ["database"], indirect=True)
+    def test_runs_that_a_stop_interrupted_begin_again_at_once(self, consumer, three_running, is_settled):
+        hour = timedelta(hours=1)
+        with consumer("a", REDELIVERY_AFTER=hour, SHUTDOWN_GRACE=SHORT) as process:
+            three_running(process)
+            process.terminate()
+            assert process.ends() == 70
+            process.start()
+            process.until(lambda: self.have_begun(2))
+            self.end_them(process, is_settled)
+
+
 def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settled):
     with consumer("frozen") as frozen:
         job("wait for the word")
@@ -220,6 +268,53 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
         assert first.answer is Received.HANDLED
         assert deliver(handler, envelope) is Received.DUPLICATE
     assert ran == [1]
+
+
+class TestOutageDuringSteps:
+    @pytest.fixture
+    def restarting(self, handles, mortal_postgres):
+        """A handler whose steps each stop the database once; which attempts were run, and which steps have stopped it."""
+
+        def register(lease, steps=3):
+            def handle(message):
+                ran.append(message.attempt)
+                for number in range(steps):
+                    message.step(f"step {number}", lambda number=number: stop(number))
+                the_effect(message)
+
+            def stop(number):
+                if number not in stopped:
+                    stopped.append(number)
+                    mortal_postgres.kill()
+
+            ran, stopped = [], []
+            return handles(handle, lease=Lease(duration=lease)), ran, stopped
+
+        name = mortal_postgres.create_database().rpartition("/")[2]
+        with the_default_at(NAME=name, PORT=mortal_postgres.port):
+            call_command("migrate", verbosity=0)
+            yield register
+
+    def test_step_waits_for_its_database_and_no_attempt_is_counted(self, restarting, mortal_postgres, caplog):
+        handler, ran, stopped = restarting(timedelta(minutes=10))
+        with InAThread(lambda: deliver(handler, given=options(MAX_ATTEMPTS=1))) as run:
+            for number in range(3):
+                wait_until(lambda number=number: f"the step 'step {number}' cannot be stored now" in caplog.text)
+                mortal_postgres.start()
+
+        connection.close()
+        assert (run.answer, ran, stopped, the_row().attempts) == (Received.HANDLED, [1], [0, 1, 2], 1)
+
+    def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
+        handler, ran, _ = restarting(timedelta(seconds=1), steps=1)
+        with transaction.atomic():
+            hand_over(handler, read(handler, an_envelope(), options()))
+        with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
+            wait_until(lambda: "its lease is lost" in caplog.text)
+            mortal_postgres.start()
+
+        connection.close()
+        assert (the_row().state, the_row().attempts, ran) == (State.DONE, 1, [1, 1])
 
 
 def test_lost_answer_to_taking_a_lease_costs_neither_the_lease_nor_an_attempt(handles, process_environment):

@@ -34,6 +34,10 @@ def _wait_for_the_word(message):
         wait_until(lambda: Unique.objects.filter(name=f"go {message.biz_id}").exists())
 
 
+def _wait_for_the_word_each_time(message):
+    wait_until(lambda: Unique.objects.filter(name=f"go {message.biz_id}").exists())
+
+
 def _die_in_a_step_once(message):
     """Between the effect of the step and the storing of its result."""
 
@@ -50,4 +54,5 @@ WAYS = {
     "die": _die,
     "die in a step once": _die_in_a_step_once,
     "wait for the word": _wait_for_the_word,
+    "wait for the word each time": _wait_for_the_word_each_time,
 }
