@@ -213,8 +213,10 @@ class Pass:
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
-        in_waves = waves(self._sendable(batch))[:_MOST_WAVES]
-        for wave in [*in_waves, *([row] for row in batch.one_by_one)]:
+        in_waves = waves(self._sendable(batch))
+        cut_keys = {row.key for wave in in_waves[_MOST_WAVES:] for row in wave}
+        one_by_one = [[row] for row in batch.one_by_one if row.key not in cut_keys]
+        for wave in [*in_waves[:_MOST_WAVES], *one_by_one]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
