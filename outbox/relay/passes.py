@@ -144,7 +144,8 @@ class Pass:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = claiming.claim_ready(self._alias, shards, limit, {**self.contention.skipped(), **unsettled})
+                skipped = {**self.contention.skipped(), **unsettled}
+                claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
                 settled = settling.settle(self._alias, settlement)
@@ -153,9 +154,8 @@ class Pass:
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
-        skipped = self.contention.record(claim)
         report = self._report(batch, settlement, settled)
-        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
+        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=self.contention.record(claim))
 
     def _settle_apart(self, batch: _Batch, settlement: Settlement, begun_at: float, error: Error) -> SettledApart:
         """Settle the other rows after the database rolled the pass back because of one, so that they are not sent again.
@@ -185,7 +185,7 @@ class Pass:
 
     def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(shards, limit, unsettled)
+        rows = self._lease.claim(shards, limit, unsettled, self._options.BATCH_BYTES)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
