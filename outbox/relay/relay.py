@@ -162,6 +162,7 @@ class Relay:
             connections[self._alias].close()
             if is_outage(error):
                 self._floors.forget()
+                self._size.failed()  # the connection may have been too slow for the batch
                 self._heartbeat.waits_for("the database")
                 self._database.wait(why_unavailable(error, self._alias), self._stop)
             elif is_collision(error):

@@ -197,9 +197,12 @@ def _of_shards(shards: str, floors: str, each: str, small: object, not_skipped: 
     """The same for several shards in one statement, so that a row that moves from one index to the other is seen in one."""
     of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, small, not_skipped)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
-    return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
+    each_shard = f"unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above)"
+    return f"{_RELAY_COMMENT}SELECT m.* FROM {each_shard} CROSS JOIN LATERAL ({parts}) m"
 
 
+_RELAY_COMMENT = "/* pass of a relay */ "
+"""Begins the statements that return bodies, so that another relay recognises them."""
 _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
@@ -213,7 +216,7 @@ _READ_PREPARED = PreparedStatement(
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
-    f"SELECT m.id, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
+    f"{_RELAY_COMMENT}SELECT m.id, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
     "WHERE m.id = ANY({positions}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 )
 _LOCK_ROWS_PREPARED = PreparedStatement(
@@ -235,11 +238,15 @@ _TABLE_LOCKERS = (
     "AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
 )
 _SHARD_HOLDERS = (
-    "SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid), "
-    "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int "
+    # No timeout ends a statement while PostgreSQL waits for its client to read.
+    "SELECT pid, shards, seconds, CASE WHEN unread THEN pg_terminate_backend(pid) ELSE false END "
+    "FROM (SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid) AS shards, "
+    "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int AS seconds, "
+    f"bool_and(a.wait_event = 'ClientWrite' AND strpos(a.query, '{_RELAY_COMMENT}') > 0 "
+    "AND pg_has_role(a.usesysid, 'USAGE')) AS unread "
     "FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted "
     f"AND l.database = a.datid AND a.datname = current_database() AND l.classid = {LOCK_SPACE % 2**32} AND l.objsubid = 2 "
-    "AND a.xact_start < statement_timestamp() - make_interval(secs => %s) GROUP BY l.pid"
+    "AND a.xact_start < statement_timestamp() - make_interval(secs => %s) GROUP BY l.pid) AS holders"
 )
 
 
@@ -567,15 +574,17 @@ class ShardHolder(NamedTuple):
     Attributes:
         pid: of its session.
         seconds: its age.
+        is_ended: it was a relay's, which did not read its messages, so its session was ended.
     """
 
     pid: int
     shards: Sequence[int]
     seconds: int
+    is_ended: bool
 
 
 def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
-    """The transactions that hold locks on shards and are older than this."""
+    """The transactions that hold locks on shards and are older than this. Relays that do not read their messages are ended."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_SHARD_HOLDERS, [longer_than.total_seconds()])
         return list(map(ShardHolder._make, cursor.fetchall()))
