@@ -57,6 +57,7 @@ class PassReport:
         locked: number of messages whose rows were found locked by other sessions.
         skipped: number of such messages that are not read for a moment.
         unsettled: number of messages that are not read for some time, because the database refuses to change their rows.
+        unconfirmed: number of messages that are not read, because the broker may still confirm them.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
         broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
@@ -71,6 +72,7 @@ class PassReport:
     locked: int = 0
     skipped: int = 0
     unsettled: int = 0
+    unconfirmed: int = 0
     settled: int = 0
     published: int = 0
     broken: str | None = None
@@ -128,23 +130,24 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
-        skipped, self._begun_at = self.unsettled.skipped(), monotonic()
+        unsettled, self._begun_at = self.unsettled.skipped(), monotonic()
+        skipped = {**unsettled, **self._transport.unconfirmed()}
         report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
-        return replace(report, unsettled=len(skipped))
+        return replace(report, unsettled=len(unsettled), unconfirmed=len(self._transport.unconfirmed()))
 
     def close(self) -> None:
         """Release the lease, so that another relay takes over at once."""
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                skipped = {**self.contention.skipped(), **unsettled}
+                skipped = {**self.contention.skipped(), **skipped}
                 claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
@@ -183,9 +186,9 @@ class Pass:
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(shards, limit, unsettled, self._options.BATCH_BYTES)
+        rows = self._lease.claim(shards, limit, skipped, self._options.BATCH_BYTES)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
