@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from django.db import DatabaseError, transaction
 
@@ -69,6 +69,9 @@ class LocalTransport:
                 parts.extendleft([part[half:], part[:half]])
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
+
+    def unconfirmed(self) -> Mapping[int, str]:
+        return {}
 
     def idle(self) -> None:
         pass

@@ -57,6 +57,7 @@ class OutboxOptions:
         CALLBACK_THREADS: maximum concurrent callbacks in one relay process; one callback may use all but one of them.
         CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
         BATCH_SIZE: maximum number of messages in one pass of the relay.
+        BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
         POLL_INTERVAL: maximum poll interval of an idle relay that the doorbell does not reach; a relay with work does not wait.
         DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; if off, they only poll.
@@ -96,6 +97,7 @@ class OutboxOptions:
     CALLBACK_THREADS: int = 4
     CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
     BATCH_SIZE: int = 500
+    BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     DOORBELL: bool = True

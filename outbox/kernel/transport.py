@@ -137,6 +137,12 @@ class Transport(Protocol):
         A broken connection is part of the answer, not an exception.
         """
 
+    def unconfirmed(self) -> Mapping[int, str]:
+        """Positions and keys of the messages that were sent and whose answers may still come: they must not be sent now.
+
+        When the answer has come, the next `send` of the message returns it, and does not send the message again.
+        """
+
     def idle(self) -> None:
         """Keep the connection alive while there is nothing to send."""
 

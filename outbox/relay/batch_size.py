@@ -30,10 +30,6 @@ class BatchSize:
     def now(self) -> int:
         return self._now
 
-    @property
-    def is_reduced(self) -> bool:
-        return self._now < self._largest
-
     def succeeded(self) -> None:
         """A pass of this size succeeded."""
         if self._ceiling < self._largest and self._clock() >= self._raise_at:

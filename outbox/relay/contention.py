@@ -4,7 +4,8 @@ A ready row that another session has locked cannot be settled, so it is not sent
 the rows after it, except for the later messages of its key, which must not overtake it.
 
 A locked shard usually belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass
-lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended.
+lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended, or by a relay that does
+not read what the database sends it. The session of such a relay is ended.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Contention:
         self._locked: dict[int, str] = {}
         self._locked_before: set[int] = set()
         self._found_at = self._last_found_at = 0.0
-        self._report_rows_at = self._report_tables_at = self._look_for_holders_at = 0.0
+        self._report_rows_at = self._report_tables_at = self._report_shards_at = self._look_for_holders_at = 0.0
 
     def skipped(self) -> Mapping[int, str]:
         """The positions of the locked rows, with the keys of their messages. They are forgotten from time to time."""
@@ -58,8 +59,8 @@ class Contention:
         if claim.locked:
             self._remember(claim.locked, now)
         if claim.refused and now >= self._look_for_holders_at:
-            is_reported = self._report_shards()
-            self._look_for_holders_at = now + (_REPORT_SECONDS if is_reported else self._longest_pass.total_seconds())
+            self._look_for_holders_at = now + self._longest_pass.total_seconds()
+            self._report_shards(now)
         return len(self._locked)
 
     def timed_out(self) -> None:
@@ -105,9 +106,23 @@ class Contention:
             locked[0].biz_id,
         )
 
-    def _report_shards(self) -> bool:
+    def _report_shards(self, now: float) -> None:
         holders = claiming.shard_holders(self._alias, self._longest_pass)
-        for holder in holders:
+        for holder in (one for one in holders if one.is_ended):
+            logger.warning(
+                "relay: ended the session of another relay (pid %d): for %d s it held %d of %d shards and did not read what "
+                "the database sent it. Other relays send these messages now. Its process is frozen, or its network is cut or "
+                "too slow for OUTBOX['BATCH_BYTES'].",
+                holder.pid,
+                holder.seconds,
+                len(holder.shards),
+                SHARDS,
+            )
+        held = [one for one in holders if not one.is_ended]
+        if not held or now < self._report_shards_at:
+            return
+        self._report_shards_at = now + _REPORT_SECONDS
+        for holder in held:
             logger.warning(
                 "relay: the ready messages of %d of %d shards (%s) are not sent, because the transaction of another session "
                 "(pid %d) has held them for %d s, such as one that called cancel(). They are sent when it ends: commit it, or "
@@ -118,4 +133,3 @@ class Contention:
                 holder.pid,
                 holder.seconds,
             )
-        return bool(holders)

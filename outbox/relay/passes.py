@@ -57,6 +57,7 @@ class PassReport:
         locked: number of messages whose rows were found locked by other sessions.
         skipped: number of such messages that are not read for a moment.
         unsettled: number of messages that are not read for some time, because the database refuses to change their rows.
+        unconfirmed: number of messages that are not read, because the broker may still confirm them.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
         broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
@@ -71,6 +72,7 @@ class PassReport:
     locked: int = 0
     skipped: int = 0
     unsettled: int = 0
+    unconfirmed: int = 0
     settled: int = 0
     published: int = 0
     broken: str | None = None
@@ -128,23 +130,25 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
-        skipped, self._begun_at = self.unsettled.skipped(), monotonic()
+        unsettled, self._begun_at = self.unsettled.skipped(), monotonic()
+        skipped = {**unsettled, **self._transport.unconfirmed()}
         report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
-        return replace(report, unsettled=len(skipped))
+        return replace(report, unsettled=len(unsettled), unconfirmed=len(self._transport.unconfirmed()))
 
     def close(self) -> None:
         """Release the lease, so that another relay takes over at once."""
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = claiming.claim_ready(self._alias, shards, limit, {**self.contention.skipped(), **unsettled})
+                skipped = {**self.contention.skipped(), **skipped}
+                claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
                 settled = settling.settle(self._alias, settlement)
@@ -153,9 +157,8 @@ class Pass:
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
-        skipped = self.contention.record(claim)
         report = self._report(batch, settlement, settled)
-        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
+        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=self.contention.record(claim))
 
     def _settle_apart(self, batch: _Batch, settlement: Settlement, begun_at: float, error: Error) -> SettledApart:
         """Settle the other rows after the database rolled the pass back because of one, so that they are not sent again.
@@ -183,9 +186,9 @@ class Pass:
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(shards, limit, unsettled)
+        rows = self._lease.claim(shards, limit, skipped, self._options.BATCH_BYTES)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
@@ -213,8 +216,10 @@ class Pass:
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
-        in_waves = waves(self._sendable(batch))[:_MOST_WAVES]
-        for wave in [*in_waves, *([row] for row in batch.one_by_one)]:
+        in_waves = waves(self._sendable(batch))
+        cut_keys = {row.key for wave in in_waves[_MOST_WAVES:] for row in wave}
+        one_by_one = [[row] for row in batch.one_by_one if row.key not in cut_keys]
+        for wave in [*in_waves[:_MOST_WAVES], *one_by_one]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at

@@ -47,6 +47,11 @@ _BESIDE_STUCK_SECONDS = 1.0
 _PAUSED_SECONDS = 0.2
 _RELEASING_SHARE = 20
 """Queries that find no key to release take at most one part in this many of the time (1/20)."""
+_LATE = (
+    "relay: the broker has not confirmed %d messages within OUTBOX['BATCH_DEADLINE'] (%g s). They stay ready, and are settled "
+    "when it confirms them. They are not sent again while the connection lasts, and passes are smaller meanwhile. If this "
+    "repeats, find out what slows the broker down, or set a longer BATCH_DEADLINE."
+)
 
 
 class Relay:
@@ -94,6 +99,7 @@ class Relay:
         self._size = BatchSize(options.BATCH_SIZE)
         self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
+        self._late = Reminder()
         self._broker = Outage("the broker", log=broker_log)
         self._errors = errors or Reminder()
         self._database = Outage("the database", log=database_log)
@@ -162,6 +168,7 @@ class Relay:
             connections[self._alias].close()
             if is_outage(error):
                 self._floors.forget()
+                self._size.failed()  # the connection may have been too slow for the batch
                 self._heartbeat.waits_for("the database")
                 self._database.wait(why_unavailable(error, self._alias), self._stop)
             elif is_collision(error):
@@ -182,7 +189,7 @@ class Relay:
         self._database.over()
         self._trouble.reset()
         self._record(report)
-        is_held_elsewhere = report.refused or report.skipped or report.waits_for
+        is_held_elsewhere = report.refused or report.skipped or report.unconfirmed or report.waits_for
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
@@ -233,8 +240,10 @@ class Relay:
 
     def _run_pass(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
         wanted = self._share.of(shards)
+        # What the broker has not confirmed counts, so that it gets no more than a batch while it is late.
+        limit = max(self._size.now - len(self._transport.unconfirmed()), self._size.now // 4, 1)
         # A pass reads at least one row of each shard.
-        report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
+        report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
         self._share.record(report.refused)
         self._floors.saw(report.highest)
         return report
@@ -254,6 +263,8 @@ class Relay:
         self._heartbeat.published(report.published)
         self._heartbeat.claims(self._share.most)
         self._heartbeat.broker_took(self._transport.round_trip)
+        if report.unconfirmed and self._late.is_due():
+            logger.warning(_LATE, report.unconfirmed, self._options.BATCH_DEADLINE.total_seconds())
         if report.overdue:
             self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
         elif report.suspicious:
@@ -287,7 +298,7 @@ class Relay:
         self._broker.wait(reason, self._stop, remedy=REFUSAL_REMEDY, describe_error=describe)
 
     def _wait(self, report: PassReport) -> None:
-        is_contended = bool(report.refused or report.skipped or report.unsettled)
+        is_contended = bool(report.refused or report.skipped or report.unsettled or report.unconfirmed)
         if not is_contended:
             self._contended.reset()
         if report.settled:

@@ -34,7 +34,7 @@ from outbox.relay.outgoing import outgoing
 from outbox.relay.waves import waves
 from outbox.states import State
 from outbox.store import bulk, replaying, trail
-from outbox.store.claiming import DamagedRow, RelayedMessage, read_published
+from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
 from outbox.store.replaying import Selection
 from outbox.transports import open_transport
 
@@ -114,6 +114,13 @@ def send_again(
     Raises:
         BrokerUnavailable: the broker has confirmed none of them.
     """
+    outcomes: list[RowOutcome] = []
+    for part in parts_of_published(alias, rows, outbox_options().BATCH_BYTES):
+        outcomes += _send_again(alias, part, given=given, by=by, reason=reason)
+    return outcomes
+
+
+def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by: str, reason: str) -> Sequence[RowOutcome]:
     options = outbox_options()
     paused, to_group = replaying.paused_topics(alias), str(given.get("to_group", ""))
     unchanged = dict.fromkeys(rows, "it is no longer in the history")

@@ -57,6 +57,7 @@ class RelayedMessage(NamedTuple):
         is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
         is_secondary: it is in the secondary ready index, not in the stream.
         wire: the wire format of another protocol (`kernel.wire`), or None.
+        unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
     """
 
     position: int
@@ -78,6 +79,7 @@ class RelayedMessage(NamedTuple):
     is_blocked: bool
     is_secondary: bool
     wire: str | None = None
+    unread_bytes: int | None = None
 
     @property
     def message_id(self) -> uuid.UUID:
@@ -143,6 +145,8 @@ _READ_AS = {
     "expires_in_seconds": "{expires_in}",
     "is_blocked": _IS_BLOCKED,
     "is_secondary": "{{is_secondary}}",
+    "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
+    "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
 }
 _SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
 """The fields of a `RelayedMessage`: columns of that name, or an expression."""
@@ -174,9 +178,14 @@ def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
     return _LOOK.format(shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in)
 
 
-def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each: str, not_skipped: str = "") -> list[str]:
-    """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position."""
-    select = _SELECT.format(expires_in=expires_in, live=table)
+def _of_a_shard(
+    table: str, expires_in: str, shard: object, above: object, each: str, small: object, not_skipped: str = ""
+) -> list[str]:
+    """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position.
+
+    Bodies of more than `small` bytes are not read.
+    """
+    select = _SELECT.format(expires_in=expires_in, live=table, small=small)
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
         f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
@@ -184,13 +193,16 @@ def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each:
     ]
 
 
-def _of_shards(shards: str, floors: str, each: str, not_skipped: str = "") -> str:
+def _of_shards(shards: str, floors: str, each: str, small: object, not_skipped: str = "") -> str:
     """The same for several shards in one statement, so that a row that moves from one index to the other is seen in one."""
-    of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, not_skipped)
+    of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, small, not_skipped)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
-    return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
+    each_shard = f"unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above)"
+    return f"{_RELAY_COMMENT}SELECT m.* FROM {each_shard} CROSS JOIN LATERAL ({parts}) m"
 
 
+_RELAY_COMMENT = "/* pass of a relay */ "
+"""Begins the statements that return bodies, so that another relay recognises them."""
 _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
@@ -199,13 +211,19 @@ _LOOK_PREPARED = PreparedStatement(
     most_runs=PLANNED_SINGLY,
 )
 _READ_PREPARED = PreparedStatement(
-    "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
+    "outbox_read", ["int[]", "bigint[]", "bigint", "bigint"], _of_shards("$1", "$2", "$3", "$4"), most_runs=PLANNED_SINGLY
 )
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
-_LOCK_ROWS = f"SELECT m.id FROM {LIVE_PART} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
+_LOCK_ROWS = (
+    f"{_RELAY_COMMENT}SELECT m.id, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
+    "WHERE m.id = ANY({positions}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
+)
 _LOCK_ROWS_PREPARED = PreparedStatement(
-    "outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY
+    "outbox_lock_rows",
+    ["bigint[]", "bigint[]"],
+    _LOCK_ROWS.format(unread="$1", positions="$2"),
+    most_runs=PLANNED_SINGLY,
 )
 _LOCKERS = (
     # The row's xmax is the transaction that has locked or changed it, unless several transactions have locked it.
@@ -220,11 +238,15 @@ _TABLE_LOCKERS = (
     "AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
 )
 _SHARD_HOLDERS = (
-    "SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid), "
-    "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int "
+    # No timeout ends a statement while PostgreSQL waits for its client to read.
+    "SELECT pid, shards, seconds, CASE WHEN unread THEN pg_terminate_backend(pid) ELSE false END "
+    "FROM (SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid) AS shards, "
+    "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int AS seconds, "
+    f"bool_and(a.wait_event = 'ClientWrite' AND strpos(a.query, '{_RELAY_COMMENT}') > 0 "
+    "AND pg_has_role(a.usesysid, 'USAGE')) AS unread "
     "FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted "
     f"AND l.database = a.datid AND a.datname = current_database() AND l.classid = {LOCK_SPACE % 2**32} AND l.objsubid = 2 "
-    "AND a.xact_start < statement_timestamp() - make_interval(secs => %s) GROUP BY l.pid"
+    "AND a.xact_start < statement_timestamp() - make_interval(secs => %s) GROUP BY l.pid) AS holders"
 )
 
 
@@ -283,6 +305,7 @@ class Claim:
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
+UNBOUNDED_BYTES = 2**62
 
 
 def claims_by_locks(alias: str) -> bool:
@@ -386,14 +409,23 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         )
 
 
-def claim_ready(alias: str, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
+def claim_ready(
+    alias: str,
+    shards: Sequence[BusyShard],
+    limit: int,
+    skipped: Mapping[int, str] = NOTHING_SKIPPED,
+    most_bytes: int = UNBOUNDED_BYTES,
+) -> Claim:
     """Lock those of the `shards` that are free until the open transaction ends, and lock their ready messages.
 
     It is more than one statement on purpose: a snapshot from before the locks could still contain rows that the previous holder
     of a shard has published since. The messages are in the order to send them in: by priority, then by position.
 
+    Large bodies are read by the statement that locks their rows, when it is known how many of them are claimed.
+
     Args:
         skipped: positions not to read, with their keys. No message of these keys is read.
+        most_bytes: of all bodies together. A larger one is claimed alone.
     """
     connection = connections[alias]
     locked = _lock(connection, shards)
@@ -401,18 +433,29 @@ def claim_ready(alias: str, shards: Sequence[BusyShard], limit: int, skipped: Ma
     if not locked:
         return Claim(refused=refused)
     each = -(-limit // len(locked))
-    rows = _read(connection, locked, each, skipped)
+    rows = _read(connection, locked, each, skipped, most_bytes)
     counted = Counter(row.shard for row in rows)
     if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
         # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
         others = [row for row in rows if counted[row.shard] < each]
-        rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped)
-    rows = sorted(rows, key=lambda row: (-row.priority, row.position))[:limit]
+        rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped, most_bytes)
+    rows = _within(most_bytes, sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
     free = _lock_rows(connection, rows)
-    if len(free) == len(rows):
-        return Claim(rows=rows, refused=refused)
     rows_locked = [row for row in rows if row.position not in free]
-    return Claim(rows=in_order(rows, free), refused=refused, locked=rows_locked)
+    if rows_locked:
+        rows = in_order(rows, free)
+    rows = [row if (body := free[row.position]) is None else row._replace(body=body, unread_bytes=None) for row in rows]
+    return Claim(rows=rows, refused=refused, locked=rows_locked)
+
+
+def _within(most_bytes: int, rows: list[RelayedMessage]) -> list[RelayedMessage]:
+    """The first rows whose bodies have at most `most_bytes` together; at least one row."""
+    total = 0
+    for index, row in enumerate(rows):
+        total += row.unread_bytes or len(row.body)
+        if total > most_bytes and index:
+            return rows[:index]
+    return rows
 
 
 def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]:
@@ -420,17 +463,35 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _SELECT.format(expires_in=expires_in, live=live(connection)).format(is_secondary="false")
+    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES).format(is_secondary="false")
+    found = _fetch_published(connection, select, positions)
+    return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
+
+
+def parts_of_published(alias: str, positions: Sequence[int], most_bytes: int) -> list[list[int]]:
+    """The positions in parts whose bodies have at most `most_bytes` together, or of one message."""
+    sizes = dict(_fetch_published(connections[alias], "SELECT m.id, length(m.body)", positions))
+    parts: list[list[int]] = []
+    total = most_bytes
+    for position in positions:
+        total += (size := sizes.get(position, 0))
+        if total > most_bytes or not parts:
+            parts.append([])
+            total = size
+        parts[-1].append(position)
+    return parts
+
+
+def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Sequence[int]) -> list[Any]:
     condition, among = any_of(connection, positions)
     with connection.cursor() as cursor:
         # The range is for the BRIN index of history.
         cursor.execute(
-            f"{select} FROM {HISTORY if on_postgresql else TABLE} m WHERE m.state = 'published' AND m.day >= {FIRST_DAY} "
-            f"AND m.id BETWEEN %s AND %s AND m.id {condition} ORDER BY m.id",
+            f"{select} FROM {HISTORY if is_postgresql(connection) else TABLE} m WHERE m.state = 'published' "
+            f"AND m.day >= {FIRST_DAY} AND m.id BETWEEN %s AND %s AND m.id {condition} ORDER BY m.id",
             [min(positions), max(positions), among],
         )
-        found = cursor.fetchall()
-    return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
+        return list(cursor.fetchall())
 
 
 def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
@@ -457,20 +518,28 @@ def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[
     return [one for one in shards if one.shard in locked]
 
 
-def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """Lock the rows that are still ready, and skip those that another session has locked; the locked positions.
+def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> Mapping[int, bytes | None]:
+    """Lock the rows that are still ready, and skip those that another session has locked.
+
+    Returns:
+        The locked positions, each with its body if that has not been read.
 
     Raises:
         django.db.Error: the server is a standby or read-only (25006). So no message is sent that could not be settled.
     """
     positions = [row.position for row in rows]
-    if not (positions and is_postgresql(connection)):
-        return frozenset(positions)
-    if is_usable(connection):
-        return frozenset(position for (position,) in _LOCK_ROWS_PREPARED.fetch(connection, [array_of(positions)]))
+    unread = [row.position for row in rows if row.unread_bytes]
+    if not is_postgresql(connection):
+        condition, among = any_of(connection, unread)
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT id, body FROM {TABLE} WHERE id {condition}", [among])
+            return dict.fromkeys(positions) | {position: _bytes(body) for position, body in cursor.fetchall()}
+    given = [array_of(unread), array_of(positions)]
+    if not positions or is_usable(connection):
+        return dict(_LOCK_ROWS_PREPARED.fetch(connection, given)) if positions else {}
     with connection.cursor() as cursor:
-        cursor.execute(_LOCK_ROWS.format(positions="%s::bigint[]"), [array_of(positions)])
-        return frozenset(position for (position,) in cursor.fetchall())
+        cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
+        return dict(cursor.fetchall())
 
 
 def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
@@ -505,34 +574,37 @@ class ShardHolder(NamedTuple):
     Attributes:
         pid: of its session.
         seconds: its age.
+        is_ended: it was a relay's, which did not read its messages, so its session was ended.
     """
 
     pid: int
     shards: Sequence[int]
     seconds: int
+    is_ended: bool
 
 
 def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
-    """The transactions that hold locks on shards and are older than this."""
+    """The transactions that hold locks on shards and are older than this. Relays that do not read their messages are ended."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_SHARD_HOLDERS, [longer_than.total_seconds()])
         return list(map(ShardHolder._make, cursor.fetchall()))
 
 
 def _read(
-    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
+    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str], most_bytes: int
 ) -> list[RelayedMessage]:
-    """Up to `each` messages of each shard from each of the two indexes."""
+    """Up to `each` messages of each shard from each of the two indexes; without the bodies that may be too many bytes."""
     found: list[Any] = []
     excluded: list[Any] = []
+    small = most_bytes // (2 * each * len(shards))
     if is_postgresql(connection):
-        given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each]
+        given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each, small]
         if is_usable(connection) and not skipped:
             found = _READ_PREPARED.fetch(connection, given)
         else:
             excluded = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
             with connection.cursor() as cursor:
-                statement = _of_shards("%s", "%s", "%s", _NOT_SKIPPED if skipped else "")
+                statement = _of_shards("%s", "%s", "%s", small, _NOT_SKIPPED if skipped else "")
                 cursor.execute(statement, [*given[:2], *excluded, each, *excluded, each])
                 found = cursor.fetchall()
     else:
@@ -540,7 +612,7 @@ def _read(
         expires_in = _EXPIRES_IN_SECONDS_SQLITE.format(now=now(connection))
         not_skipped = _NOT_SKIPPED_SQLITE if skipped else ""
         excluded = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
-        parts = chain.from_iterable(_of_a_shard(TABLE, expires_in, *one, "%s", not_skipped) for one in shards)
+        parts = chain.from_iterable(_of_a_shard(TABLE, expires_in, *one, "%s", small, not_skipped) for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
                 cursor.execute(part, [*excluded, each])

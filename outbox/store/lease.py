@@ -15,7 +15,7 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayLease
-from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
+from outbox.store.claiming import NOTHING_SKIPPED, UNBOUNDED_BYTES, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 _RELAY = "relay"
@@ -49,17 +49,21 @@ class Lease:
         self._token = uuid.uuid4()
 
     def claim(
-        self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
+        self,
+        shards: Sequence[BusyShard],
+        limit: int,
+        skipped: Mapping[int, str] = NOTHING_SKIPPED,
+        most_bytes: int = UNBOUNDED_BYTES,
     ) -> Sequence[RelayedMessage] | None:
         """Take or renew the lease, and claim ready messages of the `shards`; None while another relay holds the lease.
 
         Args:
-            skipped: see `claim_ready`.
+            skipped, most_bytes: see `claim_ready`.
         """
         with transaction.atomic(using=self._alias, durable=True):
             if not self.take():
                 return None
-            rows = claim_ready(self._alias, shards, limit, skipped).rows
+            rows = claim_ready(self._alias, shards, limit, skipped, most_bytes).rows
             self._rows().update(in_hand=[row.position for row in rows if not row.is_blocked])
             return rows
 

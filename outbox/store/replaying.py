@@ -12,6 +12,7 @@ from typing import NamedTuple
 from django.db import OperationalError, connections
 from django.db.models import Count, Max, Min, Q, QuerySet
 
+from outbox.conf import outbox_options
 from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic
@@ -19,7 +20,7 @@ from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import SHARDS, Operation, OutboxMessage, PausedTopic, RelayLease
 from outbox.states import FIRST_DAY, State
-from outbox.store.claiming import RelayedMessage, claims_by_locks, read_published
+from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.lease import in_hand
 
@@ -117,11 +118,14 @@ def _day(instant: datetime) -> int:
 
 def read_past(
     alias: str, topic: str, since: datetime | None, until: datetime | None, after: int, most: int
-) -> list[RelayedMessage]:
-    """The first published messages of a topic behind a position, in the order of publishing."""
+) -> tuple[list[RelayedMessage], bool]:
+    """The first published messages of a topic behind a position, in the order of publishing, and whether they are all."""
     chosen = _chosen(alias, Selection(topic=topic, since=since, until=until)).filter(state=State.PUBLISHED, pk__gt=after)
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
-    return read_published(alias, positions) if positions else []
+    if not positions:
+        return [], True
+    part = parts_of_published(alias, positions, outbox_options().BATCH_BYTES)[0]
+    return read_published(alias, part), len(part) == len(positions) < most
 
 
 def bound_step(alias: str, longest: timedelta) -> None:

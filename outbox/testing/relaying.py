@@ -104,6 +104,9 @@ class _TestTransport:
         self.sent += [_sent(message) for message in messages if verdicts[message.position].outcome is PublishOutcome.CONFIRMED]
         return Sent(verdicts=verdicts)
 
+    def unconfirmed(self) -> Mapping[int, str]:
+        return {}
+
     def idle(self) -> None:
         pass
 

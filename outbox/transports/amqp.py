@@ -2,7 +2,8 @@
 
 py-amqp's `confirm_publish` is not used: it credits a late ack to the next message, and every heartbeat restarts its timeout.
 This transport publishes a batch in one go, then collects acks, nacks and returns by delivery tag until a monotonic deadline.
-The outcome of a message without an answer at the deadline is *unknown*.
+The outcome of a message without an answer at the deadline is *unknown*. If the broker is only late, the connection stays open,
+and the message is not sent again before its answer has come.
 
 Any error of the channel or the socket closes the connection: py-amqp would silently reopen the channel without confirm mode
 and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
@@ -11,7 +12,8 @@ and restart its delivery tags. The transport uses one connection with one channe
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from struct import Struct, pack
 from typing import Any
 
@@ -64,6 +66,18 @@ _BASIC_ACK = pack(">HH", 60, 80)
 _ACK_ARGUMENTS = Struct(">Q?")
 """Delivery tag and `multiple`, the only bit of its octet (AMQP 0-9-1, basic.ack)."""
 _OVERDUE = "the broker did not confirm everything within the deadline"
+_ALIVE_SECONDS = 2.0
+_LATEST_SECONDS = 60.0
+"""An answer that comes later than this after the deadline is given up, with its connection: it may never come."""
+
+
+@dataclass(slots=True)
+class _Late:
+    """A message without an answer at the deadline of its batch; its verdict when that has come."""
+
+    key: str
+    until: float
+    verdict: Verdict | None = None
 
 
 class AmqpTransport:
@@ -84,6 +98,8 @@ class AmqpTransport:
         self._tracker = ConfirmTracker()
         self._exchanges: set[str] = set()
         self._blocked: str | None = None
+        self._late: dict[int, _Late] = {}
+        self._is_overdue = False
         self.round_trip: float | None = None
 
     def connect(self) -> None:
@@ -91,30 +107,45 @@ class AmqpTransport:
             self.idle()
             if self._blocked:
                 raise BrokerUnavailable(self._blocked)
+        if self._connection is not None and self._is_overdue:
+            self._require_alive()
         if self._connection is None:
             self._open()
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
+        if self._late:
+            refused = {
+                message.position: late.verdict
+                for message in messages
+                if (late := self._late.get(message.position)) and late.verdict
+            }
+            messages = [message for message in messages if message.position not in self._late]
+            for position in refused:
+                del self._late[position]
+            if not messages:
+                return Sent(verdicts=refused)
         broken: str | None = None
         suspected: list[int] = []
+        behind = self._tracker.last_tag
         try:
-            broken = self._publish(messages, deadline, refused)
+            self._is_overdue = not self._publish(messages, deadline, refused)
             sent_at = monotonic()
-            broken = broken or self._await_confirms(deadline)
-            if broken is None:
+            self._is_overdue = self._is_overdue or not self._await_confirms(deadline, behind)
+            if not self._is_overdue:
                 self.round_trip = monotonic() - sent_at
         except BROKER_FAILURES as error:
             broken = self._explained(error)
             suspected = self._suspected(error, messages)
             if len(suspected) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
-        # The tracker may hold a late ack of an earlier batch; those rows do not belong to this claim.
-        verdicts, mine = self._tracker.collect(), {message.position for message in messages}
-        if not verdicts.keys() <= mine:
-            verdicts = {position: verdict for position, verdict in verdicts.items() if position in mine}
+        verdicts = self._collect()
         verdicts.update(refused)
-        if broken is None:
+        if self._is_overdue or self._blocked:
+            unanswered, until = set(self._tracker.unanswered), monotonic() + _LATEST_SECONDS
+            mine = (message for message in messages if message.position in unanswered)
+            self._late.update((message.position, _Late(message.envelope.key, until)) for message in mine)
+        if broken is None and not self._blocked:
             return Sent(verdicts=verdicts)
         if self._blocked:
             # The broker enqueues the contents of the socket's buffers when the alarm ends, even if this side disconnects. So
@@ -122,6 +153,18 @@ class AmqpTransport:
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
         return Sent(verdicts=verdicts, broken=broken, suspected=suspected)
+
+    def unconfirmed(self) -> Mapping[int, str]:
+        if not self._late:
+            return {}
+        self._collect()
+        now = monotonic()
+        if any(late.verdict is None and now > late.until for late in self._late.values()):
+            logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
+            self._discard()
+        # An answer that no pass has asked for is forgotten: another relay has settled its message.
+        self._late = {position: late for position, late in self._late.items() if now <= late.until}
+        return {position: late.key for position, late in self._late.items() if late.verdict is None}
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -178,14 +221,36 @@ class AmqpTransport:
             None,
             None,
         )
+        self._is_overdue = False
+        self._late = {position: late for position, late in self._late.items() if late.verdict is not None}
         if connection is not None:
             try:
                 connection.collect(socket_timeout=1.0)
             except BROKER_FAILURES as error:
                 logger.debug("Discarding a broker connection: %s", describe(error))
 
-    def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> str | None:
+    def _require_alive(self) -> None:
+        """Make sure that the broker is late and not unreachable, which the socket alone does not show for a long time."""
+        try:
+            with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
+                self._amqp.channel().close()
+        except BROKER_FAILURES as error:
+            self._discard()
+            raise BrokerUnavailable(f"{_OVERDUE}, and does not answer: {describe(error)}") from error
+        self._is_overdue = False
+
+    def _collect(self) -> dict[int, Verdict]:
+        """The new answers. Those of earlier batches are stored until their messages are claimed again."""
+        verdicts = self._tracker.collect()
+        for position in self._late.keys() & verdicts.keys():
+            self._late[position].verdict = verdicts.pop(position)
+        return verdicts
+
+    def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> bool:
+        """Write the messages; False if the deadline has passed before all were written."""
         buffer = bytearray()
+        unwritten: list[OutgoingMessage] = []
+        behind = self._tracker.last_tag
         unconfirmed_bytes = 0
         missing: set[str] = set()
         for message in messages:
@@ -193,21 +258,21 @@ class AmqpTransport:
             if isinstance(frames, Verdict):
                 refused[message.position] = frames
                 continue
-            self._tracker.sent(message.position, message.envelope.id)
+            unwritten.append(message)
             buffer += frames
             if len(buffer) < _WRITE_BYTES:
                 continue
             unconfirmed_bytes += len(buffer)
-            if overdue := self._write(buffer, deadline):
-                return overdue
+            if not self._write(buffer, unwritten, deadline):
+                return False
             while self._read(_GLANCE_SECONDS):
                 pass
             if unconfirmed_bytes > _WINDOW_BYTES:
                 # If the acks are not read, the broker stops writing them, and then stops reading.
-                if overdue := self._await_confirms(deadline):
-                    return overdue
+                if not self._await_confirms(deadline, behind):
+                    return False
                 unconfirmed_bytes = 0
-        return self._write(buffer, deadline)
+        return self._write(buffer, unwritten, deadline)
 
     def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         # Outside of the `try`: it asks the broker, and the connection may be lost.
@@ -251,23 +316,28 @@ class AmqpTransport:
         self._exchanges.add(exchange)
         return True
 
-    def _write(self, buffer: bytearray, deadline: float) -> str | None:
+    def _write(self, buffer: bytearray, unwritten: list[OutgoingMessage], deadline: float) -> bool:
         left = deadline - monotonic()
         if left <= 0 or self._blocked:
-            return _OVERDUE
+            return False
+        # Only now, because the broker counts what it receives.
+        for message in unwritten:
+            self._tracker.sent(message.position, message.envelope.id)
+        unwritten.clear()
         with self._amqp.transport.having_timeout(left):
             self._amqp.transport.write(buffer)
         self._amqp.bytes_sent += 1
         buffer.clear()
-        return None
+        return True
 
-    def _await_confirms(self, deadline: float) -> str | None:
-        while self._tracker.waiting:
+    def _await_confirms(self, deadline: float, behind: int) -> bool:
+        """Wait for the confirms of the publishes behind a tag; False at the deadline."""
+        while self._tracker.waits_behind(behind):
             left = deadline - monotonic()
             if left <= 0 or self._blocked:
-                return _OVERDUE
+                return False
             self._read(min(left, _TICK_SECONDS))
-        return None
+        return True
 
     def _read(self, seconds: float) -> bool:
         """Read pending frames; False on timeout. `drain_events` is not used: each frame restarts its timeout."""
@@ -308,6 +378,8 @@ class AmqpTransport:
 
     def _on_unblocked(self) -> None:
         self._blocked = None
+        for late in self._late.values():
+            late.until = monotonic() + _LATEST_SECONDS
 
     def _suspected(self, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
         """The positions of the messages that may have made the broker close the channel; empty for any other reason.
@@ -315,8 +387,8 @@ class AmqpTransport:
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
         """
         code = _code_of(error)
-        if code not in _FAULTS or self._is_about_our_exchange(error):
-            return []
+        if code not in _FAULTS or self._is_about_our_exchange(error) or self._late:
+            return []  # with late answers, a message of an earlier batch may be the cause
         unanswered = set(self._tracker.unanswered)
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:

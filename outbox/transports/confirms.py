@@ -28,6 +28,14 @@ class ConfirmTracker:
         return bool(self._open)
 
     @property
+    def last_tag(self) -> int:
+        return self._last_tag
+
+    def waits_behind(self, tag: int) -> bool:
+        """Is a confirm of a publish after this tag outstanding?"""
+        return next(reversed(self._open), 0) > tag
+
+    @property
     def unanswered(self) -> list[int]:
         """The positions without a confirm, in the order of sending."""
         return list(self._open.values())

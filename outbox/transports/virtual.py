@@ -7,7 +7,7 @@ broker would silently drop a message to a topic without a bound queue, so the tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import kombu
@@ -99,6 +99,9 @@ class VirtualTransport:
             except Exception as error:  # noqa: BLE001 - the connection works, so this message cannot be sent
                 verdicts[message.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
+
+    def unconfirmed(self) -> Mapping[int, str]:
+        return {}
 
     def idle(self) -> None:
         pass

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from outbox import Draft, publish_many
+from outbox import Draft, cancel, publish_many
+from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
-from outbox.models import SHARDS, OutboxMessage
+from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import breaker
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -240,6 +241,29 @@ def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
 
         sent = ids(peer.published)
         assert sent.index(str(second.id)) > max(n for n, name in enumerate(sent) if name == str(first.id))
+
+
+@pytest.mark.every_database
+@pytest.mark.usefixtures("short_pauses")
+def test_probe_of_a_paused_topic_overtakes_no_message_of_its_key(rabbitmq_url):
+    """Also not where the messages before it are more than one pass sends of a key."""
+    with transaction.atomic():
+        refused = publish_many([Draft(BAD, {}) for _ in range(40)])
+    with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
+        wait_until(lambda: in_state(BAD, State.PAUSED))
+    with transaction.atomic():
+        for message in refused:
+            cancel(message.id)
+    wait_until(lambda: PausedTopic.objects.filter(probe_at__lte=DatabaseTime()).exists())
+
+    with Queue(rabbitmq_url, "#") as everything:
+        with transaction.atomic():
+            messages = publish_many([Draft(GOOD, {}, key="k") for _ in range(300)] + [Draft(BAD, {}, key="k")])
+        with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
+            arrived = everything.take(301)
+
+    assert ids(arrived).index(str(messages[-1].id)) == 300
+    assert ids(arrived) == ids(messages)
 
 
 @pytest.mark.every_database

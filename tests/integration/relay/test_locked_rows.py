@@ -7,6 +7,7 @@ import re
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -16,9 +17,12 @@ from outbox import Draft, cancel, publish_many
 from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.states import State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
+from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -174,6 +178,43 @@ class TestLockedTable:
         [report] = reports(caplog, LOCKED_TABLES)
         assert f"(pid {pid})" in report
         assert "pg_terminate_backend()" in report
+
+
+@pytest.mark.proof
+def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_another(process_environment, tmp_path, caplog):
+    """PostgreSQL ends no statement while it waits for a client to read: no timeout applies."""
+    url = process_environment["DATABASE_URL"]
+    deadline = timedelta(seconds=1)
+    with transaction.atomic():
+        messages = publish_many([Draft(TOPIC, "x" * 200_000) for _ in range(200)])
+    with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
+        environment = {
+            **process_environment,
+            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline}, INBOX={}),
+            "DATABASE_URL": proxy.through(url),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+        }
+        with Process(environment, tmp_path / "relay.log", "outbox_relay") as frozen:
+            frozen.until(lambda: proxy.bytes_to_client > 1_000_000)
+            proxy.freeze()
+            wait_until(waiting_for_their_client)
+            with relaying(peer.url, BATCH_DEADLINE=deadline):
+                wait_until(lambda: published_so_far() == len(messages))
+            assert reports(caplog, "did not read what the database sent")
+
+            proxy.thaw()
+            last = published()
+            frozen.until(lambda: state_of(last) == State.PUBLISHED)
+
+
+def waiting_for_their_client():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite' AND state = 'active'")
+        return cursor.fetchone()[0]
+
+
+def published_so_far():
+    return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
 
 
 class TestHeldShard:

@@ -1,17 +1,22 @@
 """The broker or the database is unavailable: the relay waits, logs it once, counts no attempt, and then continues."""
 
 import logging
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
+from outbox import Draft, publish_many
+from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
+    TOPIC,
     Queue,
     drained,
     ids,
@@ -221,6 +226,61 @@ class TestBrokerOutage:
 
         assert ids(peer.published) == ids([first, second]), "nothing was sent into the dead connection"
         assert said(caplog, AWAY) == 0
+
+
+class TestLateConfirms:
+    """The broker confirms each message, always later than BATCH_DEADLINE."""
+
+    DEADLINE = timedelta(seconds=0.5)
+
+    @pytest.fixture
+    def late(self):
+        with FakeAmqpPeer() as peer, in_threads(partial(self.answer, peer, stop := StopRequest()), stop=stop):
+            peer.hold()
+            yield peer
+
+    def answer(self, peer, stop):
+        """Confirm each message two deadlines after it was received."""
+        received = {}
+        while not stop:
+            for message in list(peer.published):
+                since = received.setdefault((message.connection, message.tag), monotonic())
+                if since is not None and monotonic() > since + 2 * self.DEADLINE.total_seconds():
+                    received[message.connection, message.tag] = None
+                    peer.ack(message)
+            stop.wait(0.02)
+
+    def test_messages_confirmed_after_the_deadline_are_published_and_sent_once(self, late, caplog):
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {}, key=f"k{n % 100}" if n % 2 else "") for n in range(200)])
+        with relaying(late.url, BATCH_DEADLINE=self.DEADLINE):
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+        assert Counter(ids(late.published)) == Counter(ids(messages))
+        assert late.connections == 1
+        assert said(caplog, "messages within OUTBOX['BATCH_DEADLINE'] (0.5 s)") == 1
+
+    def test_messages_of_a_key_arrive_in_their_order_although_each_confirm_is_late(self, late):
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {}, key="k") for n in range(4)])
+        with relaying(late.url, BATCH_DEADLINE=self.DEADLINE):
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+        assert ids(late.published) == ids(messages)
+
+    def test_unconfirmed_messages_delay_no_others(self):
+        """As while a queue of the broker has lost its majority."""
+        with FakeAmqpPeer() as peer:
+            peer.script = lambda message: [partial(peer.ack, message)] if message.routing_key == TOPIC else []
+            with transaction.atomic():
+                publish_many([Draft("shop.stuck", {}) for _ in range(40)])
+            with relaying(peer.url, BATCH_DEADLINE=self.DEADLINE, BATCH_SIZE=20) as [relay]:
+                wait_until(lambda: len(peer.published) > 20)
+                with transaction.atomic():
+                    publish_many([Draft(TOPIC, {}) for _ in range(100)])
+                wait_until(lambda: relay.published == 100)
+                stuck = [message for message in peer.published if message.routing_key != TOPIC]
+                assert len(stuck) == len(set(ids(stuck)))
 
 
 def published_so_far():
