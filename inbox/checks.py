@@ -242,12 +242,12 @@ def check_databases(
 def check_names(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """inbox.W006, with --database: a new handler on the topic of messages whose handler has no code: it may be a new name."""
+    """inbox.W007, with --database: a new handler on the topic of messages whose handler has no code: it may be a new name."""
     return [
         Warning(
             problem,
             hint="If it is another handler, silence this check until the old messages are purged, and delete the old queue.",
-            id="inbox.W006",
+            id="inbox.W007",
         )
         for alias in with_table(InboxMessage, databases or ())[0]
         for problem in warnings_of_new_names(names_without_code(alias))

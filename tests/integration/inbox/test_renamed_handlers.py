@@ -27,7 +27,7 @@ def send_reminder(message):
 
 
 def new_names():
-    return [str(each.msg) for each in run_checks(databases=["default"]) if each.id == "inbox.W006"]
+    return [str(each.msg) for each in run_checks(databases=["default"]) if each.id == "inbox.W007"]
 
 
 @pytest.mark.timeout(300)
