@@ -39,7 +39,8 @@ def publish_with_key(message: NewMessage, biz_id: str, alias: str) -> PublishedM
     with transaction.atomic(using=alias, durable=True):
         (published,) = publish_many([replace(message.draft, biz_id=biz_id, unique=True)], using=alias)
         digest = hashlib.sha256(json.dumps(dict(message), sort_keys=True, default=str).encode()).hexdigest()
-        rows = OutboxMessage.objects.using(alias).filter(pk=published.position)
+        # By its id, not its position: see `has_payload`.
+        rows = OutboxMessage.objects.using(alias).filter(message_id=published.id)
         if published.created:
             rows.filter(day=LIVE).update(request_digest=digest)
         elif rows.exclude(request_digest=digest).exists():

@@ -71,6 +71,19 @@ EFFECTIVE = {
     ("outbox.RelayHeartbeat", "resume"): {"mode": "paused"},
     ("inbox.ConsumerHeartbeat", "resume"): {"mode": "paused"},
     ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
+    ("inbox.InboxMessage", "run_conflicting"): {
+        "conflicts": 1,
+        "conflicting_id": "other",
+        "conflicting_body": b"{}",
+        "conflicting_at": utcnow(),
+        "duplicates": 1,
+        "conflicting_attributes": {
+            **dict.fromkeys(("key", "source", "correlation_id", "causation_id", "traceparent"), ""),
+            "content_type": "application/json",
+            "headers": "{}",
+            "created_at": None,
+        },
+    },
     ("inbox_webhooks.Endpoint", "enable"): {"state": "disabled"},
 }
 """Columns with which an action has an effect on the row of its page."""
@@ -189,6 +202,7 @@ def test_page_is_shown_with_the_view_permission_alone(label, a_row):
         assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 200
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])  # a dry run has a connection of its own
 @pytest.mark.parametrize(("label", "action"), ACTIONS)
 def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_with_it(label, action, a_row_to_act_on):
     row = a_row_to_act_on(label, action)

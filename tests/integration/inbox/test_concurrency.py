@@ -228,7 +228,8 @@ class TestConcurrency:
             wait_until(lambda: effects() == 25)
 
     def test_concurrency_option_of_inbox_consume_overrides_the_setting(self, process_environment, rabbitmq_url, tmp_path):
-        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--concurrency", "2", CONCURRENCY=9) as process:
+        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--concurrency", "3", CONCURRENCY=9) as process:
+            # One of the three threads is left to the other handlers.
             send_all(rabbitmq_url, SINGLE, [(name, {"do": "wait for the word"}) for name in names(3)])
             process.until(lambda: Effect.objects.using("other").filter(name__startswith="begun").count() == 2)
             process.until(lambda: undelivered(rabbitmq_url, handler_of(SINGLE)) == 0)

@@ -297,7 +297,7 @@ class TestDuplicates:
         assert (row.duplicates, row.conflicts, effects()) == (1, 1, 1)
         assert [name for name, _ in said] == ["conflicting_duplicate", "duplicate_suppressed"]
         assert said[0][1] == {"handler": handler.name, "message_id": other.id, "biz_id": "order-1"}
-        assert "how its publisher chooses biz-ids" in caplog.text
+        assert "set biz_id= of the handler" in caplog.text
 
     def test_same_biz_id_under_another_topic_is_not_a_duplicate(self, handles):
         """As when a handler is moved to another topic under the same name."""

@@ -38,9 +38,9 @@ def connections_to(rabbitmq_server):
 
 
 def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service, rabbitmq_url, connections_to):
-    """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop, operations, heartbeat."""
+    """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop and three companions."""
     relay, threads = 5 + 1, 3
-    consumer = threads + 3
+    consumer = threads + 4
     before = sessions()
     shop = service(rabbitmq_url, CONCURRENCY=threads)
 
@@ -59,8 +59,8 @@ def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service,
 
 
 def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(service):
-    """One lane, timer, housekeeping, operations of both apps, one runner, heartbeat; and the doorbell."""
-    relay = 7 + 1
+    """One lane, timer, housekeeping and operations of both apps, one runner, heartbeat; and the doorbell."""
+    relay = 8 + 1
     before = sessions()
 
     with service("local://").runs("outbox_relay"):

@@ -596,7 +596,7 @@ def measured(action):
     plans = []
 
     def explain(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE")):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE", "/*")):
             with psycopg_cursor(context["connection"]) as cursor:
                 cursor.execute("SAVEPOINT measuring")
                 cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
@@ -684,7 +684,7 @@ def explained(action):
     plans = []
 
     def explain(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE")):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE", "/*")):
             with psycopg_cursor(context["connection"]) as cursor:
                 cursor.execute(f"EXPLAIN {sql}", params)
                 plans.append("\n".join(line for (line,) in cursor.fetchall()))

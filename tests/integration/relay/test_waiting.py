@@ -432,7 +432,7 @@ def rows_read(action):
     fetched = []
 
     def explain(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT")):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "/*")):
             with context["connection"].connection.cursor() as cursor:
                 cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params)
                 fetched.extend(_rows(cursor.fetchone()[0][0]["Plan"]))
