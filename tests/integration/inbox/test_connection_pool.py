@@ -61,7 +61,7 @@ def publish_many(topic, payload, count):
 def test_every_kind_of_message_is_handled_once_by_workers_of_a_pooled_database(workers):
     consumer, _ = workers
     leased = publish_many(LEASED_JOB, {"do": "wait for the word"}, THREADS)
-    # Every thread but the one that is left to other handlers runs it and has its connection, and the leases are extended all the same.
+    # Every thread but one runs it, has its connection, and has its lease extended all the same.
     consumer.until(lambda: all(it_was_extended_twice(name) for name in leased))
     for name in leased:
         Unique.objects.create(name=f"go {name}")
