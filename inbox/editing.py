@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,16 +103,23 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
     return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)
 
 
-def run_conflicting(alias: str, pk: int, *, by: str) -> bool:
+def conflict_token(stored: InboxMessage) -> str:
+    """Identifies the latest duplicate with other content of this row."""
+    named = f"{stored.pk} {stored.conflicting_at} {stored.conflicting_id}"
+    return hashlib.sha256(named.encode(errors="replace")).hexdigest()
+
+
+def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str) -> bool:
     """∅ → received, due now, for the latest duplicate with other content of this row. False: none is stored, or it was run.
 
     The same content is run once, however often it is delivered. Its handler gets it with the biz-id of the row.
 
     Args:
+        confirmed: the `conflict_token` of each row when the operator was asked.
         by: the operator and the reason, for the trail.
 
     Raises:
-        NotEditable: it cannot be run as its own message, for this reason.
+        NotEditable: it cannot be run as its own message, or is another one by now, for this reason.
     """
     try:
         with ordering.deciding(alias), lock_timeout(alias, operating.OPERATORS_WAIT):
@@ -120,6 +127,10 @@ def run_conflicting(alias: str, pk: int, *, by: str) -> bool:
             first = found.select_for_update().first()
             if first is None:
                 return False
+            if conflict_token(first) not in confirmed:
+                raise NotEditable(
+                    "Another duplicate with different content has arrived meanwhile. Compare again, and confirm again."
+                )
             row = conflicting_row(first)
             if reason := _why_not_by_itself(row):
                 raise NotEditable(reason)

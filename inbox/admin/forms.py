@@ -53,6 +53,7 @@ class ConflictForm(forms.Form):
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
         help_text=_("What shows that it is another fact. The reason is stored in the trail and in the admin log."),
     )
+    shown = forms.CharField(required=False, widget=forms.HiddenInput)
 
 
 class DryRunForm(forms.Form):

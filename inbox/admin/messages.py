@@ -27,7 +27,7 @@ from inbox.conf import inbox_options
 from inbox.dead_letters import letters
 from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
 from inbox.dry_run import why_not as why_not_dry
-from inbox.editing import replace_message, run_conflicting
+from inbox.editing import conflict_token, replace_message, run_conflicting
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
@@ -639,15 +639,19 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["run_conflicting"], description=_("Run the different content as its own message…"))
     def run_conflicting(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        asked = () if self.is_confirmed(request) else (self._picked(request, queryset) or {}).values()
+        shown = " ".join(conflict_token(row) for row in asked if row is not None)
         return self.once_confirmed(
             request,
             queryset,
-            ConflictForm,
+            partial(ConflictForm, initial={"shown": shown}),
             action="run_conflicting",
             question=gettext("Run the different content of these messages as messages of their own?"),
             button=gettext("Run as own messages"),
             done=gettext("different content due now, as its own message"),
-            transition=lambda given: partial(run_conflicting, by=by(request, given["reason"])),
+            transition=lambda given: partial(
+                run_conflicting, confirmed=given["shown"].split(), by=by(request, given["reason"])
+            ),
         )
 
     @admin.action(permissions=["skip"], description=_("Skip…"))

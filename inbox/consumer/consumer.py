@@ -102,7 +102,6 @@ class Consumer:
         *,
         stop: StopRequest,
         watchdog: Watchdog,
-        concurrency: int | None = None,
         runner: Runner | None = None,
     ) -> None:
         self._handlers = [handler for handler in handlers if not handler.all_of]
@@ -140,7 +139,7 @@ class Consumer:
         self._pool = Pool(
             [lane for lane, _ in self._lanes],
             self._runner,
-            size=options.CONCURRENCY if concurrency is None else concurrency,
+            size=options.CONCURRENCY,
             receive=self._reception.receive,
             check=self._reception.check,
             probe=self._probe,

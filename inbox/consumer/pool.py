@@ -96,8 +96,9 @@ class Pool:
             frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
             logger.error(
                 "handler %s: each of the %d threads that may run it has been running it for more than %.0f s, so its other "
-                "messages wait. Other handlers continue. Set timeout= to limit a run. The stack of one of the threads:\n%s",
+                "messages wait. %s. Set timeout= to limit a run. The stack of one of the threads:\n%s",
                 *(name, count, seconds),
+                "Other handlers continue" if count < len(self._threads) else "They are all threads, so other handlers wait too",
                 "".join(traceback.format_stack(frame)),
             )
         self._occupied = {*occupied}

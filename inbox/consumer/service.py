@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -52,6 +53,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")
     size = options.CONCURRENCY if concurrency is None else concurrency
+    options = replace(options, CONCURRENCY=size)
     handlers = limited_by_default(registry.all(), size)
     runner = Runner(options, stop, handlers=lambda: handlers)
     if not registry.all():
@@ -60,7 +62,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
         )
     consumer: Consumer | None = None
     if not is_local:
-        consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
+        consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, runner=runner)
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}

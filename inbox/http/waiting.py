@@ -91,7 +91,7 @@ async def until_found(
     """
     until = monotonic() + wait.total_seconds()
     found = await sync_to_async(find)()
-    if found or not wait:
+    if found or not wait or not places.most:
         return found
     pause = _SHORTEST_PAUSE_SECONDS
     with waiting.one_more(client, places):

@@ -98,14 +98,15 @@ class RedisLeases:
         # Redis may execute a request whose client has given up, and nothing would hold that lease. The next try takes it over.
         owner = self._unanswered.pop(record, None) or uuid.uuid4().hex
         try:
-            with self._half_of_the_threads():
-                return self._acquire(request, owner, began_at)
-        except LeaseStoreUnavailable:
+            answer = self._acquire(request, owner)
+        except DatabaseUnavailable:
             self._unanswered[record] = owner
             if len(self._unanswered) > _MOST_UNANSWERED:
                 with suppress(KeyError):
                     self._unanswered.popitem(last=False)
             raise
+        # Not remembered for a failure from here on: it was answered, and a late request to end it would end a run of the next.
+        return self._verdict(request, answer, owner, began_at)
 
     @contextmanager
     def _half_of_the_threads(self) -> Iterator[None]:
@@ -117,25 +118,26 @@ class RedisLeases:
         finally:
             self._beginning.release()
 
-    def _acquire(self, request: LeaseRequest, owner: str, began_at: float) -> Verdict:
+    def _acquire(self, request: LeaseRequest, owner: str) -> list[Any]:
         for _ in range(_MAX_TRIES):
             state = self._state(request.handler.using)
-            answer = self._run(
-                scripts.ACQUIRE,
-                state.incarnation,
-                request.row,
-                owner,
-                _milliseconds(request.terms.duration),
-                _milliseconds(self._keep),
-                *_row_arguments(request),
-                int(_may_be_lost(request, state)),
-                request.row.digest[:_HASH_LENGTH],
-                _short_hash(request.row.message_id),
-                request.row.handler,
-                cause_if_the_same(request.row, redelivered=request.redelivered).value,
-            )
+            with self._half_of_the_threads():
+                answer = self._run(
+                    scripts.ACQUIRE,
+                    state.incarnation,
+                    request.row,
+                    owner,
+                    _milliseconds(request.terms.duration),
+                    _milliseconds(self._keep),
+                    *_row_arguments(request),
+                    int(_may_be_lost(request, state)),
+                    request.row.digest[:_HASH_LENGTH],
+                    _short_hash(request.row.message_id),
+                    request.row.handler,
+                    cause_if_the_same(request.row, redelivered=request.redelivered).value,
+                )
             if answer[0] != "lost":
-                return self._verdict(request, answer, owner, began_at)
+                return answer
             self._handle_loss(state)
         raise self._keeps_losing_data()
 
@@ -143,7 +145,7 @@ class RedisLeases:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE
         alias, pk = lease.request.handler.using, lease.pk
         if extended and stopping and pk is not None:
-            committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=True), alias)
+            committed(lambda: leases.show_stopping(alias, pk), alias)
         return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
@@ -291,10 +293,15 @@ class RedisLeases:
         known = self._states.get(alias)
         if known is None:
             # One lock for each database: if one is unavailable, the leases of the others must still be extended.
-            with self._state_locks.setdefault(alias, threading.Lock()):
+            reading = self._state_locks.setdefault(alias, threading.Lock())
+            if not reading.acquire(timeout=_LONGEST_WAIT_SECONDS):
+                raise LeaseStoreUnavailable(f"the state of the lease store {self._where} is being read by another thread")
+            try:
                 known = self._states.get(alias) or self._read_state(alias)
                 with self._lock:
                     self._states[alias] = known
+            finally:
+                reading.release()
         return known
 
     def _read_state(self, alias: str) -> _KnownState:

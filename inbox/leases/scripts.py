@@ -95,8 +95,9 @@ end
 if state and not stored and row == '1' then return {'row decides', report()} end
 if doubtful and (not state or found[9] ~= under) then return {'history lost', report()} end
 local fence, attempts = tonumber(found[3] or 0), tonumber(found[5] or 0)
+-- The claim of its row has incremented the row's fence, also if this lease was granted before.
+fence = math.max(mine and fence or fence + 1, fence_before + 1)
 if not mine then
-  fence = math.max(fence, fence_before) + 1
   attempts = stored and attempt or attempts + 1
 end
 redis.call('HSET', KEYS[2], 'state', 'running', 'owner', owner, 'fence', fence, 'until', instant(now + duration),

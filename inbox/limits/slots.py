@@ -102,10 +102,10 @@ def slots_of(handler: Handler) -> Slots | None:
 
 
 def limited_by_default(handlers: Sequence[Handler], threads: int) -> list[Handler]:
-    """The handlers of a process with so many threads, each with a `concurrency`."""
+    """The handlers of a process with so many threads, each with a `concurrency` that the process can reach."""
     is_only_one = sum(not handler.pulled for handler in handlers) == 1
     count = threads if is_only_one else max(threads - 1, 1)
-    return [replace(handler, concurrency=handler.concurrency or count) for handler in handlers]
+    return [replace(handler, concurrency=min(handler.concurrency or count, threads)) for handler in handlers]
 
 
 def occupied(limit: timedelta) -> dict[str, tuple[int, float, int]]:

@@ -177,10 +177,13 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _refuse(handler, stored, envelope, why_undecodable(error), options)
-    if biz_id != stored.biz_id and not committed(lambda: claims.rekey(handler.using, stored.pk, biz_id), handler.using):
-        reason = f"its biz-id is {biz_id}, which another message already has"
-        committed(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
-        return Received.DUPLICATE
+    if biz_id != stored.biz_id:
+        ours = committed(lambda: claims.rekey(handler.using, stored, biz_id), handler.using)
+        if ours is False:
+            reason = f"its biz-id is {biz_id}, which another message already has"
+            committed(lambda: operating.skip(handler.using, stored.pk, reason, fence=stored.fence), handler.using)
+        if not ours:
+            return Received.DUPLICATE
     stored.biz_id = biz_id
     return envelope
 

@@ -83,12 +83,17 @@ def claim_due(
                 [*wanted, lasts],
             )
             row = cursor.fetchone()
-        return message_of(alias, row) if row else None
+        claimed = message_of(alias, row) if row else None
     # An UPDATE of no row would still take the write lock.
-    if not due.due_handlers(alias, handlers):
+    elif not due.due_handlers(alias, handlers):
         return None
-    sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-    return next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
+    else:
+        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
+    if claimed is not None and claimed.stopping:
+        # It exempts this attempt from the crash quarantine, and not the next.
+        under_claim(alias, claimed).update(stopping=False)
+    return claimed
 
 
 def refused_claim(
@@ -183,14 +188,13 @@ def _begin(
     return "", bool(on_sqlite[0][0]), "", True
 
 
-def rekey(alias: str, row: int, biz_id: str) -> bool:
-    """Set the biz-id of a row that was stored without one. False: another row has it."""
+def rekey(alias: str, claimed: InboxMessage, biz_id: str) -> bool | None:
+    """Set the biz-id of a claimed row that was stored without one. False: another row has it. None: it is no longer ours."""
     try:
         with transaction.atomic(using=alias):
-            InboxMessage.objects.using(alias).filter(pk=row).update(biz_id=biz_id)
+            return bool(under_claim(alias, claimed).update(biz_id=biz_id)) or None
     except IntegrityError:
         return False
-    return True
 
 
 def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
@@ -237,7 +241,12 @@ def record_error(alias: str, row: int, failure: Failure) -> None:
 
 def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
-    under_claim(alias, claimed).update(attempts=claimed.attempts - 1, next_attempt_at=DatabaseTime(after))
+    under_claim(alias, claimed).update(**refunded(claimed), next_attempt_at=DatabaseTime(after))
+
+
+def refunded(claimed: InboxMessage) -> dict[str, Any]:
+    """What undoes the claim of an attempt that was not made."""
+    return {"attempts": claimed.attempts - 1, **({"stopping": True} if claimed.stopping else {})}
 
 
 def age(alias: str, row: int) -> timedelta:

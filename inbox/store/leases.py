@@ -17,11 +17,12 @@ from typing import Any
 
 from django.db import connections, transaction
 from django.db.models import F
+from django.db.models.functions import Greatest
 
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
-from inbox.store.claims import under_claim
+from inbox.store.claims import refunded, under_claim
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.failures import NO_FAILURE, as_written
 from inbox.store.inserting import insert_leased
@@ -174,6 +175,11 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool 
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
 
 
+def show_stopping(alias: str, pk: int) -> None:
+    """A process that runs it under an external lease has been asked to stop. The row does not know its present owner."""
+    InboxMessage.objects.using(alias).filter(pk=pk, state=State.RUNNING).update(stopping=True)
+
+
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and promote the next one of its `order`. False: it is no longer ours."""
     connection = connections[alias]
@@ -248,8 +254,8 @@ def mark_running(
 
 def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
     """claimed → running, until the external lease of another owner ends; refunds the attempt."""
-    refunded = claimed.attempts - 1
-    under_claim(alias, claimed).update(state=State.RUNNING, attempts=refunded, next_attempt_at=DatabaseTime(until))
+    written = {**refunded(claimed), "state": State.RUNNING, "next_attempt_at": DatabaseTime(until)}
+    under_claim(alias, claimed).update(**written)
 
 
 def finish_external(
@@ -263,7 +269,7 @@ def finish_external(
     """
     with _in_order(alias, order, matters=False):
         record_leaving(alias, _OPEN_ROW, _named(row), became=State.DONE, matters=False)
-        written = {**(_content_of(row) if delivered else {}), **_done(), "attempts": F("attempts") - uncounted}
+        written = {**(_content_of(row) if delivered else {}), **_done(), "attempts": Greatest(F("attempts") - uncounted, 0)}
         done = _open_row(alias, row).update(**written)
         _promote(alias, order)
     return bool(done)
@@ -292,7 +298,7 @@ def fail_external(
         record_leaving(
             alias, _OPEN_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.deferred
         )
-        if not _open_row(alias, row).update(**written, **_content_of(row), fence=fence):
+        if not _open_row(alias, row).update(**written, **_content_of(row), fence=Greatest(F("fence"), fence)):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
         remember_all(alias, pk, steps)

@@ -91,7 +91,7 @@ def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
     return _decide(alias, row, [State.DEAD], recorded, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
 
 
-def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
+def skip(alias: str, row: int, reason: str, *, by: str = "", fence: int | None = None) -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
 
     running, past its lease → skipped; its owner can settle nothing. An external lease may have been extended without a
@@ -102,8 +102,10 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
     Args:
         reason: stored in the row and in the trail.
         by: for the trail: the operator.
+        fence: only the row of this claim, which has not been claimed or decided since.
     """
-    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason))
+    only = {} if fence is None else {"fence": fence}
+    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason), **only)
 
 
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:

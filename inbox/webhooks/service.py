@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -41,42 +42,59 @@ class EndpointHandlers:
     """
 
     def __init__(self, aliases: Sequence[str]) -> None:
-        self._few: dict[str, list[Handler]] = {alias: [] for alias in aliases}
-        self._after = dict.fromkeys(aliases, "")
-        self._turns, self._read_at = 0.0, -inf
-        self._lock = threading.Lock()
+        self._windows = {alias: _Window() for alias in aliases}
         self._errors = Reminder()
 
     def all(self) -> list[Handler]:
-        with self._lock:
-            if self._turns <= 0 or monotonic() - self._read_at >= _REFRESH_SECONDS:
-                self.refresh()
-            self._turns -= 1
-            return self.shown()
+        for alias, window in self._windows.items():
+            # One thread reads: a database that hangs must not stop the endpoints of the others.
+            if window.is_over and window.reading.acquire(blocking=False):
+                try:
+                    self._read(alias, window)
+                finally:
+                    window.reading.release()
+            window.turns -= 1
+        return self.shown()
 
     def shown(self) -> list[Handler]:
         """The present ones."""
-        return [handler for handlers in self._few.values() for handler in handlers]
+        return [handler for window in self._windows.values() for handler in window.few]
 
     def refresh(self) -> None:
         """Read the next ones. While a database is unavailable, the present ones stay, and it is asked once a second."""
-        self._turns, self._read_at = 0.0, monotonic()
-        for alias in self._few:
-            try:
-                read = committed(partial(_next_due, alias, self._after[alias]), alias)
-            except DatabaseUnavailable as error:
-                self._turns = inf
-                if self._errors.is_due():
-                    logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", alias, error)
-                continue
-            except Exception:
-                self._turns = inf
-                if self._errors.is_due():
-                    logger.exception("webhooks: unexpected error. The endpoints on %r are read again later.", alias)
-                continue
-            self._few[alias] = [handler_of(alias, endpoint) for endpoint in read]
-            self._after[alias] = read[-1].name if len(read) == _FEW else ""
-            self._turns += len(read)
+        for alias, window in self._windows.items():
+            with window.reading:
+                self._read(alias, window)
+
+    def _read(self, alias: str, window: _Window) -> None:
+        window.turns, window.read_at = inf, monotonic()
+        try:
+            read = committed(partial(_next_due, alias, window.after), alias)
+        except DatabaseUnavailable as error:
+            if self._errors.is_due():
+                logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", alias, error)
+            return
+        except Exception:
+            if self._errors.is_due():
+                logger.exception("webhooks: unexpected error. The endpoints on %r are read again later.", alias)
+            return
+        window.few = [handler_of(alias, endpoint) for endpoint in read]
+        window.after = read[-1].name if len(read) == _FEW else ""
+        window.turns = len(read)
+
+
+class _Window:
+    """The present few of one database."""
+
+    def __init__(self) -> None:
+        self.few: list[Handler] = []
+        self.after = ""
+        self.turns, self.read_at = 0.0, -inf
+        self.reading = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        return self.turns <= 0 or monotonic() - self.read_at >= _REFRESH_SECONDS
 
 
 def _next_due(alias: str, after: str) -> list[Endpoint]:
@@ -87,7 +105,7 @@ def _next_due(alias: str, after: str) -> list[Endpoint]:
 def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS, stop: StopRequest | None = None) -> None:
     """Send the messages to the endpoints on these databases until asked to stop, or with `drain` until none is due."""
     leave_pools()
-    options, stop = inbox_options(), StopRequest() if stop is None else stop
+    options, stop = replace(inbox_options(), CONCURRENCY=threads), StopRequest() if stop is None else stop
     known, watchdog = EndpointHandlers(aliases), Watchdog(limit=options.WATCHDOG)
     runner = Runner(options, stop, handlers=known.all, reports_unknown=False)
     heartbeats = Heartbeats(lambda: Activity(handlers=known.shown(), ran=runner.ran), stop)
@@ -96,6 +114,18 @@ def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS
             run_on_threads(runner, threads, stop, watchdog)
         if drain or stop.is_draining:
             with watchdog.suspended():
-                while runner.drain(stop):
-                    pass
+                _drain(runner, known, stop)
     logger.info("webhooks: stopped. Requests made: %d.", runner.ran)
+
+
+def _drain(runner: Runner, known: EndpointHandlers, stop: StopRequest) -> None:
+    """Other processes may have sent the messages of the present endpoints; so read on until no other endpoint is found."""
+    tried: set[tuple[str, str]] = set()
+    while not stop:
+        if runner.drain(stop):
+            tried.clear()
+        known.refresh()
+        due = {(handler.using, handler.name) for handler in known.shown()}
+        if due <= tried:
+            return
+        tried |= due

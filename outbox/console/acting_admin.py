@@ -300,7 +300,7 @@ class ActingAdmin(ReadOnlyAdmin):
         self,
         request: HttpRequest,
         queryset: QuerySet[Any],
-        form: type[Form],
+        form: Callable[..., Form],
         *,
         action: str,
         question: str,

@@ -12,6 +12,7 @@ from inbox.leases.database import DatabaseLeases
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import Consumed, Held, Lease, LeaseRequest, RowDecides
 from inbox.models import State
+from inbox.receiving.crash_quarantine import is_quarantined
 from inbox.receiving.reading import read
 from inbox.store import claims
 from inbox.store.rows import Failure
@@ -303,6 +304,25 @@ class TestFailure:
 
         assert isinstance(acquire(leases, overtaken), RowDecides)
         assert acquired(leases, latest).attempt == 3
+
+    def test_failure_does_not_lower_the_fence_of_a_row_that_was_claimed_meanwhile(self, leases, lease_handler):
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
+        lease = acquired(leases, claimed(request))
+        latest = claimed(request).stored.fence
+        leases.free(lease, failed(attempts=2))
+
+        assert the_row().fence >= latest > lease.fence
+
+    def test_message_of_a_process_that_was_asked_to_stop_is_exempt_from_the_crash_quarantine_once(self, leases, lease_handler):
+        request = a_delivery(lease_handler())
+        leases.free(acquired(leases, request), failed())
+        lease = acquired(leases, claimed(request))
+        if not isinstance(leases, DatabaseLeases):
+            make_due()  # the row does not follow the extensions of a lease in Redis
+        assert leases.extend(lease, LONG, stopping=True)
+
+        assert [is_quarantined(claimed(request).stored) for _ in range(3)] == [False, True, True]
 
     def test_stored_message_is_running_while_leased_and_done_once_consumed(self, leases, lease_handler):
         request = a_delivery(lease_handler())

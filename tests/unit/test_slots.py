@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 
 from inbox.handlers.handler import Handler
 from inbox.limits import slots as slots_module
-from inbox.limits.slots import Slots, slots_of
+from inbox.limits.slots import Slots, limited_by_default, occupied, slots_of
 
 
 def a_handler(name, **options):
@@ -135,3 +136,11 @@ class TestSlotsOfAHandler:
         assert not begins(fewer)
         slots_of(more).leave()
         assert [begins(fewer), begins(fewer), begins(more), begins(more)] == [True, False, True, False]
+
+    def test_handler_that_may_use_all_threads_is_reported_when_it_occupies_them(self):
+        handlers = [a_handler("tests.everywhere", concurrency=99), a_handler("tests.elsewhere")]
+        everywhere, elsewhere = limited_by_default(handlers, 2)
+
+        assert (everywhere.concurrency, elsewhere.concurrency) == (2, 1)
+        assert [slots_of(everywhere).take() for _ in range(3)] == [True, True, False]
+        assert occupied(timedelta())["tests.everywhere"][0] == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from django.urls import reverse
 
@@ -259,10 +261,29 @@ class TestRunAsItsOwnMessage:
     def operator(self):
         return staff_client("view_inboxmessage", "run_conflicting_inboxmessage", "view_overview", "view_alert")
 
-    def run_it(self, client, row):
-        data = {"action": "run_conflicting", "_selected_action": [row.pk], "confirmed": "yes", "reason": "two nights"}
-        ((level, words),) = said(client.post(reverse("admin:inbox_inboxmessage_changelist"), data, follow=True))
+    def run_it(self, client, row, *, meanwhile=lambda: None):
+        url, data = reverse("admin:inbox_inboxmessage_changelist"), {"action": "run_conflicting", "_selected_action": [row.pk]}
+        asked = client.post(url, data).content.decode()
+        hidden = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', asked))
+        meanwhile()
+        ((level, words),) = said(client.post(url, {**hidden, **data, "confirmed": "yes", "reason": "two nights"}, follow=True))
         return level, words
+
+    def test_content_that_arrives_while_the_operator_is_asked_is_not_run(self, handles, operator):
+        given = []
+        handler = handles(given.append, biz_id="booking")
+        for night in (1, 2):
+            deliver(handler, an_envelope({"booking": 7, "night": night}))
+
+        third = an_envelope({"booking": 7, "night": 3})
+        level, words = self.run_it(operator, the_row(), meanwhile=lambda: deliver(handler, third))
+        drain()
+
+        assert (level, "has arrived meanwhile" in words) == ("error", True)
+        assert [message.payload["night"] for message in given] == [1]
+        assert self.run_it(operator, the_row())[0] == "success"
+        drain()
+        assert [message.payload["night"] for message in given] == [1, 3]
 
     def test_other_fact_under_the_same_biz_id_is_run_once_with_its_own_headers(self, handles, operator):
         given = []

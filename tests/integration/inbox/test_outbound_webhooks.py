@@ -13,7 +13,7 @@ from email.utils import format_datetime
 import pytest
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 import inbox.webhooks
@@ -516,6 +516,26 @@ class TestCircuitBreaker:
 
 
 class TestProcess:
+    def test_drain_sends_to_later_endpoints_after_another_process_has_sent_to_the_first_ones(self, offers, receiver):
+        offers(TOPIC)
+        names = [f"partner-{number:03}" for number in range(70)]
+        for name in names:
+            an_endpoint(receiver, name)
+        offered()
+
+        def answers(request):
+            due = InboxMessage.objects.filter(state="received", attempts=0, handler__lt=f"webhook/{names[-1]}")
+            due.update(state="done", next_attempt_at=None)
+            connections.close_all()
+            return Reply()
+
+        receiver.answer = answers
+        with InAThread(lambda: serve(["default"], drain=True)):
+            pass
+
+        assert states(names[-1]) == ["done"]
+        assert len(receiver.requests) == 2
+
     def test_slow_endpoint_does_not_delay_another_one(self, offers, receiver):
         offers(TOPIC)
         go = threading.Event()

@@ -48,7 +48,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -854,6 +854,35 @@ class TestIdentity:
 
         assert effects() == 1
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE, State.SKIPPED}
+
+    def test_biz_id_found_by_an_attempt_that_outlasted_its_claim_does_not_replace_the_one_under_which_it_was_handled(
+        self, handles
+    ):
+        calls, frozen, thawed = [], threading.Event(), threading.Event()
+
+        def identify(message):
+            calls.append(message)
+            if len(calls) == 1:
+                raise ValueError("not yet")
+            if len(calls) > 2:
+                return "now"
+            frozen.set()
+            thawed.wait(A_WHILE)
+            return "formerly"
+
+        handler, envelope = handles(the_effect, biz_id=identify), an_envelope()
+        deliver(handler, envelope)
+        assert operating.retry("default", the_row().pk)
+        with InAThread(drain):
+            assert frozen.wait(A_WHILE)
+            make_due()
+            assert drain() == 1
+            assert (the_row().state, the_row().biz_id) == (State.DONE, "now")
+            thawed.set()
+
+        assert the_row().biz_id == "now"
+        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert effects() == 1
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
     def test_biz_id_function_that_raises_a_base_exception_makes_a_dead_letter(self, handles, error):
