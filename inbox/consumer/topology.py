@@ -295,9 +295,9 @@ def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxO
     if 0 not in found or any(found):
         return ""
     return (
-        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which this process "
-        f"has no code, and no process receives from it. If the handler was renamed, set renamed_from={old.name!r}. If neither "
-        "another version nor another service has this handler, delete the queue on the broker."
+        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which this "
+        f"process has no code, and no process receives from it. If the handler was renamed, set renamed_from={old.name!r}. If "
+        "neither another version nor another service has this handler, delete the queue on the broker."
     )
 
 

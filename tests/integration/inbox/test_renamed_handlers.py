@@ -89,7 +89,9 @@ def is_reported(caplog):
     return lambda: f"collects a copy of every message of {TOPIC} for the handler {OLD}" in caplog.text
 
 
-def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(handles, rabbitmq_url, caplog, is_reported):
+def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(
+    handles, rabbitmq_url, caplog, is_reported
+):
     options = broker_options(rabbitmq_url)
     old = handles(the_effect, name=OLD)
     declare(old, options)
