@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.store import alerting
+from inbox.store import alerting, heartbeats
 from outbox.console.alert_options import AlertOptions
 from outbox.console.alerts import Conditions
 from outbox.console.display import duration
@@ -17,7 +17,7 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     ours = {handler.name for handler in registry.all() if handler.using == alias}
     # Messages at the broker cannot be seen here. Where consumers run, or have run lately, every handler is taken to have some.
     expected = ours if alerting.has_consumers(alias) else ours & stored
-    for name in expected - alerting.running_handlers(alias):
+    for name in expected - heartbeats.running_handlers(alias):
         found["no_consumer", name] = "No consumer is running for it. Start inbox_consume, or look into its log."
     for name in stored - set(paused):
         if alerting.is_late(alias, name, options.LAG):

@@ -246,7 +246,8 @@ def check_names(
     return [
         Warning(
             problem,
-            hint="If it is another handler, silence this check until the old messages are purged, and delete the old queue.",
+            hint="If it is another handler, silence this check until the old messages are purged. If no process has that "
+            "handler, delete its queue.",
             id="inbox.W007",
         )
         for alias in with_table(InboxMessage, databases or ())[0]

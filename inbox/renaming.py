@@ -35,8 +35,8 @@ def names_without_code(alias: str) -> list[NameWithoutCode]:
 def warnings_of_new_names(found: Iterable[NameWithoutCode]) -> list[str]:
     """A warning for each new handler that may have had one of these names."""
     return [
-        f"The handler {new} is new, and {old.name}, which has messages of its topic {old.topic}, has no code. If it was "
-        f"renamed, effects happen again: set renamed_from={old.name!r}."
+        f"The handler {new} is new, and {old.name}, which has messages of its topic {old.topic}, has no code here. If it "
+        f"was renamed, effects happen again: set renamed_from={old.name!r}."
         for old in found
         for new in old.new
     ]

@@ -31,6 +31,7 @@ from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.store import claims, due, ordering, pausing, starts
+from inbox.store.heartbeats import running_handlers
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
@@ -120,7 +121,8 @@ class Runner:
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
         self.on_ring: Callable[[], object] = _do_nothing
-        self.names_without_code: list[NameWithoutCode] = []
+        self._without_code: dict[str, list[NameWithoutCode]] = {}
+        self._unattended: dict[str, list[NameWithoutCode]] = {}
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -133,6 +135,11 @@ class Runner:
                 self.turn()
         connections.close_all()
         logger.info("runner: stopped. Stored messages run: %d.", self.ran)
+
+    @property
+    def names_without_code(self) -> list[NameWithoutCode]:
+        """The names of which this process has no code and that no other process runs, as this process has last read them."""
+        return [old for names in list(self._unattended.values()) for old in names]
 
     def is_paused(self, handler: Handler) -> bool:
         """Has an operator paused this handler or this process, as this process has last read it?"""
@@ -226,7 +233,8 @@ class Runner:
         stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
         names = committed(partial(names_without_code, alias), alias)
         self._reported.add(alias)
-        self.names_without_code += names
+        self._without_code[alias] = names
+        self._leave_out_attended(alias)
         for problem in warnings_of_new_names(names):
             logger.warning("runner: %s", problem)
         for name, count in stored.items():
@@ -236,6 +244,11 @@ class Runner:
                 count if count < due.MOST_COUNTED else f"At least {count}",
                 name,
             )
+
+    def _leave_out_attended(self, alias: str) -> None:
+        if names := self._without_code.get(alias):
+            running = committed(partial(running_handlers, alias), alias)
+            self._unattended[alias] = [old for old in names if old.name not in running]
 
     def _turn(self, *, raising: bool = False) -> int:
         handlers = self._handlers()
@@ -391,6 +404,7 @@ class Runner:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
+        self._leave_out_attended(alias)
         for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
             announce_dead_letter(dead_lettered, alias)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])

@@ -24,7 +24,7 @@ from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat as lease_heartbeat
 from inbox.runner import Runner
 from inbox.store import statistics
-from inbox.store.heartbeats import consumers
+from inbox.store.heartbeats import consumers, running_handlers
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.minutes import MinuteWriter
 from outbox.kernel.broker import scheme_of
@@ -71,9 +71,8 @@ class Activity:
 
 def unattended(alias: str) -> list[str]:
     """The names of this project's handlers on a database that no process runs, according to the heartbeats."""
-    running = consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
-    attended = {name for names in running for name in names}
-    return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
+    running = running_handlers(alias)
+    return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in running)
 
 
 def what_to_start() -> str:

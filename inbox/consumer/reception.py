@@ -25,7 +25,7 @@ from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import receive
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, failure_of, store_failure
-from inbox.receiving.reading import Arrival, can_wait, message_of, read
+from inbox.receiving.reading import Arrival, Unidentifiable, can_wait, message_of, read
 from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store import statistics
@@ -58,6 +58,7 @@ class _Read:
 
 
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
+_IDENTITY_REMEDY = "Correct biz_id= of the handler, or the data that it queries."
 _TIMED = (Received.HANDLED, Received.STORED)
 _MOST_KEYS = 10_000
 _Run = Callable[[list[_Read]], list[Received] | None]
@@ -345,20 +346,22 @@ class Reception:
         self._refunds.add(part[0].delivery.handler.using, outage)
         if len(part) > 1:
             return False
-        delivery = part[0].delivery
+        self._answer_unstored(part[0].delivery, part[0].arrival.envelope.id, outage)
+        return True
+
+    def _answer_unstored(self, delivery: Delivery, message_id: str, outage: DatabaseUnavailable) -> None:
         if self._refusals[delivery.handler.name].is_due():
             logger.error(
                 "handler %s: message %s cannot be stored, while other messages can (%s). %s It stays unacknowledged and is "
-                "tried again every minute; no message is lost and no attempt is counted.",
+                "tried again every minute; no message is lost.",
                 delivery.handler.name,
-                part[0].arrival.envelope.id or "without id",
+                message_id or "without id",
                 outage,
-                outage.remedy or _REFUSAL_REMEDY,
+                outage.remedy or (_IDENTITY_REMEDY if isinstance(outage, Unidentifiable) else _REFUSAL_REMEDY),
             )
         with self._counting:
             self.received[Received.UNSTORED] += 1
         self._answer(delivery, Received.UNSTORED)
-        return True
 
     def _unanswered(self, handler: Handler, left: Iterable[_Read | Delivery], outage: DatabaseUnavailable) -> Unanswered:
         self._refunds.add(handler.using, outage)
@@ -372,10 +375,16 @@ class Reception:
         Raises:
             Unanswered: see `receive`.
         """
-        try:
-            return [_Read(delivery, self._read(delivery)) for delivery in load]
-        except DatabaseUnavailable as outage:
-            raise self._unanswered(handler, load, outage) from outage
+        found, left = [], list(load)
+        for delivery in load:
+            try:
+                found.append(_Read(delivery, self._read(delivery)))
+            except DatabaseUnavailable as outage:
+                if handler.ordered or not isinstance(outage, Unidentifiable):
+                    raise self._unanswered(handler, left, outage) from outage
+                self._answer_unstored(delivery, delivery.message.properties.get("message_id", ""), outage)
+                left.remove(delivery)
+        return found
 
     def _read(self, delivery: Delivery) -> Arrival:
         handler, refused = delivery.handler, delivery.refused
@@ -386,7 +395,12 @@ class Reception:
             refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
             return read_counted(handler, envelope, self._options)
-        return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
+        try:
+            return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
+        except Unidentifiable:
+            if can_wait(handler, envelope):
+                raise
+            return read_counted(handler, envelope, self._options)
 
 
 def _time(one: _Read, received: Received) -> None:

@@ -272,25 +272,32 @@ def _declare_hashing(connection: kombu.Connection, handler: Handler, options: In
 
 
 def _exists(connection: kombu.Connection, queue: kombu.Queue) -> bool:
+    return _consumers_of(connection, queue) is not None
+
+
+def _consumers_of(connection: kombu.Connection, queue: kombu.Queue) -> int | None:
+    """How many subscriptions a queue has; None if it does not exist."""
     try:
         with connection.channel() as channel:
-            queue(channel).queue_declare(passive=True)
+            declared = queue(channel).queue_declare(passive=True)
     except NotFound:
-        return False
-    return True
+        return None
+    return int(declared.consumer_count)
 
 
 def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxOptions) -> str:
     """A warning if a handler without code still has a queue, which collects messages that no process receives; else ""."""
     queue = broker.queue_name(f"{options.group}.{old.name}", old.topic)
     try:
-        if not any(_exists(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))):
-            return ""
+        found = [_consumers_of(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))]
     except AccessRefused:
         return ""
+    if 0 not in found or any(found):
+        return ""
     return (
-        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which there is no "
-        f"code. If the handler was renamed, set renamed_from={old.name!r}; otherwise delete the queue on the broker."
+        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which this "
+        f"process has no code, and no process receives from it. If the handler was renamed, set renamed_from={old.name!r}. If "
+        "neither another version nor another service has this handler, delete the queue on the broker."
     )
 
 

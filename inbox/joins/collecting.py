@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _RUNNING = timedelta(seconds=1)
 _EARLY = timedelta(minutes=1)
 """A run that is retried before it is complete is run again after this, in case its last message came in between."""
+_LONGEST_OVERTIME = timedelta(hours=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
 
     Raises:
         Reject: the deadline has passed, and messages are missing.
-        RetryLater: messages are missing, and the deadline has not passed, or one that is stored is not handled yet.
+        RetryLater: messages are missing, and the deadline has not passed, or one that is stored is not handled yet. For those
+            it waits for as long as the deadline again, at least a minute and at most an hour.
     """
     if given[0].topic != store.TOPIC:
         return _joined(join, given[0], {message.topic: message for message in given})
@@ -114,14 +116,16 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
     names = ", ".join(joined.missing)
     if found.left > timedelta():
         raise RetryLater(min(found.left, _EARLY), f"waits for {names}")
-    if found.unhandled:
-        raise RetryLater(_EARLY, f"the deadline has passed, but a stored message that may be of {names} is not handled yet")
+    stored = ", ".join(found.unhandled)
+    if stored and -found.left < max(_EARLY, min(join.deadline, _LONGEST_OVERTIME)):
+        raise RetryLater(_EARLY, f"the deadline has passed, but what may be of {names} is stored and not handled yet: {stored}")
+    unhandled = stored and f" These stored messages may be of it, and are still not handled: {stored}."
     if join.on_missing == "dead":
         raise Reject(
-            f"The deadline has passed, and these messages have not come: {names}. Complete the run, extend its deadline, or "
-            "start it without them."
+            f"The deadline has passed, and these messages have not come: {names}.{unhandled} Complete the run, extend its "
+            "deadline, or start it without them."
         )
-    logger.warning("%s: run %s starts at its deadline without: %s.", join.name, joined.run_id, names)
+    logger.warning("%s: run %s starts at its deadline without: %s.%s", join.name, joined.run_id, names, unhandled)
     return joined
 
 

@@ -38,6 +38,7 @@ _RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
 _DUE = "state IN ('received', 'retrying')"
 _WAITING = f"attempts = 0 AND {_DUE}"
 """The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,12 @@ class Collected:
     Attributes:
         left: the time until the deadline; not positive if it has passed.
         started_by: the operator who started it without the missing messages, or "".
-        unhandled: the deadline has passed, and a message that arrived before is stored, but not a part yet.
+        unhandled: the deadline has passed, and these messages, which arrived before, are stored, but not parts yet.
     """
 
     left: timedelta
     started_by: str
-    unhandled: bool
+    unhandled: Sequence[str]
     parts: Sequence[Part]
 
 
@@ -201,15 +202,19 @@ def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) 
         return None
     left = run.deadline_at - run.database_now
     # Before the parts are read: a message that is handled in between is one of them.
-    unhandled = left <= timedelta() and _is_unhandled(alias, run, topics)
+    unhandled = _unhandled(alias, run, topics) if left <= timedelta() else ()
     return Collected(left=left, started_by=run.started_by, unhandled=unhandled, parts=list(run.parts.all()))
 
 
-def _is_unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> bool:
-    rows = _rows_of(alias, topics).filter(state__in=DUE)
+def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
+    rows = _rows_of(alias, topics).filter(state__in=DUE, received_at__lte=run.deadline_at)
     # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
     unread = rows.filter(biz_id__gte="undecided", biz_id__lt="undecidee", biz_id__startswith=UNDECIDED)
-    return rows.filter(biz_id=run.run_id).exists() or unread.filter(received_at__lte=run.deadline_at).exists()
+    found = [
+        *rows.filter(biz_id=run.run_id).values_list("pk", "topic")[:_MOST_NAMED],
+        *unread.values_list("pk", "topic")[:_MOST_NAMED],
+    ]
+    return [f"row {pk} ({topic})" for pk, topic in found[:_MOST_NAMED]]
 
 
 def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:

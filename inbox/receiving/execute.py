@@ -25,9 +25,10 @@ from inbox.receiving import leased
 from inbox.receiving.admit import admit
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored
+from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.reading import (
     Arrival,
+    Unidentifiable,
     identify_late,
     is_undecided,
     message_of,
@@ -141,6 +142,8 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
     try:
         envelope = open_claimed(handler, stored, options)
+    except Unidentifiable as error:
+        return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
         outage.refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
         if outage.refused or not is_reachable(handler.using):

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from django.db import connections
+
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
+from inbox.store.dialect import is_reachable
 from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.connections import drop_unusable_connections
@@ -41,6 +44,10 @@ _UNDECIDED_REDELIVERY = f"{UNDECIDED}redelivery:"
 
 _OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
 _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
+
+
+class Unidentifiable(DatabaseUnavailable):
+    """This message cannot be identified now, others can. Its reading or its attempt counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +170,7 @@ def identify(handler: Handler, message: Message) -> str:
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
         DatabaseUnavailable: `biz_id` queries a database that does not answer.
+        Unidentifiable: its query fails as in an outage, and all databases that this thread uses answer.
     """
     _of_this_queue(handler, message.topic, message.biz_id)
     for on_new_session in (False, True):
@@ -174,8 +182,14 @@ def identify(handler: Handler, message: Message) -> str:
                 raise Undecodable(reason) from error
             drop_unusable_connections()
             if on_new_session:
-                raise DatabaseUnavailable(reason) from error
+                raise (Unidentifiable if _databases_answer() else DatabaseUnavailable)(reason) from error
     raise AssertionError
+
+
+def _databases_answer() -> bool:
+    # In a transaction the connection cannot be replaced to find out.
+    used = connections.all(initialized_only=True)
+    return all(not connection.in_atomic_block and is_reachable(connection.alias) for connection in used)
 
 
 def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:

@@ -28,7 +28,7 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, announce_duplicate, fail_stored, refusal
-from inbox.receiving.reading import Arrival, is_undecided, is_undecided_redelivery, read, undecided_row
+from inbox.receiving.reading import Arrival, Unidentifiable, is_undecided, is_undecided_redelivery, read, undecided_row
 from inbox.store import arrivals, claims, rows, undecided
 from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _RUN_CHECK_TIMEOUT = timedelta(milliseconds=10)
 """How long the runner waits for a row lock before it assumes that another process is handling the message."""
-_ENDED_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
+_ENDED_PROCESS = "Reading its body has ended the process or failed {attempts} times, so it is not read again."
 _reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 """By database. Reading is serialized, because a delivery read concurrently with one that ends the process would be counted."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
@@ -79,10 +79,14 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
     with _reading_locks[handler.using]:
         begun = _begin_reading(handler, row, options)
         refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
+        is_counted = bool(begun)
         try:
             return read(handler, envelope, options, refused=refused)
+        except Unidentifiable:
+            is_counted = False  # it stays, so that the delivery becomes a dead letter at last
+            raise
         finally:
-            if begun:
+            if is_counted:
                 committed(lambda: undecided.end_reading(handler.using, row), handler.using)
 
 

@@ -13,12 +13,6 @@ from inbox.store.due import stored_handlers
 from outbox.database.now import DatabaseTime
 
 
-def running_handlers(alias: str) -> set[str]:
-    """The handlers that a running process runs."""
-    rows = heartbeats.consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
-    return {name for names in rows for name in names}
-
-
 def has_consumers(alias: str) -> bool:
     """Is a process known that runs handlers here, also a silent one, or one that has stopped within the last hour?"""
     return bool(heartbeats.consumers.known(alias).exists())

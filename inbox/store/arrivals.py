@@ -139,6 +139,7 @@ def store_running(
         resends=int(duplicate is DuplicateCause.RESEND),
         replays=int(duplicate is DuplicateCause.REPLAY),
         conflicts=int(conflicting),
+        conflicting_attributes=attributes_of(row) if conflicting else None,
     )
     with recording(alias, matters=False):
         inserted = insert_one(alias, insertion, duplicate_timeout)

@@ -44,6 +44,7 @@ class Insertion:
         attempt: its first failed attempt, as JSON, see `failures`.
         duplicates: deliveries that are already counted on the row, and by their cause in the following counts.
         conflicts: 1 if such a duplicate has other content, which is that of this row.
+        conflicting_attributes: then those of the row, see `attributes_of`.
         result: what its handler returned, as JSON.
     """
 
@@ -67,6 +68,7 @@ class Insertion:
     resends: int = 0
     replays: int = 0
     conflicts: int = 0
+    conflicting_attributes: str | None = None
     result: str | None = None
 
 
@@ -104,6 +106,7 @@ _OPTIONAL = {
     "resends": ("int", "0"),
     "replays": ("int", "0"),
     "conflicts": ("int", "0"),
+    "conflicting_attributes": ("text", "NULL"),
     "result": ("text", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
@@ -147,6 +150,7 @@ def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False,
     if vendor == "postgresql":
         values["headers"] += "::jsonb"
         values["result"] += "::jsonb"
+        values["conflicting_attributes"] += "::jsonb"
     stored = [column for column in values if column not in _NOT_STORED]
     exists = f"SELECT 1 FROM {TABLE} m WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id"
     precedes = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"

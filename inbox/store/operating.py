@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import F, Min
+from django.db.models import F, Min, Q
 
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State, Step
@@ -19,7 +19,7 @@ from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.store.trail import record
 from outbox.database.connections import lock_timeout
 from outbox.database.faults import is_collision
-from outbox.database.now import DatabaseTime
+from outbox.database.now import NOW_AFTER, DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 _PAIRS = {
@@ -220,22 +220,29 @@ def oldest_waiting(alias: str) -> datetime | None:
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
     """Delete settled rows older than `older_than`, in small transactions; yields the number deleted by each.
 
-    Open and dead messages stay until they are settled.
+    Open and dead messages stay until they are settled. A row also stays for `older_than` after its latest duplicate with other
+    content: it may have the only copy of that content, or be what makes further copies of it duplicates.
     """
     old = _settled_before(alias, older_than)
     while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
-        yield _delete(alias, ids)
+        yield _delete(alias, ids, older_than)
 
 
-def _delete(alias: str, ids: Sequence[int]) -> int:
+def _delete(alias: str, ids: Sequence[int], older_than: timedelta) -> int:
     """Delete rows by SQL: Django's delete() would first read every row with its body, because steps refer to it."""
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        Step.objects.using(alias).filter(message_id__in=ids).delete()
-        for delete in deleted_together:
-            delete(alias, ids)
         places = ", ".join(["%s"] * len(ids))
-        cursor.execute(f"DELETE FROM {TABLE} WHERE id IN ({places}) AND state IN ('done', 'skipped', 'shed')", ids)
-        return int(cursor.rowcount)
+        cursor.execute(
+            # A duplicate with other content may have come since they were selected.
+            f"DELETE FROM {TABLE} WHERE id IN ({places}) AND state IN ('done', 'skipped', 'shed') "
+            f"AND (conflicting_at IS NULL OR conflicting_at < {NOW_AFTER[connections[alias].vendor]}) RETURNING id",
+            [*ids, -older_than.total_seconds()],
+        )
+        deleted = [row for (row,) in cursor.fetchall()]
+        Step.objects.using(alias).filter(message_id__in=deleted).delete()
+        for delete in deleted_together:
+            delete(alias, deleted)
+        return len(deleted)
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:
@@ -245,4 +252,6 @@ def purgeable(alias: str, older_than: timedelta) -> int:
 
 
 def _settled_before(alias: str, older_than: timedelta) -> Any:
-    return InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than))
+    before = DatabaseTime(-older_than)
+    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=before)
+    return settled.filter(Q(conflicting_at=None) | Q(conflicting_at__lt=before))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 
 import pytest
+from django.core.management import call_command
 from django.urls import reverse
 
 from inbox import signals
@@ -12,12 +14,14 @@ from inbox.alerting import CONDITIONS
 from inbox.models import AuditEntry, InboxMessage, State
 from inbox.receiving.execute import Received
 from outbox.console.alert_options import AlertOptions
+from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import said, staff_client
 from tests.support.deliveries import (
+    OPTIONS,
     TOPIC,
     an_envelope,
     deliver,
@@ -307,6 +311,26 @@ class TestRunAsItsOwnMessage:
         assert given[1].created_at == other.created_at
         entry = AuditEntry.objects.get()
         assert (entry.action, entry.object_id) == ("run_conflicting", row.message_id)
+
+    def test_it_is_kept_beside_an_old_message_and_its_copies_have_no_second_effect(self, handles, operator):
+        given = []
+        handler = handles(given.append, biz_id="booking")
+        deliver(handler, an_envelope({"booking": 7, "night": 1}))
+        InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
+        other = an_envelope({"booking": 7, "night": 2})
+        deliver(handler, other)
+
+        call_command("inbox_purge")
+        assert self.run_it(operator, the_row(biz_id="7"))[0] == "success"
+        drain()
+        call_command("inbox_purge")
+        deliver(handler, other, redelivered=True)
+        run_to_the_end()
+        assert [message.payload["night"] for message in given] == [1, 2]
+
+        InboxMessage.objects.update(conflicting_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
+        call_command("inbox_purge")
+        assert not InboxMessage.objects.filter(biz_id="7").exists()
 
     def test_ordered_handler_runs_it_after_the_open_messages_of_its_key(self, handles, operator):
         given = []

@@ -23,6 +23,7 @@ from inbox.joins import deciding, store
 from inbox.joins.join import Join
 from inbox.joins.models import Part, Run
 from inbox.models import AuditEntry, InboxMessage
+from inbox.pausing import pause_handler
 from inbox.receiving.outcomes import Received
 from inbox.store.operating import purge_settled, retry, skip
 from inbox.testing import deliver as deliver_and_drain
@@ -363,6 +364,20 @@ class TestAtTheDeadline:
         assert the_run().row.state == "dead"
         assert deciding.missing(the_run()) == ()
         assert "came too late for the run monday" in caplog.text
+
+    def test_run_waits_an_hour_at_most_for_a_stored_message_and_then_names_it(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        pause_handler(f"{NAME}/{TOPICS[1]}")
+        comes(TOPICS[1], "tuesday", redelivered=True)  # it may be of any run, because it is not read
+        stored = InboxMessage.objects.get(topic=TOPICS[1]).pk
+        travel(timedelta(hours=2, minutes=1))
+        drain()
+        assert the_run().row.state == "retrying"
+        travel(timedelta(hours=1))
+        drain()
+        assert the_run().row.state == "dead"
+        assert f"row {stored} ({TOPICS[1]})" in the_run().row.last_error
 
     def test_message_after_a_run_was_called_without_it_starts_nothing(self, joins):
         joins(report, on_missing="call")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from django.core.checks import run_checks
 
 from inbox import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.registry import registry
+from inbox.store.heartbeats import consumers
 from tests.support.deliveries import TOPIC, deliver, effects, the_effect
+from tests.support.heartbeats import a_consumer
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, length_of, send
 
@@ -73,7 +77,21 @@ def test_check_of_the_database_names_a_new_handler_and_the_name_that_it_may_have
     assert new_names() == []
 
 
-def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(handles, rabbitmq_url, caplog):
+def checked(consumer):
+    """Let the consumer check its queues, as if half a minute had passed."""
+    for _ in range(2):  # when the second check begins, the first has ended
+        consumer._checked_at = float("-inf")
+        wait_until(lambda: consumer._checked_at > 0)
+
+
+@pytest.fixture
+def is_reported(caplog):
+    return lambda: f"collects a copy of every message of {TOPIC} for the handler {OLD}" in caplog.text
+
+
+def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(
+    handles, rabbitmq_url, caplog, is_reported
+):
     options = broker_options(rabbitmq_url)
     old = handles(the_effect, name=OLD)
     declare(old, options)
@@ -84,5 +102,35 @@ def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_
 
     with consuming([handles(send_reminder, name=NEW)], options) as consumer:
         wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
-        consumer._checked_at = float("-inf")  # half a minute has passed
-        wait_until(lambda: f"collects a copy of every message of {TOPIC} for the handler {OLD}" in caplog.text)
+        checked(consumer)
+        assert is_reported()
+
+
+def test_queue_of_an_older_version_that_still_runs_is_not_reported(handles, rabbitmq_url, caplog, is_reported):
+    options = broker_options(rabbitmq_url)
+    old = handles(the_effect, name=OLD)
+    declare(old, options)
+    with consuming([old], options):
+        send(rabbitmq_url, TOPIC, {}, message_id="m-1")
+        wait_until(lambda: effects() == 1)
+        registry.remove(OLD)
+        with consuming([handles(send_reminder, name=NEW)], options) as consumer:
+            wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
+            checked(consumer)
+            assert not is_reported()
+
+
+def test_queue_of_a_handler_that_a_running_process_has_paused_is_not_reported(handles, rabbitmq_url, caplog, is_reported):
+    options = broker_options(rabbitmq_url)
+    old = handles(the_effect, name=OLD)
+    declare(old, options)
+    deliver(old)
+    registry.remove(OLD)
+    other = a_consumer(handlers=[OLD], silent_for=timedelta(hours=-1))
+    with consuming([handles(send_reminder, name=NEW)], options) as consumer:
+        wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
+        checked(consumer)
+        assert not is_reported()
+
+        consumers.mark_stopped("default", other.id)
+        wait_until(lambda: checked(consumer) or is_reported())

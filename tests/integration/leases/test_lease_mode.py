@@ -17,8 +17,9 @@ from django.core.management import call_command
 from django.db import connection, transaction
 
 from inbox import Lease, Ordered, Reject, RetryLater, signals
+from inbox.alerting import CONDITIONS
 from inbox.conf import inbox_options
-from inbox.editing import replace_message
+from inbox.editing import replace_message, run_conflicting
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
@@ -31,6 +32,7 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import operating
 from outbox import publish
+from outbox.console.alert_options import AlertOptions
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.models import OutboxMessage
@@ -322,6 +324,20 @@ class TestDuplicate:
         assert (row.conflicts, bytes(row.conflicting_body)) == (1, b'{"order_id": 2}')
         assert row.conflicting_at is not None
         assert "conflicting_duplicate" in names_of(signals_sent)
+
+    def test_conflicting_duplicate_of_a_running_message_raises_an_alert_and_is_run_by_an_operator(self, leased, given):
+        slow = Slow()
+        handler, envelope = leased(slow), an_envelope({"order_id": 1})
+        with InAThread(lambda: deliver(handler, envelope, given=given)):
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, an_envelope({"order_id": 2}, biz_id=envelope.biz_id), given=given)
+            slow.go_on.set()
+        run_to_the_end(given)
+
+        assert ("conflicts", handler.name) in CONDITIONS.evaluate("default", AlertOptions())
+        assert run_conflicting("default", the_row().pk, by="operator")
+        run_to_the_end(given)
+        assert effects() == 2
 
     def test_duplicate_stored_after_its_message_was_handled_uses_no_attempt(self, leased, given):
         handler, envelope = leased(the_effect), an_envelope()

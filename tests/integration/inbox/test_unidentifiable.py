@@ -1,0 +1,42 @@
+"""One message whose `biz_id` fails as if its database were unavailable does not stop its handler."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+
+from inbox.models import InboxMessage, State
+from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, effects, run_to_the_end, the_effect, the_row
+from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, declare, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+def takes_too_much(message):
+    if message.payload.get("large"):
+        with connection.cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'too large' USING ERRCODE = '53400'; END $$")
+    return message.id
+
+
+def test_others_are_handled_while_one_message_cannot_be_identified(handles, rabbitmq_url, caplog):
+    options = broker_options(rabbitmq_url)
+    handler = handles(the_effect, biz_id=takes_too_much)
+    declare(handler, options)
+    send(rabbitmq_url, TOPIC, {"large": True}, message_id="m-large")
+    for number in range(5):
+        send(rabbitmq_url, TOPIC, {}, message_id=f"m-{number}")
+    with consuming([handler], options):
+        wait_until(lambda: effects() == 5)
+    assert "message m-large cannot be stored" in caplog.text
+    assert not InboxMessage.objects.filter(message_id="m-large").exists()
+
+
+def test_stored_message_that_cannot_be_identified_runs_out_of_attempts(handles):
+    handler = handles(the_effect, biz_id=takes_too_much)
+    deliver(handler, an_envelope({"large": True}), redelivered=True)
+    run_to_the_end()
+    row = the_row()
+    assert (row.state, row.attempts) == (State.DEAD, OPTIONS.MAX_ATTEMPTS)
+    assert "too large" in row.last_error
