@@ -12,10 +12,11 @@ and restart its delivery tags. The transport uses one connection with one channe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from struct import Struct, pack
-from typing import Any
+from typing import Any, Self
 
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
@@ -73,11 +74,26 @@ _LATEST_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Late:
-    """A message without an answer at the deadline of its batch; its verdict when that has come."""
+    """A message without an answer at the deadline of its batch; its verdict when that has come.
 
-    key: str
+    Its position alone does not identify it: a failover may give it to another message, and an operator may correct the message.
+    """
+
+    message: OutgoingMessage
+    digest: bytes
     until: float
     verdict: Verdict | None = None
+
+    @classmethod
+    def of(cls, message: OutgoingMessage) -> Self:
+        """Without its body, of which there may be many megabytes."""
+        envelope = message.envelope
+        kept = message._replace(envelope=envelope._replace(body=b""), priority=0, expires_in_seconds=None)
+        return cls(kept, blake2b(envelope.body).digest(), monotonic() + _LATEST_SECONDS)
+
+    def is_of(self, message: OutgoingMessage) -> bool:
+        other = _Late.of(message)
+        return (self.message, self.digest) == (other.message, other.digest)
 
 
 class AmqpTransport:
@@ -115,14 +131,10 @@ class AmqpTransport:
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
         if self._late:
-            refused = {
-                message.position: late.verdict
-                for message in messages
-                if (late := self._late.get(message.position)) and late.verdict
-            }
-            messages = [message for message in messages if message.position not in self._late]
-            for position in refused:
-                del self._late[position]
+            refused.update(self.answers(messages))
+            messages = [
+                message for message in messages if message.position not in refused and message.position not in self._late
+            ]
             if not messages:
                 return Sent(verdicts=refused)
         broken: str | None = None
@@ -142,9 +154,8 @@ class AmqpTransport:
         verdicts = self._collect()
         verdicts.update(refused)
         if self._is_overdue or self._blocked:
-            unanswered, until = set(self._tracker.unanswered), monotonic() + _LATEST_SECONDS
-            mine = (message for message in messages if message.position in unanswered)
-            self._late.update((message.position, _Late(message.envelope.key, until)) for message in mine)
+            unanswered = set(self._tracker.unanswered)
+            self._late.update((message.position, _Late.of(message)) for message in messages if message.position in unanswered)
         if broken is None and not self._blocked:
             return Sent(verdicts=verdicts)
         if self._blocked:
@@ -164,7 +175,17 @@ class AmqpTransport:
             self._discard()
         # An answer that no pass has asked for is forgotten: another relay has settled its message.
         self._late = {position: late for position, late in self._late.items() if now <= late.until}
-        return {position: late.key for position, late in self._late.items() if late.verdict is None}
+        return {position: late.message.envelope.key for position, late in self._late.items() if late.verdict is None}
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
+        answers: dict[int, Verdict] = {}
+        for message in messages if self._late else ():
+            late = self._late.get(message.position)
+            if late is not None and late.verdict is not None:
+                del self._late[message.position]
+                if late.is_of(message):
+                    answers[message.position] = late.verdict
+        return answers
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -240,10 +261,17 @@ class AmqpTransport:
         self._is_overdue = False
 
     def _collect(self) -> dict[int, Verdict]:
-        """The new answers. Those of earlier batches are stored until their messages are claimed again."""
+        """The new answers. Confirms of earlier batches are stored until their messages are claimed again.
+
+        Any other late answer is dropped, and the message is sent again: another relay may have counted its failure.
+        """
         verdicts = self._tracker.collect()
         for position in self._late.keys() & verdicts.keys():
-            self._late[position].verdict = verdicts.pop(position)
+            verdict = verdicts.pop(position)
+            if verdict.outcome is PublishOutcome.CONFIRMED:
+                self._late[position].verdict = verdict
+            else:
+                del self._late[position]
         return verdicts
 
     def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> bool:

@@ -167,9 +167,27 @@ class TestConfirms:
 
         assert outcomes(transport.send(messages(1, first=4), soon())) == {4: CONFIRMED}
         assert [*transport.unconfirmed()] == [3]
-        assert outcomes(transport.send(messages(3), soon())) == {1: CONFIRMED, 2: RETURNED}
+        assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
         assert len(peer.published) == 4
         assert peer.connections == 1
+        assert outcomes(transport.send(messages(1, first=2), soon())) == {2: CONFIRMED}, "sent again, because it was returned"
+        assert ids(peer.published) == ["m1", "m2", "m3", "m4", "m2"]
+
+    @pytest.mark.parametrize("changed", [{"id": "other"}, {"body": b"[]"}, {"headers": {"a": 1}}, {"replayed": True}])
+    def test_late_confirm_does_not_confirm_another_message_at_its_position(self, peer, transport, changed):
+        """As after a failover, or after an operator has corrected and restored the message."""
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            transport.send(messages(1), soon())
+        transport.connect()
+        peer.ack(1)
+        peer.script = lambda message: [partial(peer.ack, message)]
+        transport.send(messages(1, first=2), soon())
+        assert transport.unconfirmed() == {}
+
+        assert outcomes(transport.send(messages(1, **changed), soon())) == {1: CONFIRMED}
+
+        assert len(peer.published) == 3
 
 
 class TestEndOfAConnection:
