@@ -71,6 +71,11 @@ _ALIVE_SECONDS = 2.0
 _LATEST_SECONDS = 60.0
 """An answer that comes later than this after the deadline is given up, with its connection: it may never come."""
 
+_UNASKED = (
+    "The broker has confirmed message %s after its deadline, so it is delivered. Meanwhile it was settled by another relay, "
+    "cancelled, rescheduled or changed."
+)
+
 
 @dataclass(slots=True)
 class _Late:
@@ -139,6 +144,7 @@ class AmqpTransport:
                 return Sent(verdicts=refused)
         broken: str | None = None
         suspected: list[int] = []
+        suspicious = False
         behind = self._tracker.last_tag
         try:
             self._is_overdue = not self._publish(messages, deadline, refused)
@@ -148,7 +154,9 @@ class AmqpTransport:
                 self.round_trip = monotonic() - sent_at
         except BROKER_FAILURES as error:
             broken = self._explained(error)
-            suspected = self._suspected(error, messages)
+            # An earlier message may be the cause.
+            suspicious = _code_of(error) in _FAULTS and not self._late.keys().isdisjoint(self._tracker.unanswered)
+            suspected = [] if suspicious else self._suspected(error, messages)
             if len(suspected) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         verdicts = self._collect()
@@ -163,18 +171,21 @@ class AmqpTransport:
             # keep this connection until then: every new connection would add another batch of duplicates.
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
-        return Sent(verdicts=verdicts, broken=broken, suspected=suspected)
+        return Sent(verdicts=verdicts, broken=broken, suspected=suspected, suspicious=suspicious)
 
     def unconfirmed(self) -> Mapping[int, str]:
         if not self._late:
             return {}
         self._collect()
-        now = monotonic()
-        if any(late.verdict is None and now > late.until for late in self._late.values()):
+        if self._is_given_up():
+            self.idle()  # this process may have been frozen, and the answer may be in the socket
+            self._collect()
+        if self._is_given_up():
             logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
             self._discard()
-        # An answer that no pass has asked for is forgotten: another relay has settled its message.
-        self._late = {position: late for position, late in self._late.items() if now <= late.until}
+        now = monotonic()
+        for position in [position for position, late in self._late.items() if now > late.until]:
+            self._forget(position)
         return {position: late.message.envelope.key for position, late in self._late.items() if late.verdict is None}
 
     def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
@@ -182,10 +193,20 @@ class AmqpTransport:
         for message in messages if self._late else ():
             late = self._late.get(message.position)
             if late is not None and late.verdict is not None:
-                del self._late[message.position]
                 if late.is_of(message):
                     answers[message.position] = late.verdict
+                    del self._late[message.position]
+                else:
+                    self._forget(message.position)
         return answers
+
+    def _is_given_up(self) -> bool:
+        now = monotonic()
+        return any(late.verdict is None and now > late.until for late in self._late.values())
+
+    def _forget(self, position: int) -> None:
+        """Drop a confirm that no pass has asked for."""
+        logger.info(_UNASKED, self._late.pop(position).message.envelope.id)
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -269,7 +290,8 @@ class AmqpTransport:
         for position in self._late.keys() & verdicts.keys():
             verdict = verdicts.pop(position)
             if verdict.outcome is PublishOutcome.CONFIRMED:
-                self._late[position].verdict = verdict
+                late = self._late[position]
+                late.verdict, late.until = verdict, monotonic() + _LATEST_SECONDS
             else:
                 del self._late[position]
         return verdicts
@@ -415,8 +437,8 @@ class AmqpTransport:
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
         """
         code = _code_of(error)
-        if code not in _FAULTS or self._is_about_our_exchange(error) or self._late:
-            return []  # with late answers, a message of an earlier batch may be the cause
+        if code not in _FAULTS or self._is_about_our_exchange(error):
+            return []
         unanswered = set(self._tracker.unanswered)
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:
