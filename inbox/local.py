@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from django.db import DatabaseError, transaction
 
@@ -71,6 +71,9 @@ class LocalTransport:
         return Sent(verdicts=verdicts)
 
     def unconfirmed(self) -> Mapping[int, str]:
+        return {}
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
         return {}
 
     def idle(self) -> None:

@@ -5,7 +5,7 @@ A transport declares its `Capabilities`, and its users do not check which broker
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -140,8 +140,11 @@ class Transport(Protocol):
     def unconfirmed(self) -> Mapping[int, str]:
         """Positions and keys of the messages that were sent and whose answers may still come: they must not be sent now.
 
-        When the answer has come, the next `send` of the message returns it, and does not send the message again.
+        When the confirm has come, `answers` or the next `send` of the message returns it, and it is not sent again.
         """
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
+        """The confirms of those of `messages` that were sent earlier, in the same form, and were confirmed since."""
 
     def idle(self) -> None:
         """Keep the connection alive while there is nothing to send."""

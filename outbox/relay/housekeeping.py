@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _DAYS_AHEAD = 3
 _PASS_MARGIN = timedelta(seconds=3)
 """A pass of a relay ends before BATCH_DEADLINE and this."""
+_LONGEST_WAIT = timedelta(seconds=10)
+"""Passes, and publishers of unique messages, wait as long."""
 _BETWEEN_WAITS_SECONDS = 3600.0
 _PENDING_REPORT_SECONDS = 24 * 3600.0
 _OWNER = (
@@ -87,12 +89,13 @@ class Housekeeper(Housekeeping):
         """Make or drop the partition of a day. If that is impossible now, log why; the next round tries again.
 
         Args:
-            is_urgent: wait for history as long as a pass may last. Other passes wait meanwhile, so a wait in vain, as behind
-                a backup, is not repeated for an hour.
+            is_urgent: wait for history as long as a pass may last, at most `_LONGEST_WAIT`. Other passes wait meanwhile, so a
+                wait in vain, as behind a backup, is not repeated for an hour.
         """
         waits = is_urgent and monotonic() >= self._wait_again_at
+        longest = min(self._options.BATCH_DEADLINE + _PASS_MARGIN, _LONGEST_WAIT)
         try:
-            return change(self._alias, day, self._options.BATCH_DEADLINE + _PASS_MARGIN if waits else None)
+            return change(self._alias, day, longest if waits else None)
         except DatabaseError as error:
             if waits and sqlstate_of(error) != history.CHECK_VIOLATION:
                 self._wait_again_at = monotonic() + _BETWEEN_WAITS_SECONDS

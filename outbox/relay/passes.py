@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -215,6 +216,8 @@ class Pass:
         # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
+        # First, because a message may have expired or been paused since it was sent.
+        batch.verdicts.update(self._transport.answers(self._intact(batch)))
         stopped_keys: set[str] = set()
         in_waves = waves(self._sendable(batch))
         cut_keys = {row.key for wave in in_waves[_MOST_WAVES:] for row in wave}
@@ -232,7 +235,7 @@ class Pass:
         """The rows that may be sent together. A row that is paused, or is sent one by one, stops its key."""
         stopped_keys: set[str] = set()
         for row in batch.rows:
-            if row.expired:
+            if row.expired or row.position in batch.verdicts:
                 continue
             if self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
@@ -280,6 +283,12 @@ class Pass:
                 tracing.failed(span, "broken connection")
             return sent
 
+    def _intact(self, batch: _Batch) -> Iterator[OutgoingMessage]:
+        for row in batch.rows:
+            with suppress(DamagedRow):
+                batch.outgoing[row.position] = outgoing(row, self._options.source)
+                yield batch.outgoing[row.position]
+
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
         """Build the messages in `batch.outgoing`; return their rows. Rows that were damaged by hand are in `batch.damaged`."""
         formed: list[RelayedMessage] = []
@@ -304,14 +313,13 @@ class Pass:
         waiting: list[int] = []
         failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
         for row in batch.rows:
-            if row.expired:
-                expired.append(row.position)
-            elif row.is_blocked and row.topic not in batch.paused:
-                waiting.append(row.position)
             verdict = batch.verdicts.get(row.position)
             if verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
-                continue
-            if verdict.outcome is PublishOutcome.CONFIRMED:
+                if row.expired:
+                    expired.append(row.position)
+                elif row.is_blocked and row.topic not in batch.paused:
+                    waiting.append(row.position)
+            elif verdict.outcome is PublishOutcome.CONFIRMED:
                 published.append(row.position)
                 taken.append(row.topic)
             else:

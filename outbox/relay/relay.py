@@ -49,8 +49,8 @@ _RELEASING_SHARE = 20
 """Queries that find no key to release take at most one part in this many of the time (1/20)."""
 _LATE = (
     "relay: the broker has not confirmed %d messages within OUTBOX['BATCH_DEADLINE'] (%g s). They stay ready, and are settled "
-    "when it confirms them. They are not sent again while the connection lasts, and passes are smaller meanwhile. If this "
-    "repeats, find out what slows the broker down, or set a longer BATCH_DEADLINE."
+    "when it confirms them. This relay does not send them again while the connection lasts, another may send a copy, "
+    "and passes are smaller meanwhile. If this repeats, find out what slows the broker down, or set a longer BATCH_DEADLINE."
 )
 
 
@@ -240,8 +240,9 @@ class Relay:
 
     def _run_pass(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
         wanted = self._share.of(shards)
-        # What the broker has not confirmed counts, so that it gets no more than a batch while it is late.
-        limit = max(self._size.now - len(self._transport.unconfirmed()), self._size.now // 4, 1)
+        # What the broker has not confirmed counts, so that a late broker gets less. Its other queues may be fast.
+        unconfirmed = len(self._transport.unconfirmed())
+        limit = max(self._size.now - unconfirmed, self._size.now // 4, 1) if unconfirmed < 2 * self._options.BATCH_SIZE else 1
         # A pass reads at least one row of each shard.
         report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
         self._share.record(report.refused)

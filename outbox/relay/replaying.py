@@ -116,7 +116,15 @@ def send_again(
     """
     outcomes: list[RowOutcome] = []
     for part in parts_of_published(alias, rows, outbox_options().BATCH_BYTES):
-        outcomes += _send_again(alias, part, given=given, by=by, reason=reason)
+        try:
+            sent = _send_again(alias, part, given=given, by=by, reason=reason)
+        except BrokerUnavailable:
+            if not outcomes:
+                raise
+            break
+        outcomes += sent
+        if len(sent) < len(part):
+            break  # the next part may have later messages of the same keys
     return outcomes
 
 

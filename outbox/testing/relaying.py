@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +105,9 @@ class _TestTransport:
         return Sent(verdicts=verdicts)
 
     def unconfirmed(self) -> Mapping[int, str]:
+        return {}
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
         return {}
 
     def idle(self) -> None:

@@ -12,10 +12,11 @@ and restart its delivery tags. The transport uses one connection with one channe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from struct import Struct, pack
-from typing import Any
+from typing import Any, Self
 
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
@@ -70,14 +71,34 @@ _ALIVE_SECONDS = 2.0
 _LATEST_SECONDS = 60.0
 """An answer that comes later than this after the deadline is given up, with its connection: it may never come."""
 
+_UNASKED = (
+    "The broker has confirmed message %s after its deadline, so it is delivered. Meanwhile it was settled by another relay, "
+    "cancelled, rescheduled or changed."
+)
+
 
 @dataclass(slots=True)
 class _Late:
-    """A message without an answer at the deadline of its batch; its verdict when that has come."""
+    """A message without an answer at the deadline of its batch; its verdict when that has come.
 
-    key: str
+    Its position alone does not identify it: a failover may give it to another message, and an operator may correct the message.
+    """
+
+    message: OutgoingMessage
+    digest: bytes
     until: float
     verdict: Verdict | None = None
+
+    @classmethod
+    def of(cls, message: OutgoingMessage) -> Self:
+        """Without its body, of which there may be many megabytes."""
+        envelope = message.envelope
+        kept = message._replace(envelope=envelope._replace(body=b""), priority=0, expires_in_seconds=None)
+        return cls(kept, blake2b(envelope.body).digest(), monotonic() + _LATEST_SECONDS)
+
+    def is_of(self, message: OutgoingMessage) -> bool:
+        other = _Late.of(message)
+        return (self.message, self.digest) == (other.message, other.digest)
 
 
 class AmqpTransport:
@@ -115,18 +136,15 @@ class AmqpTransport:
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
         if self._late:
-            refused = {
-                message.position: late.verdict
-                for message in messages
-                if (late := self._late.get(message.position)) and late.verdict
-            }
-            messages = [message for message in messages if message.position not in self._late]
-            for position in refused:
-                del self._late[position]
+            refused.update(self.answers(messages))
+            messages = [
+                message for message in messages if message.position not in refused and message.position not in self._late
+            ]
             if not messages:
                 return Sent(verdicts=refused)
         broken: str | None = None
         suspected: list[int] = []
+        suspicious = False
         behind = self._tracker.last_tag
         try:
             self._is_overdue = not self._publish(messages, deadline, refused)
@@ -136,15 +154,16 @@ class AmqpTransport:
                 self.round_trip = monotonic() - sent_at
         except BROKER_FAILURES as error:
             broken = self._explained(error)
-            suspected = self._suspected(error, messages)
+            # An earlier message may be the cause.
+            suspicious = _code_of(error) in _FAULTS and not self._late.keys().isdisjoint(self._tracker.unanswered)
+            suspected = [] if suspicious else self._suspected(error, messages)
             if len(suspected) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         verdicts = self._collect()
         verdicts.update(refused)
         if self._is_overdue or self._blocked:
-            unanswered, until = set(self._tracker.unanswered), monotonic() + _LATEST_SECONDS
-            mine = (message for message in messages if message.position in unanswered)
-            self._late.update((message.position, _Late(message.envelope.key, until)) for message in mine)
+            unanswered = set(self._tracker.unanswered)
+            self._late.update((message.position, _Late.of(message)) for message in messages if message.position in unanswered)
         if broken is None and not self._blocked:
             return Sent(verdicts=verdicts)
         if self._blocked:
@@ -152,19 +171,42 @@ class AmqpTransport:
             # keep this connection until then: every new connection would add another batch of duplicates.
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
-        return Sent(verdicts=verdicts, broken=broken, suspected=suspected)
+        return Sent(verdicts=verdicts, broken=broken, suspected=suspected, suspicious=suspicious)
 
     def unconfirmed(self) -> Mapping[int, str]:
         if not self._late:
             return {}
         self._collect()
-        now = monotonic()
-        if any(late.verdict is None and now > late.until for late in self._late.values()):
+        if self._is_given_up():
+            self.idle()  # this process may have been frozen, and the answer may be in the socket
+            self._collect()
+        if self._is_given_up():
             logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
             self._discard()
-        # An answer that no pass has asked for is forgotten: another relay has settled its message.
-        self._late = {position: late for position, late in self._late.items() if now <= late.until}
-        return {position: late.key for position, late in self._late.items() if late.verdict is None}
+        now = monotonic()
+        for position in [position for position, late in self._late.items() if now > late.until]:
+            self._forget(position)
+        return {position: late.message.envelope.key for position, late in self._late.items() if late.verdict is None}
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
+        answers: dict[int, Verdict] = {}
+        for message in messages if self._late else ():
+            late = self._late.get(message.position)
+            if late is not None and late.verdict is not None:
+                if late.is_of(message):
+                    answers[message.position] = late.verdict
+                    del self._late[message.position]
+                else:
+                    self._forget(message.position)
+        return answers
+
+    def _is_given_up(self) -> bool:
+        now = monotonic()
+        return any(late.verdict is None and now > late.until for late in self._late.values())
+
+    def _forget(self, position: int) -> None:
+        """Drop a confirm that no pass has asked for."""
+        logger.info(_UNASKED, self._late.pop(position).message.envelope.id)
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -240,10 +282,18 @@ class AmqpTransport:
         self._is_overdue = False
 
     def _collect(self) -> dict[int, Verdict]:
-        """The new answers. Those of earlier batches are stored until their messages are claimed again."""
+        """The new answers. Confirms of earlier batches are stored until their messages are claimed again.
+
+        Any other late answer is dropped, and the message is sent again: another relay may have counted its failure.
+        """
         verdicts = self._tracker.collect()
         for position in self._late.keys() & verdicts.keys():
-            self._late[position].verdict = verdicts.pop(position)
+            verdict = verdicts.pop(position)
+            if verdict.outcome is PublishOutcome.CONFIRMED:
+                late = self._late[position]
+                late.verdict, late.until = verdict, monotonic() + _LATEST_SECONDS
+            else:
+                del self._late[position]
         return verdicts
 
     def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> bool:
@@ -387,8 +437,8 @@ class AmqpTransport:
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
         """
         code = _code_of(error)
-        if code not in _FAULTS or self._is_about_our_exchange(error) or self._late:
-            return []  # with late answers, a message of an earlier batch may be the cause
+        if code not in _FAULTS or self._is_about_our_exchange(error):
+            return []
         unanswered = set(self._tracker.unanswered)
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:

@@ -9,6 +9,8 @@ This module uses no socket and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from outbox.kernel.transport import CONFIRMED, PublishOutcome, Verdict
 
 
@@ -18,7 +20,7 @@ class ConfirmTracker:
     def __init__(self) -> None:
         self._last_tag = 0
         self._first_open_tag = 1
-        self._open: dict[int, int] = {}
+        self._open: dict[int, tuple[int, str]] = {}
         self._by_message_id: dict[str, int] = {}
         self._returned: dict[int, str] = {}
         self._settled: dict[int, Verdict] = {}
@@ -38,12 +40,12 @@ class ConfirmTracker:
     @property
     def unanswered(self) -> list[int]:
         """The positions without a confirm, in the order of sending."""
-        return list(self._open.values())
+        return [position for position, _ in self._open.values()]
 
     def sent(self, position: int, message_id: str) -> None:
         """Record the message at `position` as the next publish of this channel."""
         self._last_tag += 1
-        self._open[self._last_tag] = position
+        self._open[self._last_tag] = position, message_id
         self._by_message_id[message_id] = position
 
     def returned(self, message_id: str, reason: str) -> None:
@@ -65,14 +67,19 @@ class ConfirmTracker:
     def collect(self) -> dict[int, Verdict]:
         """The verdicts since the last call, without the publishes that have no answer yet."""
         settled, self._settled = self._settled, {}
-        if not self._open:
-            self._by_message_id.clear()
         return settled
 
     def _close(self, tag: int, multiple: bool) -> list[int]:
         # An unknown or repeated tag closes nothing. Tag 0 with `multiple` means "all so far".
         if not multiple:
-            return [self._open.pop(tag)] if tag in self._open else []
+            return self._closed([tag])
         last = min(tag or self._last_tag, self._last_tag)
         first, self._first_open_tag = self._first_open_tag, max(self._first_open_tag, last + 1)
-        return [self._open.pop(open_tag) for open_tag in range(first, last + 1) if open_tag in self._open]
+        return self._closed(range(first, last + 1))
+
+    def _closed(self, tags: Iterable[int]) -> list[int]:
+        closed = [self._open.pop(tag) for tag in tags if tag in self._open]
+        for position, message_id in closed:
+            if self._by_message_id.get(message_id) == position:
+                del self._by_message_id[message_id]
+        return [position for position, _ in closed]

@@ -7,7 +7,7 @@ broker would silently drop a message to a topic without a bound queue, so the tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import kombu
@@ -101,6 +101,9 @@ class VirtualTransport:
         return Sent(verdicts=verdicts)
 
     def unconfirmed(self) -> Mapping[int, str]:
+        return {}
+
+    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
         return {}
 
     def idle(self) -> None:

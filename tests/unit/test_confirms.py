@@ -28,6 +28,29 @@ def test_an_ack_confirms_the_publish_of_that_tag_only():
     assert tracker.waiting
 
 
+def test_confirmed_messages_are_forgotten_while_others_are_open():
+    tracker = sent(70, 80)
+
+    tracker.acked(1, False)
+    tracker.returned("m70", "unroutable")  # unknown now
+    tracker.sent(70, "m70")
+    tracker.acked(3, False)
+
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED}
+
+
+def test_message_sent_again_at_another_position_is_returned_although_its_first_publish_was_acked():
+    """A failover may give it another position."""
+    tracker = sent(70)
+    tracker.sent(80, "m70")
+
+    tracker.acked(1, False)
+    tracker.returned("m70", "unroutable")
+    tracker.acked(2, False)
+
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.RETURNED}
+
+
 def test_acks_may_come_out_of_order():
     tracker = sent(70, 80)
 

@@ -1,5 +1,6 @@
 """The AMQP transport against valid and invalid answers of a broker: only what was confirmed counts as confirmed."""
 
+import logging
 import re
 import threading
 from functools import partial
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from outbox.transports import amqp
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, outcomes, soon
@@ -21,6 +23,7 @@ A_MOMENT = 0.3
 """A deadline for a broker that answers nothing at all."""
 LONGER_THAN_A_STALL = 3.0
 """A deadline for a broker that answers some messages and never pauses."""
+AN_HOUR = 3600.0
 
 CONFIRMED, RETURNED, NACKED, REFUSED = (
     PublishOutcome.CONFIRMED,
@@ -167,9 +170,67 @@ class TestConfirms:
 
         assert outcomes(transport.send(messages(1, first=4), soon())) == {4: CONFIRMED}
         assert [*transport.unconfirmed()] == [3]
-        assert outcomes(transport.send(messages(3), soon())) == {1: CONFIRMED, 2: RETURNED}
+        assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
         assert len(peer.published) == 4
         assert peer.connections == 1
+        assert outcomes(transport.send(messages(1, first=2), soon())) == {2: CONFIRMED}, "sent again, because it was returned"
+        assert ids(peer.published) == ["m1", "m2", "m3", "m4", "m2"]
+
+    @pytest.mark.parametrize("changed", [{"id": "other"}, {"body": b"[]"}, {"headers": {"a": 1}}, {"replayed": True}])
+    def test_late_confirm_does_not_confirm_another_message_at_its_position(self, peer, transport, changed):
+        """As after a failover, or after an operator has corrected and restored the message."""
+        self.send_in_vain(peer, transport)
+        peer.ack(1)
+        peer.script = lambda message: [partial(peer.ack, message)]
+        transport.send(messages(1, first=2), soon())
+        assert transport.unconfirmed() == {}
+
+        assert outcomes(transport.send(messages(1, **changed), soon())) == {1: CONFIRMED}
+
+        assert len(peer.published) == 3
+
+    def test_confirm_that_came_while_this_process_was_frozen_is_taken(self, peer, transport, monkeypatch):
+        self.send_in_vain(peer, transport)
+        peer.ack(1)
+        monkeypatch.setattr(amqp, "monotonic", lambda: monotonic() + AN_HOUR)
+
+        assert transport.unconfirmed() == {}
+
+        assert outcomes(transport.send(messages(1), monotonic() + 2 * AN_HOUR)) == {1: CONFIRMED}
+        assert (peer.connections, len(peer.published)) == (1, 1)
+
+    def test_confirm_of_a_message_that_is_not_sent_again_is_logged(self, peer, transport, monkeypatch, caplog):
+        """As after a cancel while the confirm was awaited."""
+        caplog.set_level(logging.INFO)
+        self.send_in_vain(peer, transport)
+        peer.ack(1)
+        transport.idle()
+        transport.unconfirmed()
+        monkeypatch.setattr(amqp, "monotonic", lambda: monotonic() + AN_HOUR)
+
+        assert transport.unconfirmed() == {}
+
+        assert "confirmed message m1 after its deadline, so it is delivered" in caplog.text
+        assert transport.answers(messages(1)) == {}
+
+    @pytest.mark.parametrize("is_answered", [True, False])
+    def test_message_that_closes_the_channel_is_sought_among_its_batch_unless_an_earlier_one_may_be_the_cause(
+        self, peer, transport, is_answered
+    ):
+        self.send_in_vain(peer, transport)
+        if is_answered:
+            peer.ack(1)
+        when_all_have_arrived(peer, 3, partial(peer.close_channel, 406, "PRECONDITION_FAILED"))
+
+        sent = transport.send(messages(2, first=2), soon())
+
+        assert (sent.suspected, sent.suspicious) == (([2, 3], False) if is_answered else ([], True))
+
+    def send_in_vain(self, peer, transport):
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            assert outcomes(transport.send(messages(1), soon())) == {}
+        transport.connect()
 
 
 class TestEndOfAConnection:

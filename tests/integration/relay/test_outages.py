@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 
 import pytest
 from django.db import connection, transaction
@@ -14,6 +15,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live
+from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     TOPIC,
@@ -281,6 +283,22 @@ class TestLateConfirms:
                 wait_until(lambda: relay.published == 100)
                 stuck = [message for message in peer.published if message.routing_key != TOPIC]
                 assert len(stuck) == len(set(ids(stuck)))
+
+    def test_broker_that_confirms_nothing_gets_one_message_in_a_pass_beyond_two_batches(self, late, monkeypatch):
+        sizes, send = [], AmqpTransport.send
+
+        def counted(transport, messages, deadline):
+            sizes.append(len(messages))
+            return send(transport, messages, deadline)
+
+        monkeypatch.setattr(AmqpTransport, "send", counted)
+        monkeypatch.setattr(late, "ack", lambda message: True)
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}) for _ in range(40)])
+        with relaying(late.url, BATCH_DEADLINE=self.DEADLINE / 2, BATCH_SIZE=8):
+            wait_until(lambda: sum(sizes) >= 18)
+
+        assert [size for size, before in zip(sizes, accumulate([0, *sizes]), strict=False) if before >= 16 and size > 1] == []
 
 
 def published_so_far():

@@ -12,6 +12,7 @@ from outbox import Draft, publish_many, signals
 from outbox.database.now import DatabaseTime
 from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import OutboxMessage
+from outbox.pausing import pause
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, operating, settling
@@ -279,6 +280,30 @@ class TestUnknownOutcome:
         one_pass(transport)
 
         assert states() == [State.RETRYING]
+
+    @pytest.mark.parametrize("meanwhile", ["expired", "its topic is paused", "an earlier message of its key failed"])
+    def test_message_that_is_confirmed_late_is_published_whatever_happened_meanwhile(
+        self, peer, transport, signals_sent, meanwhile
+    ):
+        earlier = published(key="k", delay=timedelta(hours=1))
+        late = published(key="k", expires_in=timedelta(hours=1))
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+        if meanwhile == "expired":
+            set_columns(late, expires_at=DatabaseTime())
+        elif meanwhile == "its topic is paused":
+            pause(late.topic)
+        else:
+            set_columns(earlier, state=State.RETRYING)
+        peer.ack(1)
+        transport.idle()
+
+        report = one_pass(transport)
+
+        assert (report.published, state_of(late), row_of(late).attempts) == (1, State.PUBLISHED, 1)
+        assert len(peer.published) == 1
+        assert [name for name, *_ in signals_sent] == ["published"]
 
 
 def connect_again(transport):

@@ -379,6 +379,27 @@ class TestRabbitMQ:
         assert Operation.objects.get().done == 60
         assert len(peer.published) < 5 * len(messages)
 
+    @pytest.mark.parametrize("batch_bytes", [1, 20], ids=["[a], [k1], [k2]", "[a, k1], [k2]"])
+    def test_unconfirmed_message_stops_the_parts_after_it_and_keeps_those_before(self, peer, batch_bytes):
+        """A batch of large messages is sent in parts."""
+        messages = sent(1) + sent(2, key="k")
+        unconfirmed = []
+
+        def confirm_others(arrived):
+            if ids([arrived]) != ids(messages[1:2]) or unconfirmed:
+                return [lambda: peer.ack(arrived)]
+            unconfirmed.append(arrived)
+            return []
+
+        peer.script = confirm_others
+        options = {"BROKER_URL": peer.url, "BATCH_DEADLINE": timedelta(seconds=2), "BATCH_BYTES": batch_bytes}
+        with override_settings(OUTBOX=options):
+            replayed()
+
+        a, k1, k2 = ids(messages)
+        assert ids(peer.published) == [a, k1, k1, k2]
+        assert Operation.objects.get().done == 3
+
     @pytest.mark.parametrize("bytes_before_the_end", [50, 80, 110])
     def test_connection_that_is_reset_while_the_queue_of_a_group_is_looked_up_fails_no_message(
         self, broker, bytes_before_the_end
