@@ -17,7 +17,7 @@ import dj_database_url
 SECRET_KEY = "benchmarks"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox", "inbox", "benchmarks.shop"]
+INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "benchmarks.shop"]
 DATABASES = {"default": dj_database_url.parse(os.environ["DATABASE_URL"])}
 
 

@@ -1,14 +1,15 @@
-"""The conditions that raise alerts of the inbox; see `outbox.console.alerts`."""
+"""The conditions that raise alerts of the inbox; see `exactly_once.operators.alerts`."""
 
 from __future__ import annotations
 
+from exactly_once.display import duration
+from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.operators.alert_table import Key
+from exactly_once.operators.alerts import Conditions
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
 from inbox.store import alerting, heartbeats
-from outbox.console.alert_options import AlertOptions
-from outbox.console.alerts import Conditions
-from outbox.console.display import duration
-from outbox.database.alert_table import Key
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
@@ -38,4 +39,4 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     return found
 
 
-CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: inbox_options().alerts)
+CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: inbox_options().alerts, messages=InboxMessage)

@@ -1,5 +1,8 @@
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.apps import require_installed
 
 
 class InboxConfig(AppConfig):
@@ -7,16 +10,23 @@ class InboxConfig(AppConfig):
     verbose_name = "Inbox"
     default_auto_field = "django.db.models.BigAutoField"
 
+    def import_models(self) -> None:
+        require_installed(self)
+        super().import_models()
+
     def ready(self) -> None:
+        from exactly_once.operators.alerts import register_conditions
+        from exactly_once.operators.heartbeat_table import ProcessKind, register_process_kind
+        from exactly_once.operators.trail import register
+        from exactly_once.process.logs import escape_log_lines
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.alerting import CONDITIONS
         from inbox.store import life
-        from outbox.console.alerts import register_conditions
-        from outbox.console.trail import register
-        from outbox.kernel.logs import escape_log_lines
+        from inbox.store.heartbeats import consumers
 
         escape_log_lines()
         register("inbox", life)
+        register_process_kind(ProcessKind(app="inbox", name=_("consumer"), heartbeats=consumers))
         register_conditions("inbox", CONDITIONS)
 
         autodiscover_modules("handlers")

@@ -13,18 +13,18 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
+from exactly_once import settings as options
+from exactly_once.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
+from exactly_once.masking import masked
+from exactly_once.operators.redaction import unloadable_redactors
+from exactly_once.sql.connections import with_table
+from exactly_once.sql.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options, keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.receiving.past import has_outbox
 from inbox.renaming import names_without_code, warnings_of_new_names
-from outbox.console.redaction import unloadable_redactors
-from outbox.database.connections import with_table
-from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
-from outbox.kernel import options
-from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
-from outbox.kernel.masking import masked
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
 

@@ -11,14 +11,14 @@ from typing import Any
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from outbox.console.alert_options import AlertOptions, read_alerts
-from outbox.console.http_options import HttpOptions, read_http
-from outbox.kernel import options
-from outbox.kernel.body import BODY_LIMIT_BYTES
-from outbox.kernel.broker import why_no_exchange
-from outbox.kernel.masking import kind, masked, quoted, why_unreadable
-from outbox.kernel.retry import RetryPolicy
-from outbox.kernel.text import why_unfit
+from exactly_once import settings as options
+from exactly_once.broker import why_no_exchange
+from exactly_once.http_options import HttpOptions, read_http
+from exactly_once.masking import kind, masked, quoted, why_unreadable
+from exactly_once.operators.alert_options import AlertOptions, read_alerts
+from exactly_once.wire.body import BODY_LIMIT_BYTES
+from exactly_once.wire.retry import RetryPolicy
+from exactly_once.wire.text import why_unfit
 
 LOCAL_BROKER = "local://"
 IN_THE_DATABASE = "database"
@@ -70,12 +70,12 @@ class InboxOptions:
         TRAIL_RETENTION: how long the trail is stored.
         AUDIT_RETENTION: how long entries of the audit log are kept.
         OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
-        ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
-        HTTP: the options of the HTTP API, see `outbox.console.http_options.HttpOptions`; {} takes `OUTBOX["HTTP"]`.
-        REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "" takes
-            `OUTBOX["REDACT"]`.
+        ALERTS: the options of alerts, see `exactly_once.operators.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
+        HTTP: the options of the HTTP API, see `exactly_once.http_options.HttpOptions`; {} takes `OUTBOX["HTTP"]`.
+        REDACT: the dotted path of a function that redacts payloads for the admin, see
+            `exactly_once.operators.redaction`; "" takes `OUTBOX["REDACT"]`.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
-            `outbox.kernel.redactors`; "" takes `OUTBOX["REDACT_ERRORS"]`.
+            `exactly_once.redactors`; "" takes `OUTBOX["REDACT_ERRORS"]`.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.

@@ -8,13 +8,13 @@ from typing import Any
 from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
+from exactly_once.operators.dead_letters import Letters, Refused, plain, value_of
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State, Step
 from inbox.receiving.reading import outside_window, stored_envelope
 from inbox.store import dead_letters
-from outbox.console.dead_letters import Letters, Refused, plain, value_of
-from outbox.kernel.text import ERROR_LENGTH, printable
 
 _STEPS = "steps"
 _STEP_FIELDS: Mapping[str, Any] = {name: Step._meta.get_field(name) for name in dead_letters.STEP_COLUMNS}

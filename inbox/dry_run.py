@@ -19,6 +19,13 @@ from typing import Any
 from django.db import Error, connections, transaction
 from django.db.backends.signals import connection_created
 
+from exactly_once.operators import dry_run as publishing
+from exactly_once.operators.dry_run import WouldPublish
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.wire.body import Undecodable
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import HandlerTimeout, InboxError, Reject, RetryLater, TransactionControl
 from inbox.handlers.handler import Handler
@@ -29,13 +36,6 @@ from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.statements import controls_transaction
-from outbox.console import dry_run as publishing
-from outbox.console.dry_run import WouldPublish
-from outbox.database.connections import is_postgresql
-from outbox.kernel.body import Undecodable
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.text import describe
-from outbox.kernel.wire import CELERY_TOPICS
 
 RUNNABLE = (State.DEAD, State.RETRYING)
 LONGEST = timedelta(seconds=30)

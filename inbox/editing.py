@@ -14,6 +14,14 @@ from typing import Any
 from django.db import OperationalError
 from django.db.models import F
 
+from exactly_once.difference import difference
+from exactly_once.display import as_editable
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.faults import is_collision
+from exactly_once.wire.body import Undecodable, decode_payload
+from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import why_unfit
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotEditable
 from inbox.handlers.handler import Handler
@@ -25,14 +33,6 @@ from inbox.store import operating, ordering
 from inbox.store.intake import Incoming, store_incoming
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail import record
-from outbox.console.difference import difference
-from outbox.console.display import as_editable
-from outbox.database.connections import lock_timeout
-from outbox.database.faults import is_collision
-from outbox.kernel.body import Undecodable, decode_payload
-from outbox.kernel.envelope import COMPRESSION, JSON, compression_of, headers_as_json
-from outbox.kernel.text import why_unfit
-from outbox.kernel.wire import CELERY_TOPICS
 
 _STEPS_NAMED = 5
 

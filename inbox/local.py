@@ -13,6 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from django.db import DatabaseError, transaction
 
+from exactly_once.broker import queue_name
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.faults import is_about_values
+from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
+from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.housekeeping import housekeepers
@@ -26,11 +31,6 @@ from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.database.faults import is_about_values
-from outbox.kernel.broker import queue_name
-from outbox.kernel.clock import monotonic
-from outbox.kernel.text import describe
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 
 logger = logging.getLogger(__name__)
 

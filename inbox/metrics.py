@@ -1,6 +1,6 @@
 """The metrics of the inbox, a contract: docs/reference/metrics.md describes each of them."""
 
-from outbox.kernel.meter import SIZES, counter, gauge, histogram
+from exactly_once.metrics import SIZES, counter, gauge, histogram
 
 HANDLED = counter("inbox_handled_total", "Messages whose effect is committed.", "handler")
 FAILED_ATTEMPTS = counter("inbox_failed_attempts_total", "Attempts that raised an exception.", "handler")

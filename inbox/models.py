@@ -10,12 +10,9 @@ from django.db.models.functions import Coalesce
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
-from outbox.database.audit_model import AuditRecord
-from outbox.database.minutes import MinuteRow, minute_indexes
-from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
-from outbox.database.process_model import ProcessHeartbeat
-from outbox.kernel.text import NAME_LENGTH
+from exactly_once.operators.minutes import MinuteRow, minute_indexes
+from exactly_once.operators.process_model import ProcessHeartbeat
+from exactly_once.wire.text import NAME_LENGTH
 
 
 class State(models.TextChoices):
@@ -86,7 +83,7 @@ class InboxMessage(models.Model):
     # Refused by the maximum message age: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
-    # What failed and where, see `outbox.kernel.failures`; since when it fails so, and when it last did. A deferred message has
+    # What failed and where, see `exactly_once.failures`; since when it fails so, and when it last did. A deferred message has
     # a class, but does not fail. The latest failed attempts, each with its traceback, stay when the message is done.
     error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
     error_place = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
@@ -308,42 +305,8 @@ class HandlerStart(models.Model):
         return self.handler
 
 
-class AuditEntry(AuditRecord):
-    """What an operator has done: see `outbox.console.audit`."""
-
-    class Meta:
-        verbose_name = _("audit log entry")
-        verbose_name_plural = _("audit log entries")
-        default_permissions = ("view",)
-        permissions = (("export_auditentry", "Can export the audit log"),)
-        indexes = (
-            models.Index(fields=["at"], name="inbox_audit_at"),
-            models.Index(fields=["kind", "object_id"], name="inbox_audit_object"),
-        )
-
-
-class Alert(AlertRecord):
-    """A condition that needs an operator: see `outbox.console.alerts`."""
-
-    class Meta:
-        verbose_name = _("alert")
-        default_permissions = ("view",)
-        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
-        constraints = (
-            models.UniqueConstraint(fields=["condition", "object"], name="inbox_alert_open", condition=Q(cleared_at=None)),
-        )
-        indexes = (models.Index(fields=["send_at"], name="inbox_alert_unsent", condition=Q(send_at__isnull=False)),)
-
-
-class AlertLease(AlertLeaseRecord):
-    """The leases of the processes that evaluate the alerts and do the housekeeping."""
-
-    class Meta:
-        default_permissions = ()
-
-
 class MinuteStatistics(MinuteRow):
-    """What one process counted in one minute, of one handler or of all; see `outbox.database.minutes`.
+    """What one process counted in one minute, of one handler or of all; see `exactly_once.operators.minutes`.
 
     `deferred` counts the attempts that ended with RetryLater, `repeats` the duplicates that were published again under the same
     biz-id. `to_inbox` has the times from the due time in a message's header until it was received, `to_effect` those from then
@@ -389,27 +352,3 @@ class DatabaseHealth(MinuteStatistics):
         verbose_name = _("database health")
         verbose_name_plural = _("database health")
         default_permissions = ("view",)
-
-
-class Operation(AbstractOperation):
-    """A bulk operation on messages of the inbox."""
-
-    class Meta(AbstractOperation.Meta):
-        indexes = (models.Index(fields=["state"], name="inbox_operation_open", condition=Q(state__in=["planned", "running"])),)
-
-
-class OperationPart(AbstractOperationPart):
-    """Some rows of an operation that are not processed yet."""
-
-    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="parts")
-
-    class Meta(AbstractOperationPart.Meta):
-        pass
-
-
-class FailureNote(AbstractFailureNote):
-    """A note on the messages that fail for one reason at one place in the code."""
-
-    class Meta(AbstractFailureNote.Meta):
-        permissions = (("note_failurenote", "Can write notes on failure groups"),)
-        constraints = (models.UniqueConstraint(fields=["error_class", "place"], name="inbox_failure_note_once"),)

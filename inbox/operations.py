@@ -11,17 +11,17 @@ from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.operators.operation_rows import OperationTable, RowOutcome, one_by_one
+from exactly_once.operators.operations import BulkAction, Canary, Judgement, Operations
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import Operation, OperationPart, State
+from inbox.models import State
 from inbox.resending import Transition, resending
 from inbox.store import bulk, operating
-from outbox.console.operations import BulkAction, Canary, Judgement, Operations
-from outbox.database.operations import OperationTable, RowOutcome, one_by_one
 
-operations = OperationTable(Operation, OperationPart)
+operations = OperationTable("inbox")
 _REFUSALS = (TaskNotSent, LeaseStoreUnavailable)
 
 

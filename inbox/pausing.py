@@ -7,10 +7,10 @@ from functools import partial
 
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from exactly_once.wire.identity import process_name
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.store import pausing
-from outbox.kernel.identity import process_name
 
 logger = logging.getLogger(__name__)
 

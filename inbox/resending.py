@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from django.db import transaction
 
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import describe
 from inbox.errors import TaskNotSent
 from inbox.models import InboxMessage
-from outbox.kernel.text import describe
-from outbox.kernel.wire import CELERY_TOPICS
 
 Transition = Callable[[str, int], bool]
 

@@ -17,6 +17,9 @@ from math import inf
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.reminder import Reminder
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
@@ -34,9 +37,6 @@ from inbox.store import claims, due, ordering, pausing, starts
 from inbox.store.heartbeats import running_handlers
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from exactly_once.transport import OutgoingMessage, Sent
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
@@ -18,7 +19,6 @@ from inbox.handlers.registry import registry
 from inbox.local import LocalTransport
 from inbox.receiving.past import waiting_among, wanting_on
 from inbox.store import starts
-from outbox.kernel.transport import OutgoingMessage, Sent
 
 
 def starts_on(alias: str, *, is_local: bool) -> Starts | None:

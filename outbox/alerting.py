@@ -1,12 +1,13 @@
-"""The conditions that raise alerts of the outbox; see `console.alerts`."""
+"""The conditions that raise alerts of the outbox; see `exactly_once.operators.alerts`."""
 
 from __future__ import annotations
 
+from exactly_once.display import duration
+from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.operators.alert_table import Key
+from exactly_once.operators.alerts import Conditions
 from outbox.conf import outbox_options
-from outbox.console.alert_options import AlertOptions
-from outbox.console.alerts import Conditions
-from outbox.console.display import duration
-from outbox.database.alert_table import Key
+from outbox.models import OutboxMessage
 from outbox.store import alerting
 
 
@@ -32,4 +33,4 @@ def _paused(by: str, reason: str, options: AlertOptions) -> str:
     return f"It has been paused for more than {duration(options.PAUSED_FOR)} by {by or 'the circuit breaker'}{why}"
 
 
-CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: outbox_options().alerts)
+CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: outbox_options().alerts, messages=OutboxMessage)

@@ -20,15 +20,15 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry import tracing
+from exactly_once.wire.context import OUTER_CORRELATION, caused_by, current_cause
+from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
+from exactly_once.wire.identity import new_message_id, new_message_ids
+from exactly_once.wire.text import why_no_topic, why_unfit
 from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
-from outbox.kernel import tracing
-from outbox.kernel.clock import utcnow
-from outbox.kernel.context import OUTER_CORRELATION, caused_by, current_cause
-from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
-from outbox.kernel.identity import new_message_id, new_message_ids
-from outbox.kernel.text import why_no_topic, why_unfit
 from outbox.store import writing
 from outbox.store.unique import find_unique
 

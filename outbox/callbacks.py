@@ -18,7 +18,7 @@ from uuid import UUID
 from asgiref.sync import async_to_sync
 from django.apps import apps
 
-from outbox.kernel.text import why_no_topic, why_unfit
+from exactly_once.wire.text import why_no_topic, why_unfit
 
 Event = Literal["published", "dead"]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from asgiref.sync import AsyncToSync, async_to_sync
 
-from outbox.kernel.text import why_no_topic
+from exactly_once.wire.text import why_no_topic
 
 
 class Answer(StrEnum):

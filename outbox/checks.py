@@ -16,13 +16,13 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
+from exactly_once import settings as options
+from exactly_once.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
+from exactly_once.masking import masked
+from exactly_once.operators.redaction import unloadable_redactors
+from exactly_once.sql.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.console.redaction import unloadable_redactors
-from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
-from outbox.kernel import options
-from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
-from outbox.kernel.masking import masked
 from outbox.models import OutboxMessage
 from outbox.store import claiming, history
 from outbox.transports import transport_class

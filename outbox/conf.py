@@ -11,12 +11,12 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from outbox.console.alert_options import AlertOptions, read_alerts
-from outbox.console.http_options import HttpOptions, read_http
-from outbox.kernel import options
-from outbox.kernel.broker import why_no_exchange
-from outbox.kernel.masking import quoted
-from outbox.kernel.retry import RetryPolicy
+from exactly_once import settings as options
+from exactly_once.broker import why_no_exchange
+from exactly_once.http_options import HttpOptions, read_http
+from exactly_once.masking import quoted
+from exactly_once.operators.alert_options import AlertOptions, read_alerts
+from exactly_once.wire.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
@@ -70,11 +70,12 @@ class OutboxOptions:
         TRAIL_RETENTION: how long trail entries are kept.
         AUDIT_RETENTION: how long entries of the audit log are kept.
         OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
-        ALERTS: the options of alerts, see `outbox.console.alert_options.AlertOptions`.
-        HTTP: the options of the HTTP API, see `outbox.console.http_options.HttpOptions`.
-        REDACT: the dotted path of a function that redacts payloads for the admin, see `outbox.console.redaction`; "": none.
+        ALERTS: the options of alerts, see `exactly_once.operators.alert_options.AlertOptions`.
+        HTTP: the options of the HTTP API, see `exactly_once.http_options.HttpOptions`.
+        REDACT: the dotted path of a function that redacts payloads for the admin, see
+            `exactly_once.operators.redaction`; "": none.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
-            `outbox.kernel.redactors`; "": none.
+            `exactly_once.redactors`; "": none.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
         WATCHDOG: a relay process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.console.dead_letters import Letters
+from exactly_once.operators.dead_letters import Letters
 from outbox.models import OutboxMessage
 from outbox.store.dead_letters import COLUMNS
 

@@ -17,10 +17,10 @@ from typing import Protocol
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from exactly_once.wire.text import why_unfit
 from outbox import doorbell
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
-from outbox.kernel.text import why_unfit
 from outbox.states import CANCEL, RESCHEDULE
 from outbox.store import operating
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.loop import Bell
 from outbox.conf import outbox_options
-from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.loop import Bell
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -10,9 +10,9 @@ from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, In
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Coalesce
 
-from outbox.database.fields import FIRST_INSTANT, LAST_INSTANT
-from outbox.database.now import DatabaseTime
-from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
+from exactly_once.sql.fields import FIRST_INSTANT, LAST_INSTANT
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -1,6 +1,6 @@
 """The metrics of the outbox, a contract: docs/reference/metrics.md describes each of them."""
 
-from outbox.kernel.meter import SIZES, counter, gauge, histogram
+from exactly_once.metrics import SIZES, counter, gauge, histogram
 
 PUBLISHED = counter("outbox_published_total", "Messages that the broker has confirmed.", "topic")
 FAILED_ATTEMPTS = counter(

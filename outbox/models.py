@@ -7,14 +7,11 @@ from django.db.models import Q
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
-from outbox.database.audit_model import AuditRecord
-from outbox.database.fields import InstantField, ReadableJSONField
-from outbox.database.minutes import MinuteRow, minute_indexes
-from outbox.database.operation_models import AbstractFailureNote, AbstractOperation, AbstractOperationPart
-from outbox.database.process_model import ProcessHeartbeat
-from outbox.kernel.identity import new_message_id
-from outbox.kernel.text import NAME_LENGTH
+from exactly_once.operators.minutes import MinuteRow, minute_indexes
+from exactly_once.operators.process_model import ProcessHeartbeat
+from exactly_once.sql.fields import InstantField, ReadableJSONField
+from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.text import NAME_LENGTH
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 
 SHARDS = 64
@@ -270,42 +267,8 @@ class RelayHeartbeat(ProcessHeartbeat):
         )
 
 
-class AuditEntry(AuditRecord):
-    """What an operator has done: see `outbox.console.audit`."""
-
-    class Meta:
-        verbose_name = _("audit log entry")
-        verbose_name_plural = _("audit log entries")
-        default_permissions = ("view",)
-        permissions = (("export_auditentry", "Can export the audit log"),)
-        indexes = (
-            models.Index(fields=["at"], name="outbox_audit_at"),
-            models.Index(fields=["kind", "object_id"], name="outbox_audit_object"),
-        )
-
-
-class Alert(AlertRecord):
-    """A condition that needs an operator: see `outbox.console.alerts`."""
-
-    class Meta:
-        verbose_name = _("alert")
-        default_permissions = ("view",)
-        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
-        constraints = (
-            models.UniqueConstraint(fields=["condition", "object"], name="outbox_alert_open", condition=Q(cleared_at=None)),
-        )
-        indexes = (models.Index(fields=["send_at"], name="outbox_alert_unsent", condition=Q(send_at__isnull=False)),)
-
-
-class AlertLease(AlertLeaseRecord):
-    """The leases of the processes that evaluate the alerts and do the housekeeping."""
-
-    class Meta:
-        default_permissions = ()
-
-
 class MinuteStatistics(MinuteRow):
-    """What one relay counted in one minute, of one topic or of all; see `outbox.database.minutes`.
+    """What one relay counted in one minute, of one topic or of all; see `exactly_once.operators.minutes`.
 
     `to_broker` has the times from the due time of a message until the broker's confirm is stored.
     """
@@ -344,27 +307,3 @@ class DatabaseHealth(MinuteStatistics):
         verbose_name = _("database health")
         verbose_name_plural = _("database health")
         default_permissions = ("view",)
-
-
-class Operation(AbstractOperation):
-    """A bulk operation on messages of the outbox."""
-
-    class Meta(AbstractOperation.Meta):
-        indexes = (models.Index(fields=["state"], name="outbox_operation_open", condition=Q(state__in=["planned", "running"])),)
-
-
-class OperationPart(AbstractOperationPart):
-    """Some rows of an operation that are not processed yet."""
-
-    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="parts")
-
-    class Meta(AbstractOperationPart.Meta):
-        pass
-
-
-class FailureNote(AbstractFailureNote):
-    """A note on the messages of one topic that fail for one reason."""
-
-    class Meta(AbstractFailureNote.Meta):
-        permissions = (("note_failurenote", "Can write notes on failure groups"),)
-        constraints = (models.UniqueConstraint(fields=["error_class", "place"], name="outbox_failure_note_once"),)

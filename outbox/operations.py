@@ -9,15 +9,14 @@ from typing import Any
 
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.operators.operations import BulkAction, Canary, Judgement, Perform
 from outbox import doorbell
-from outbox.console.operations import BulkAction, Canary, Judgement, Perform
-from outbox.database.operations import OperationTable, RowOutcome
-from outbox.models import Operation, OperationPart
 from outbox.states import CANCEL, PUBLISH_NOW, RESTORE, State, Transition
 from outbox.store import bulk, operating
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED, restore_some
 
-operations = OperationTable(Operation, OperationPart)
+operations = OperationTable("outbox")
 
 _WHY = {
     LOCKED: "another transaction has locked it, or it no longer exists",

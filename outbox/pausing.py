@@ -9,10 +9,10 @@ from functools import partial
 
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox import doorbell
 from outbox.errors import InvalidMessage
-from outbox.kernel.identity import process_name
-from outbox.kernel.text import NAME_LENGTH, why_no_topic
 from outbox.store import pausing
 
 logger = logging.getLogger(__name__)

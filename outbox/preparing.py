@@ -19,13 +19,13 @@ from typing import Any, Self
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.wire.envelope import HeaderValue
+from exactly_once.wire.identity import new_message_id
 from outbox import doorbell
 from outbox.api import Draft, in_transaction, new_row
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
-from outbox.kernel.envelope import HeaderValue
-from outbox.kernel.identity import new_message_id
 from outbox.states import State
 from outbox.store import preparing, writing
 

@@ -14,17 +14,17 @@ from typing import Any
 import kombu
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from exactly_once.broker import speaks_amqp
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.context import current_cause
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.formats import CELERY_TOPICS, Wire
+from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.text import describe, fit
 from outbox import doorbell
 from outbox.api import MAX_PRIORITY, TRACEPARENT
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge
-from outbox.kernel.broker import speaks_amqp
-from outbox.kernel.clock import utcnow
-from outbox.kernel.context import current_cause
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.identity import new_message_id
-from outbox.kernel.text import describe, fit
-from outbox.kernel.wire import CELERY_TOPICS, Wire
 from outbox.store import writing
 from outbox.transports.frames import FrameWriter
 

@@ -54,6 +54,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.admin",
     "django.contrib.staticfiles",
+    "exactly_once",
     "outbox",
     "inbox",
     "inbox.joins",

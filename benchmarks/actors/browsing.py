@@ -54,7 +54,7 @@ PAGES = {
     "outbox: search for a key": f"{OUTBOX}?q=key:customer-4",
     "inbox: list of failed attempts": f"{INBOX}?attempts=5",
     "inbox: search in headers": f"{INBOX}?q=headers.tenant:acme",
-    "outbox: failure groups": "/admin/outbox/failurenote/",
+    "outbox: failure groups": "/admin/exactly_once/failurenote/",
     "inbox: list": INBOX,
     "inbox: list of done": f"{INBOX}?state=done",
     "inbox: list of skipped": f"{INBOX}?state=skipped",
@@ -63,7 +63,7 @@ PAGES = {
     "inbox: list of overdue": f"{INBOX}?stuck=overdue",
     "inbox: list of duplicates": f"{INBOX}?duplicates=any",
     "inbox: search for a biz-id": f"{INBOX}?q=old-1000",
-    "inbox: failure groups": "/admin/inbox/failurenote/",
+    "inbox: failure groups": "/admin/exactly_once/failurenote/",
     "outbox: database health": "/admin/outbox/databasehealth/",
     "inbox: database health": "/admin/inbox/databasehealth/",
 }

@@ -27,7 +27,7 @@ from django.db import connection, transaction
 from django.db.models import F
 
 from benchmarks.lab.workload import ACCOUNTS, TOPIC, biz_id, many_customers, payload
-from outbox.kernel.identity import new_message_id
+from exactly_once.wire.identity import new_message_id
 
 
 class Client:

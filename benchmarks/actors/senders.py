@@ -30,7 +30,7 @@ import django
 from benchmarks.lab.arrivals import connected
 from benchmarks.lab.confirms import Unconfirmed
 from benchmarks.lab.workload import EXCHANGE
-from outbox.kernel.envelope import Envelope
+from exactly_once.wire.envelope import Envelope
 
 WINDOW = 1000
 PERSISTENT = 2
@@ -92,9 +92,9 @@ def transport(envelopes: Sequence[Envelope], *, lanes: int) -> Timed:
 
 def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[float, float]:
     """When it began and ended, after its first batch."""
+    from exactly_once.process.clock import monotonic  # noqa: PLC0415
+    from exactly_once.transport import OutgoingMessage, PublishOutcome, Sent  # noqa: PLC0415
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
-    from outbox.kernel.clock import monotonic  # noqa: PLC0415
-    from outbox.kernel.transport import OutgoingMessage, PublishOutcome, Sent  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     options = outbox_options()

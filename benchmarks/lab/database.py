@@ -22,7 +22,7 @@ import psycopg
 from psycopg import sql
 
 from benchmarks.lab.workload import Due, Keys, Topics, biz_id, number_of, one_topic, payload, serialised
-from outbox.kernel.identity import new_message_id
+from exactly_once.wire.identity import new_message_id
 
 OUTBOX = sql.Identifier("outbox_outboxmessage")
 LIVE = sql.Identifier("outbox_outboxmessage_live")

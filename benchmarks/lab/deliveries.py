@@ -20,8 +20,8 @@ from benchmarks.lab.project import Project
 from benchmarks.lab.record import Verdict
 from benchmarks.lab.waiting import Progress
 from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, HANDLER, PAST, TOPIC, Keys, biz_id, payload, serialised
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.identity import new_message_id
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.identity import new_message_id
 
 PERSISTENT = 2
 WINDOW = 1000

@@ -1,8 +1,6 @@
 """The inbox in Django's admin."""
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
-    alerts,
-    audit,
     consumers,
     failures,
     health,

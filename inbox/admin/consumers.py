@@ -10,10 +10,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.display import NOTHING, identifier, stacked
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.models import ConsumerHeartbeat
-from outbox.console.display import NOTHING, identifier, stacked
-from outbox.console.process_admin import ProcessAdmin
 
 _HANDLERS_IN_THE_LIST = 3
 

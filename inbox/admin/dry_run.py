@@ -7,13 +7,12 @@ from typing import Any
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.attempts import attempts
+from exactly_once.display import Tone, as_text, badge, folded, identifier
+from exactly_once.operators.redaction import Redaction
 from inbox.dry_run import DryRun
-from outbox.console.attempts import attempts
-from outbox.console.display import Tone, as_text, badge, folded, identifier
-from outbox.console.pages import Page
-from outbox.console.redaction import Redaction
 
-DRY_RUN: Any = Page("dry_run.html")
+DRY_RUN = "exactly_once/dry_run.html"
 
 _OUTCOMES = {
     "handled": (_("It would be handled"), Tone.DONE),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from django.contrib import admin
 from django.utils.translation import gettext_lazy as _
 
-from inbox.models import FailureNote, InboxMessage, Operation
+from exactly_once.admin.failures import FailingMessages, FailureFilter, register_failing
+from exactly_once.admin.message_filters import ErrorClassFilter
+from exactly_once.admin.planning import Planner
+from exactly_once.operators.operations import BulkActions, register_bulk_actions
+from inbox.models import InboxMessage
 from inbox.operations import ACTIONS, operations
 from inbox.store.groups import groups, notes
-from outbox.console.failure_admin import FailureFilter, FailureGroupAdmin
-from outbox.console.message_filters import ErrorClassFilter
-from outbox.console.operation_admin import OperationAdmin
-from outbox.console.planning import Planner
 
 planner = Planner(operations, ACTIONS)
 
@@ -30,23 +27,12 @@ class InboxErrorClassFilter(ErrorClassFilter):
     groups = groups
 
 
-@admin.register(FailureNote)
-class InboxFailureGroupAdmin(FailureGroupAdmin):
-    """By exception class and place."""
-
-    groups = groups
-    notes = notes
-    planner = planner
-    messages_model = InboxMessage
-    view_permission = f"{InboxMessage._meta.app_label}.view_inboxmessage"
-    place_label = _("Place")
-    who_label = _("Handlers")
-
-
-@admin.register(Operation)
-class InboxOperationAdmin(OperationAdmin):
-    """Operations on messages of the inbox."""
-
-    table = operations
-    bulk_actions: ClassVar = ACTIONS
-    view_permission = f"{InboxMessage._meta.app_label}.view_inboxmessage"
+register_failing(
+    FailingMessages(
+        groups=groups, notes=notes, planner=planner, model=InboxMessage, place_label=_("Place"), who_label=_("Handlers")
+    )
+)
+register_bulk_actions(
+    operations.app,
+    BulkActions(actions=ACTIONS, label=InboxMessage._meta.app_label, view=f"{InboxMessage._meta.app_label}.view_inboxmessage"),
+)

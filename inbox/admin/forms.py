@@ -10,11 +10,11 @@ from django import forms
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.difference import as_html
 from inbox.dry_run import LONGEST
 from inbox.editing import correct, editable
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage
-from outbox.console.difference import as_html
 
 _LARGEST_EDITED = 256 * 1024
 """In characters. A larger form may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE after encoding."""

@@ -8,14 +8,14 @@ from django.apps import apps
 from django.contrib import admin
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin import health as health_admin
+from exactly_once.admin.health import HealthAdmin, link_of, oldest, warnings
+from exactly_once.admin.sections import Attention, Fact, Link
+from exactly_once.operators import database_health as health
+from exactly_once.operators.minutes import database_time
 from inbox.conf import inbox_options
 from inbox.models import DatabaseHealth
 from inbox.store import figures
-from outbox.console import health_admin
-from outbox.console.health_admin import HealthAdmin, link_of, oldest, warnings
-from outbox.console.overview import Attention, Fact, Link
-from outbox.database import health
-from outbox.database.minutes import database_time
 
 
 @admin.register(DatabaseHealth)

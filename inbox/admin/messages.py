@@ -20,6 +20,39 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import by, counted
+from exactly_once.admin.attempts import attempts
+from exactly_once.admin.failures import failure_text
+from exactly_once.admin.message_filters import (
+    AgeFilter,
+    AttemptsFilter,
+    HostFilter,
+    StateFilter,
+    StuckFilter,
+    TopicFilter,
+    ValueFilter,
+)
+from exactly_once.admin.messages import Counterpart, MessageAdmin
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_json,
+    as_text,
+    badge,
+    folded,
+    identifier,
+    moment,
+    note,
+    stacked,
+    visible,
+    warning,
+)
+from exactly_once.failures import DEFERRED
+from exactly_once.operators.redaction import Redaction
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.envelope import COMPRESSION
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.admin.dry_run import DRY_RUN, shown_dry_run
 from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
 from inbox.admin.forms import ConflictForm, DryRunForm, EditForm, OverrideForm, SkipForm
@@ -35,39 +68,6 @@ from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
 from inbox.resending import resending
 from inbox.store import heartbeats, operating
-from outbox.console.acting_admin import by, counted
-from outbox.console.attempts import attempts
-from outbox.console.display import (
-    NOTHING,
-    Tone,
-    age,
-    as_json,
-    as_text,
-    badge,
-    folded,
-    identifier,
-    moment,
-    note,
-    stacked,
-    visible,
-    warning,
-)
-from outbox.console.failure_admin import failure_text
-from outbox.console.message_admin import Counterpart, MessageAdmin
-from outbox.console.message_filters import (
-    AgeFilter,
-    AttemptsFilter,
-    HostFilter,
-    StateFilter,
-    StuckFilter,
-    TopicFilter,
-    ValueFilter,
-)
-from outbox.console.redaction import Redaction
-from outbox.database.now import DatabaseTime
-from outbox.kernel.envelope import COMPRESSION
-from outbox.kernel.failures import DEFERRED
-from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""

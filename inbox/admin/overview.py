@@ -9,18 +9,8 @@ from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from inbox.admin.health import health_link, health_warnings, size_of_tables
-from inbox.admin.messages import InboxMessageAdmin
-from inbox.conf import inbox_options
-from inbox.consumer.heartbeat import unattended, what_to_start
-from inbox.handlers.registry import registry
-from inbox.models import Overview, PausedHandler, State
-from inbox.store import figures
-from inbox.store.alerting import newly_conflicting
-from inbox.store.heartbeats import consumers
-from inbox.store.statistics import minutes
-from outbox.console.display import duration, identifier
-from outbox.console.overview import (
+from exactly_once.admin.overview import OverviewAdmin
+from exactly_once.admin.sections import (
     DAY,
     Attention,
     Fact,
@@ -33,9 +23,19 @@ from outbox.console.overview import (
     count_text,
     register,
 )
-from outbox.console.overview_admin import OverviewAdmin
-from outbox.database.minutes import database_time
-from outbox.kernel.wire import CELERY_TOPICS
+from exactly_once.display import duration, identifier
+from exactly_once.operators.minutes import database_time
+from exactly_once.wire.formats import CELERY_TOPICS
+from inbox.admin.health import health_link, health_warnings, size_of_tables
+from inbox.admin.messages import InboxMessageAdmin
+from inbox.conf import inbox_options
+from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.handlers.registry import registry
+from inbox.models import Overview, PausedHandler, State
+from inbox.store import figures
+from inbox.store.alerting import newly_conflicting
+from inbox.store.heartbeats import consumers
+from inbox.store.statistics import minutes
 
 _APP = Overview._meta.app_label
 _VIEW = f"{_APP}.view_inboxmessage"

@@ -14,12 +14,12 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import by, counted
+from exactly_once.admin.paused import PausedAdmin
+from exactly_once.display import Tone, badge, identifier, stacked
 from inbox.errors import UnknownHandler
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.pausing import alias_of, pause_handler, resume_handler
-from outbox.console.acting_admin import by, counted
-from outbox.console.display import Tone, badge, identifier, stacked
-from outbox.console.paused_admin import PausedAdmin
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]

@@ -17,15 +17,15 @@ from typing import Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.json import JSONEncoder, dumps, loads
 
+from exactly_once.wire.envelope import JSON, Envelope
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import fit
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler, as_biz_id
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
 from inbox.receiving.reading import Arrival, outside_window, row_of
-from outbox.kernel.envelope import JSON, Envelope
-from outbox.kernel.text import fit
-from outbox.kernel.wire import CELERY_TOPICS
 
 _NOT_JSON = "text/plain"
 _TRACEPARENT = "traceparent"

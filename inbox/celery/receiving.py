@@ -26,6 +26,9 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601
 from django.db import connections, transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.wire.retry import Pause, RetryPolicy
+from exactly_once.wire.text import describe
 from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
 from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
@@ -39,9 +42,6 @@ from inbox.receiving.transactional import Policy, run_claimed, run_fresh
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.kernel.clock import monotonic
-from outbox.kernel.retry import Pause, RetryPolicy
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from kombu.pools import connections
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 
 _CONFIRM_SECONDS = 30.0
 _CONFIRMING = "py-amqp"

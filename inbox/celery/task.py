@@ -27,11 +27,11 @@ from celery import shared_task
 from celery.contrib.django.task import DjangoTask
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.process.clock import utcnow
 from inbox.celery import statistics
 from inbox.celery.retrying import celery_options, refuse_impossible
 from inbox.errors import NotCallable
 from inbox.handlers.options import Retry
-from outbox.kernel.clock import utcnow
 
 BizId = str | Callable[..., object] | None
 

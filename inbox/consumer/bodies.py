@@ -12,7 +12,7 @@ from typing import Any
 
 import kombu
 
-from outbox.kernel.envelope import COMPRESSION
+from exactly_once.wire.envelope import COMPRESSION
 
 
 def receiving_bodies_as_sent(channel: Any) -> Any:

@@ -24,6 +24,22 @@ import kombu
 from amqp.exceptions import ChannelError
 from django.db import connections
 
+from exactly_once.broker import (
+    BROKER_FAILURES,
+    REFUSAL_REMEDY,
+    connection_attempts,
+    connection_options,
+    describe_refusal,
+    dispatch_what_is_read,
+    is_refusal,
+    read_in_chunks,
+    speaks_amqp,
+)
+from exactly_once.masking import masked
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import Bell, StopRequest, Watchdog
+from exactly_once.process.outage import Outage
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
 from inbox.consumer.bodies import receiving_bodies_as_sent
@@ -39,22 +55,6 @@ from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.kernel.broker import (
-    BROKER_FAILURES,
-    REFUSAL_REMEDY,
-    connection_attempts,
-    connection_options,
-    describe_refusal,
-    dispatch_what_is_read,
-    is_refusal,
-    read_in_chunks,
-    speaks_amqp,
-)
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import Bell, StopRequest, Watchdog
-from outbox.kernel.masking import masked
-from outbox.kernel.outage import Outage
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -18,18 +18,10 @@ from typing import Any
 from django.db import connections
 from django.utils.translation import gettext
 
-from inbox.conf import LOCAL_BROKER, inbox_options
-from inbox.handlers.handler import Handler
-from inbox.handlers.registry import registry
-from inbox.leases.heartbeat import heartbeat as lease_heartbeat
-from inbox.runner import Runner
-from inbox.store import statistics
-from inbox.store.heartbeats import consumers, running_handlers
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.minutes import MinuteWriter
-from outbox.kernel.broker import scheme_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.heartbeat import (
+from exactly_once.broker import scheme_of
+from exactly_once.operators.minutes import MinuteWriter
+from exactly_once.process.clock import monotonic
+from exactly_once.process.heartbeat import (
     AFTER_FAILURE_SECONDS,
     FORGET_SECONDS,
     FORGOTTEN_AFTER,
@@ -41,9 +33,17 @@ from outbox.kernel.heartbeat import (
     one_line,
     resident_bytes,
 )
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.requests import Request
-from outbox.kernel.text import describe
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.requests import Request
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.wire.text import describe
+from inbox.conf import LOCAL_BROKER, inbox_options
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.leases.heartbeat import heartbeat as lease_heartbeat
+from inbox.runner import Runner
+from inbox.store import statistics
+from inbox.store.heartbeats import consumers, running_handlers
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Housekeeping beside a process that runs handlers: delete what `inbox_purge` deletes, see `outbox.console.housekeeping`."""
+"""Housekeeping beside a process that runs handlers: delete what `inbox_purge` deletes, see `operators.housekeeping`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from exactly_once.operators.housekeeping import CHUNK, Housekeeping
+from exactly_once.process.loop import StopRequest
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import AuditEntry, TrailEntry
+from inbox.models import TrailEntry
 from inbox.operations import operations
 from inbox.store import operating
-from outbox.console.housekeeping import CHUNK, Housekeeping
-from outbox.kernel.loop import StopRequest
 
 
 class Housekeeper(Housekeeping):
@@ -23,7 +23,7 @@ class Housekeeper(Housekeeping):
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
         self._delete(operating.purge_settled(self._alias, options.RETENTION, chunk=CHUNK), stop)
-        self._delete_entries(TrailEntry, AuditEntry, operations, options, stop)
+        self._delete_entries(TrailEntry, operations, options, stop)
 
 
 def housekeepers() -> Sequence[Housekeeper]:

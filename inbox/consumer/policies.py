@@ -23,11 +23,11 @@ from urllib.parse import quote, urlsplit
 
 import kombu
 
+from exactly_once.broker import scheme_of, speaks_amqp
+from exactly_once.masking import masked
+from exactly_once.process.loop import StopRequest
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from outbox.kernel.broker import scheme_of, speaks_amqp
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.masking import masked
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

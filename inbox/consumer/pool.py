@@ -18,11 +18,11 @@ from math import inf
 
 from django.db import connections
 
+from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.handlers.handler import Handler
 from inbox.limits import slots
 from inbox.runner import Runner
-from outbox.kernel.clock import monotonic
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,10 @@ from itertools import chain
 import kombu
 from django.db import connections
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.reminder import Reminder
+from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Unanswered
@@ -32,10 +36,6 @@ from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,13 @@ from dataclasses import replace
 
 from django.core.exceptions import ImproperlyConfigured
 
+from exactly_once.broker import scheme_of, why_unusable
+from exactly_once.masking import masked
+from exactly_once.operators.alerts import alerting
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.sql.connections import leave_pools
+from exactly_once.transport import Companion
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
@@ -20,13 +27,6 @@ from inbox.leases.heartbeat import heartbeat
 from inbox.limits.slots import limited_by_default
 from inbox.operations import executor
 from inbox.runner import Runner
-from outbox.console.alerts import alerting
-from outbox.database.connections import leave_pools
-from outbox.kernel.broker import scheme_of, why_unusable
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.kernel.masking import masked
-from outbox.kernel.transport import Companion
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ import kombu
 from amqp import spec
 from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed
 
+from exactly_once import broker
+from exactly_once.broker import EXCHANGE_TYPE, speaks_amqp
+from exactly_once.wire.envelope import ORDERING_KEY_HEADER
+from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
 from inbox.renaming import NameWithoutCode
-from outbox.kernel import broker
-from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
-from outbox.kernel.envelope import ORDERING_KEY_HEADER
-from outbox.kernel.text import describe, fit
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.

@@ -19,6 +19,7 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.wire.text import why_no_topic, why_unfit
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, origin, why_contradictory
 from inbox.handlers.message import BizId, Message
@@ -37,7 +38,6 @@ from inbox.handlers.options import (
     require_value,
 )
 from inbox.handlers.registry import registry
-from outbox.kernel.text import why_no_topic, why_unfit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,11 +13,11 @@ from uuid import UUID
 
 from asgiref.sync import AsyncToSync
 
+from exactly_once.wire.text import fit
 from inbox.errors import NotCallable
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
-from outbox.kernel.text import fit
 
 _EXIT_FORKED = 1
 

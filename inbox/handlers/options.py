@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from outbox.kernel.retry import RetryPolicy
+from exactly_once.wire.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from inbox.handlers.message import Message

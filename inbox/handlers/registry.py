@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.handlers.handler import Handler
-from outbox.kernel.wire import RUN_ELSEWHERE
 
 
 class Registry:

@@ -23,9 +23,9 @@ from math import inf
 
 from django.db import DatabaseError
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import EXIT_SILENT
 from inbox.errors import HandlerTimeout
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import EXIT_SILENT
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from exactly_once.cli.health import Check, check_database, check_processes, of_this_host
 from inbox.handlers.registry import registry
 from inbox.store import heartbeats
-from outbox.console.health import Check, check_database, check_processes, of_this_host
 
 KIND = "consumer"
 

@@ -2,8 +2,8 @@
 
 from django.urls import path
 
+from exactly_once.cli.health import live_view, ready_view
 from inbox.health.checks import service_checks
-from outbox.console.health import live_view, ready_view
 
 app_name = "inbox_health"
 urlpatterns = [

@@ -8,6 +8,10 @@ from http import HTTPStatus
 
 from django.http import HttpRequest
 
+from exactly_once.http.api import Api, answers
+from exactly_once.http.problems import Problem
+from exactly_once.http.tokens import client_of, require
+from exactly_once.http_options import HttpOptions
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.http import reading
@@ -16,10 +20,6 @@ from inbox.http.schemas import Extension, LeasedMessage, LeasedMessages, Leases,
 from inbox.http.subscribing import subscription
 from inbox.http.waiting import places_for, until_found
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.console.http.api import Api, answers
-from outbox.console.http.problems import Problem
-from outbox.console.http.tokens import client_of, require
-from outbox.console.http_options import HttpOptions
 
 _BODY_LIMIT_BYTES = 1024 * 1024
 """Of requests, which contain no messages."""

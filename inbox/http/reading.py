@@ -16,6 +16,8 @@ from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
 
+from exactly_once.failures import DEFERRED
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -28,8 +30,6 @@ from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
 from inbox.transactions.persistence import committed
-from outbox.kernel.failures import DEFERRED
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

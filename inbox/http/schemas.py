@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, Field
 
+from exactly_once.http.fields import Body, Count, Seconds
+from exactly_once.wire.text import ERROR_LENGTH
 from inbox.http.reading import Leased
-from outbox.console.http.fields import Body, Count, Seconds
-from outbox.kernel.text import ERROR_LENGTH
 
 _LONGEST_LEASE = timedelta(hours=12)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from exactly_once.operators.minutes import MinuteWriter
 from inbox.store.statistics import continued_writer
-from outbox.database.minutes import MinuteWriter
 
 _lock = threading.Lock()
 _writers: dict[str, MinuteWriter] = {}

@@ -23,9 +23,9 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import connections
 from django.http import HttpRequest
 
-from outbox.console.http.problems import RETRY_AFTER, Problem
-from outbox.console.http_options import HttpOptions
-from outbox.kernel.clock import monotonic
+from exactly_once.http.problems import RETRY_AFTER, Problem
+from exactly_once.http_options import HttpOptions
+from exactly_once.process.clock import monotonic
 
 _Found = TypeVar("_Found")
 

@@ -19,15 +19,15 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin, by
+from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
+from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.operators.redaction import Redaction
+from exactly_once.sql.labels import label_of
 from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, SETTLED, State
-from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin, by
-from outbox.console.audit import Subject, actor_of, posted, record
-from outbox.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
-from outbox.console.redaction import Redaction
-from outbox.database.labels import label_of
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
 _OPEN = [state for state in State if state not in SETTLED]
@@ -127,7 +127,7 @@ class RunAdmin(ActingAdmin):
     @property
     def media(self) -> Media:
         """The admin's media and the style sheet of the inbox."""
-        return super(ReadOnlyAdmin, self).media + Media(css={"all": [f"{_APP}/admin.css"]})
+        return super(ReadOnlyAdmin, self).media + Media(css={"all": ["exactly_once/admin.css"]})
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         return self.shown

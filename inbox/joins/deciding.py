@@ -11,14 +11,14 @@ from typing import Any
 
 from django.db import transaction
 
+from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import InboxError
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.joins import store
 from inbox.joins.models import Run
 from inbox.store.operating import RETRYABLE
-from outbox.kernel.identity import new_message_id
-from outbox.kernel.text import NAME_LENGTH
 
 
 class NotDecidable(InboxError):

@@ -10,8 +10,8 @@ from typing import ClassVar
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.wire.text import NAME_LENGTH
 from inbox.models import InboxMessage
-from outbox.kernel.text import NAME_LENGTH
 
 
 class Run(models.Model):

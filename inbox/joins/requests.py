@@ -15,13 +15,13 @@ from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.wire.context import OUTER_CORRELATION, caused_by, current_cause
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, default_name
 from inbox.handlers.message import Message
 from inbox.handlers.options import Retry, require_duration
 from inbox.joins.join import Join
 from inbox.joins.registering import joining
-from outbox.kernel.context import OUTER_CORRELATION, caused_by, current_cause
 
 
 def correlated(

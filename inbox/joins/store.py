@@ -18,6 +18,9 @@ from typing import Any
 from django.db import connections, router
 from django.db.models import Q, QuerySet
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, InboxMessage, State
@@ -28,9 +31,6 @@ from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import NewRow
 from inbox.store.trail import record
-from outbox.database.connections import is_postgresql
-from outbox.database.now import DatabaseTime, now
-from outbox.kernel.identity import new_message_id
 
 TOPIC = "inbox.join"
 """The topic in the inbox rows of runs. No message is delivered for it."""

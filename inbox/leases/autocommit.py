@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 
 from django.db import connections
 
+from exactly_once.sql.connections import has_begun
 from inbox.errors import TransactionBroken
 from inbox.transactions.atomic_guard import NoneLeftOpen, abandon
-from outbox.database.connections import has_begun
 
 
 def is_inside_a_transaction(alias: str) -> bool:

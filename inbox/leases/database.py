@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping
 from datetime import timedelta
 
+from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
 from inbox.leases.stores import Consumed, Held, Lease, LeaseRequest, RowDecides, Verdict
 from inbox.models import SETTLED, State
@@ -18,7 +19,6 @@ from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
 from inbox.transactions.persistence import committed
-from outbox.kernel.clock import monotonic
 
 
 class DatabaseLeases:

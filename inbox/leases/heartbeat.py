@@ -20,9 +20,9 @@ from math import inf
 
 from django.db import connections
 
+from exactly_once.process.clock import monotonic
 from inbox.leases.stores import Lease, LeaseStore
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.kernel.clock import monotonic
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +138,12 @@ class _ExtendingThread:
         try:
             extended = one.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)
         except DatabaseUnavailable as outage:
+            lease.without_store = True
             one.next_at = min(monotonic() + _RETRY_SECONDS, lease.ends_at)
             self._not_extended(one, f"its store is unavailable, and this is retried ({outage})")
             return
         if extended:
-            lease.ends_at = ends_at
+            lease.ends_at, lease.without_store = ends_at, False
             one.next_at = now + (ends_at - now) / _EXTENSIONS_PER_LEASE
             one.is_reported = False
         elif not lease.settling:

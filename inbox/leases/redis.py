@@ -28,6 +28,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from exactly_once.masking import masked
+from exactly_once.process.clock import monotonic
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.leases import scripts
 from inbox.leases.stores import Consumed, Held, HistoryLost, Lease, LeaseRequest, LeaseStoreUnavailable, RowDecides, Verdict
@@ -37,9 +40,6 @@ from inbox.store import steps as steps_table
 from inbox.store.arrivals import cause_if_the_same
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Failure, KeyBusy, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.kernel.clock import monotonic
-from outbox.kernel.masking import masked
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

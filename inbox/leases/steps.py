@@ -17,10 +17,10 @@ from typing import Any
 from asgiref.sync import sync_to_async
 from django.core.serializers.json import DjangoJSONEncoder
 
+from exactly_once.wire.text import describe, why_unfit
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
 from inbox.leases.autocommit import is_inside_a_transaction
 from inbox.leases.stores import Lease, LeaseStore, store_as_owner
-from outbox.kernel.text import describe, why_unfit
 
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol, TypeVar
 
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.rows import value_of
+from exactly_once.wire.envelope import headers_as_json
+from exactly_once.wire.retry import Pause
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.database.rows import value_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import headers_as_json
-from outbox.kernel.retry import Pause
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Lease:
         began_at, ends_at: monotonic; the end is never later than the store's own.
         settling: its handler has ended, and the outcome is being stored.
         lost: it is known that it has ended or that another owner has it.
+        without_store: its store was unavailable when it was to be extended or written to, so that it may have ended for that.
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
     """
 
@@ -103,6 +104,7 @@ class Lease:
     steps: dict[str, str | None] = field(default_factory=dict)
     settling: bool = False
     lost: bool = False
+    without_store: bool = False
     interrupted: bool = False
 
     def __post_init__(self) -> None:
@@ -174,6 +176,7 @@ def store_as_owner(lease: Lease, what: str, write: Callable[[], T]) -> T:
         try:
             return write()
         except DatabaseUnavailable as outage:
+            lease.without_store = True
             if lease.is_over:
                 raise
             logger.warning("%s: %s cannot be stored now; this is retried until its lease ends: %s", lease, what, outage)

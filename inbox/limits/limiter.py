@@ -14,16 +14,16 @@ from collections import defaultdict
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision
+from exactly_once.wire.retry import Pause
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.token_cache import TokenCache
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_collision
-from outbox.kernel.clock import monotonic
-from outbox.kernel.retry import Pause
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

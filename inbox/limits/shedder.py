@@ -12,10 +12,10 @@ import logging
 import threading
 from math import ceil
 
+from exactly_once.process.clock import monotonic
+from exactly_once.wire.text import describe
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from outbox.kernel.clock import monotonic
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

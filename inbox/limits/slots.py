@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from exactly_once.process.clock import monotonic
 from inbox.handlers.handler import Handler
-from outbox.kernel.clock import monotonic
 
 _RESERVED_SECONDS = 0.2
 """The longest reservation for the runner. It may be unable to poll, because its database is unavailable."""

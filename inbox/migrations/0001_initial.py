@@ -4,7 +4,7 @@ import django.db.models.deletion
 import django.db.models.functions.comparison
 from django.db import migrations, models
 
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 
 LABEL = label_of('inbox')
 

@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 
 LABEL = label_of('inbox')
 
@@ -14,19 +14,6 @@ class Migration(migrations.Migration):
     ]
 
     operations = [
-        migrations.CreateModel(
-            name='AlertLease',
-            fields=[
-                ('name', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('token', models.UUIDField()),
-                ('holder', models.CharField(max_length=255)),
-                ('expires_at', models.DateTimeField()),
-                ('evaluated_at', models.DateTimeField(null=True)),
-            ],
-            options={
-                'default_permissions': (),
-            },
-        ),
         migrations.CreateModel(
             name='PausedHandler',
             fields=[
@@ -95,56 +82,5 @@ class Migration(migrations.Migration):
             model_name='consumerheartbeat',
             name='stopped_at',
             field=models.DateTimeField(null=True, verbose_name='stopped'),
-        ),
-        migrations.CreateModel(
-            name='Alert',
-            fields=[
-                ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('condition', models.CharField(max_length=64, verbose_name='condition')),
-                ('object', models.CharField(blank=True, default='', max_length=255, verbose_name='object')),
-                ('summary', models.TextField(verbose_name='summary')),
-                ('state', models.CharField(choices=[('pending', 'pending'), ('raised', 'raised'), ('cleared', 'cleared')], default='pending', max_length=12, verbose_name='state')),
-                ('met', models.PositiveIntegerField(default=0)),
-                ('unmet', models.PositiveIntegerField(default=0)),
-                ('first_seen_at', models.DateTimeField(verbose_name='first seen')),
-                ('seen_at', models.DateTimeField(verbose_name='last seen')),
-                ('raised_at', models.DateTimeField(null=True, verbose_name='raised')),
-                ('acknowledged_by', models.CharField(blank=True, default='', max_length=255, verbose_name='acknowledged by')),
-                ('acknowledged_at', models.DateTimeField(null=True, verbose_name='acknowledged')),
-                ('cleared_at', models.DateTimeField(null=True, verbose_name='cleared')),
-                ('unsent', models.JSONField(default=list)),
-                ('send_attempts', models.PositiveIntegerField(default=0)),
-                ('send_at', models.DateTimeField(null=True)),
-                ('send_error', models.TextField(blank=True, default='', verbose_name='last error of a delivery')),
-            ],
-            options={
-                'verbose_name': 'alert',
-                'permissions': (('acknowledge_alert', 'Can acknowledge an alert'),),
-                'default_permissions': ('view',),
-                'indexes': [models.Index(condition=models.Q(('send_at__isnull', False)), fields=['send_at'], name='inbox_alert_unsent')],
-                'constraints': [models.UniqueConstraint(condition=models.Q(('cleared_at', None)), fields=('condition', 'object'), name='inbox_alert_open')],
-            },
-        ),
-        migrations.CreateModel(
-            name='AuditEntry',
-            fields=[
-                ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('at', models.DateTimeField(verbose_name='time')),
-                ('actor', models.CharField(max_length=255, verbose_name='who')),
-                ('place', models.CharField(max_length=255, verbose_name='where')),
-                ('address', models.CharField(max_length=255, verbose_name='address')),
-                ('action', models.CharField(max_length=64, verbose_name='action')),
-                ('kind', models.CharField(max_length=64, verbose_name='kind')),
-                ('object_id', models.CharField(blank=True, default='', max_length=255, verbose_name='object')),
-                ('name', models.TextField(blank=True, default='', verbose_name='name')),
-                ('parameters', models.JSONField(default=dict, verbose_name='parameters')),
-            ],
-            options={
-                'verbose_name': 'audit log entry',
-                'verbose_name_plural': 'audit log entries',
-                'permissions': (('export_auditentry', 'Can export the audit log'),),
-                'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['at'], name='inbox_audit_at'), models.Index(fields=['kind', 'object_id'], name='inbox_audit_object')],
-            },
         ),
     ]

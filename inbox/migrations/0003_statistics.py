@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 
 LABEL = label_of('inbox')
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.consumer.heartbeat import unattended
 from inbox.store import accounting, heartbeats, operating
-from outbox.console.prometheus import Sample, TableGauges, processes_by_state, seconds_since
-from outbox.kernel.clock import utcnow
 
 
 def table_gauges(alias: str) -> TableGauges:

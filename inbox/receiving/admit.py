@@ -21,6 +21,8 @@ from datetime import timedelta
 
 from django.db import DatabaseError, transaction
 
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
@@ -31,8 +33,6 @@ from inbox.store import intake, ordering
 from inbox.store.intake import Incoming, Taken
 from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.database.connections import lock_timeout
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

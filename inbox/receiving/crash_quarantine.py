@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+from exactly_once.process.clock import monotonic
 from inbox.models import InboxMessage, State
-from outbox.kernel.clock import monotonic
 
 
 def is_quarantined(claimed: InboxMessage) -> bool:

@@ -17,6 +17,9 @@ from functools import partial
 
 from django.db import DatabaseError
 
+from exactly_once.sql.faults import is_collision
+from exactly_once.wire.body import Undecodable
+from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -45,9 +48,6 @@ from inbox.store import claims, operating, statistics
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.database.faults import is_collision
-from outbox.kernel.body import Undecodable
-from outbox.kernel.envelope import Envelope
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from exactly_once.process.clock import monotonic
 from inbox.models import InboxMessage
 from inbox.store.rows import NewRow
-from outbox.kernel.clock import monotonic
 
 _REMEMBERED_WAITS = 5
 """A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""

@@ -13,7 +13,13 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from exactly_once.failures import NEVER_ENDED
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_lost
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
+from inbox.errors import LeaseLost
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.leases.autocommit import autocommit, is_inside_a_transaction
@@ -53,11 +59,6 @@ from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failu
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_lost
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.failures import NEVER_ENDED
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,9 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):
             error = DatabaseUnavailable(describe(error))
-        lease.interrupted = isinstance(error, DatabaseUnavailable) and not steps.interrupted
+        # The step may learn of the lost lease only once the database answers again.
+        is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
+        lease.interrupted = is_outage and not steps.interrupted
         return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()

@@ -12,13 +12,13 @@ from contextlib import suppress
 
 from django.db import DatabaseError, InterfaceError
 
+from exactly_once.process.outage import Outage
+from exactly_once.sql.faults import is_collision, remedy
+from exactly_once.sql.schema import is_missing, why_unmigrated
 from inbox.store import trial
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable, why_not_stored
 from inbox.transactions.sessions import end_session
-from outbox.database.faults import is_collision, remedy
-from outbox.database.schema import is_missing, why_unmigrated
-from outbox.kernel.outage import Outage
 
 
 class Outages:

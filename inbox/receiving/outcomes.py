@@ -14,6 +14,11 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
+from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
+from exactly_once.redactors import redacted_error
+from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
+from exactly_once.wire.retry import RetryPolicy
+from exactly_once.wire.text import describe
 from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
@@ -25,11 +30,6 @@ from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.intake import Taken
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
-from outbox.database.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
-from outbox.kernel.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
-from outbox.kernel.redactors import redacted_error
-from outbox.kernel.retry import RetryPolicy
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from django.apps import apps
 from django.db import router
 
+from exactly_once.sql.labels import label_of
 from inbox.conf import keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.store import starts
 from inbox.store.starts import Wanted
-from outbox.database.labels import label_of
 
 
 def has_outbox(alias: str) -> bool:

@@ -16,18 +16,11 @@ from datetime import timedelta
 
 from django.db import connections
 
-from inbox.conf import InboxOptions
-from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
-from inbox.models import InboxMessage
-from inbox.store.dialect import is_reachable
-from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
-from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_outage
-from outbox.kernel.body import OverLimit, Undecodable, decode_payload
-from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import (
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_outage
+from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
+from exactly_once.wire.envelope import (
     Envelope,
     compression_of,
     from_delivery,
@@ -36,7 +29,14 @@ from outbox.kernel.envelope import (
     media_type,
     opened,
 )
-from outbox.kernel.text import describe
+from exactly_once.wire.text import describe
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.models import InboxMessage
+from inbox.store.dialect import is_reachable
+from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
+from inbox.transactions.persistence import DatabaseUnavailable
 
 UNDECIDED = "undecided:"
 """Begins the provisional biz-id of a delivery that has not been read."""

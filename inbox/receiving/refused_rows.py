@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection
 
 from django.db import DatabaseError, InterfaceError
 
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.faults import is_canceled, is_collision, may_be_of_a_row, remedy
+from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
+from exactly_once.sql.schema import is_missing
+from exactly_once.wire.text import describe
 from inbox.models import InboxMessage
 from inbox.store import trial
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
-from outbox.database.faults import is_canceled, is_collision, may_be_of_a_row, remedy
-from outbox.database.schema import is_missing
-from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

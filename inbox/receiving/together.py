@@ -15,6 +15,7 @@ from typing import Any
 
 from django.db import connections
 
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.errors import TransactionEnded
 from inbox.handlers.handler import Handler
@@ -27,7 +28,6 @@ from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, NewRow
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import DatabaseUnavailable, run_with_reruns
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

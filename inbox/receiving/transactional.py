@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
+from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -21,7 +22,6 @@ from inbox.store import arrivals, claims
 from inbox.store.rows import ConcurrentDuplicate, Follower, Guard, KeyBusy, NewRow, OrderedKey
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
-from outbox.kernel.envelope import Envelope
 
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 

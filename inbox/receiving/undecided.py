@@ -23,6 +23,9 @@ from functools import partial
 
 from django.db import DatabaseError
 
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
@@ -32,9 +35,6 @@ from inbox.receiving.reading import Arrival, Unidentifiable, is_undecided, is_un
 from inbox.store import arrivals, claims, rows, undecided
 from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from django.db.models import Count
 
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import DUE, InboxMessage, PausedHandler, State
 from inbox.store import heartbeats
 from inbox.store.due import stored_handlers
-from outbox.database.now import DatabaseTime
 
 
 def has_consumers(alias: str) -> bool:

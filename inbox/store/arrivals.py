@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.now import now
+from exactly_once.sql.prepared_statements import is_usable
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
@@ -15,9 +18,6 @@ from inbox.store.inserting import Insertion, insert_done, insert_one
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import now
-from outbox.database.prepared_statements import is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

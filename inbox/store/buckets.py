@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now
 from inbox.models import TokenBucket
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -9,12 +9,12 @@ from typing import Any
 
 from django.db import connections, transaction
 
+from exactly_once.failures import without_line
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.models import InboxMessage, State
 from inbox.store.operating import TRIED_AGAIN, skipped
 from inbox.store.trail import record
-from outbox.database.connections import is_postgresql
-from outbox.kernel.failures import without_line
-from outbox.kernel.wire import CELERY_TOPICS
 
 LOCKED = "a process is working on it"
 _NAMED = ("pk", "state", "ordered", "quarantined", "handler", "topic", "message_id", "biz_id")

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, IntegrityError, connections, transaction
 
+from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.now import DatabaseTime, now, now_after
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
@@ -23,9 +26,6 @@ from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record_leaving
-from outbox.database.connections import is_postgresql, lock_timeout
-from outbox.database.now import DatabaseTime, now, now_after
-from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.sql.connections import is_postgresql
 from inbox.models import InboxMessage, PausedHandler
-from outbox.database.connections import is_postgresql
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now
+from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import DUE
 from inbox.store.dialect import PAUSED_HANDLERS, TABLE
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now
-from outbox.kernel.wire import RUN_ELSEWHERE
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from django.db.models import Case, F, Func, JSONField, Value, When
 
+from exactly_once.failures import COMMITTED_BY_ITSELF
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
 from inbox.store.rows import ABANDONED, Failure
-from outbox.database.now import DatabaseTime
-from outbox.kernel.failures import COMMITTED_BY_ITSELF
-from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

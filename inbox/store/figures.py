@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from exactly_once.sql.counts import Count, count_up_to_limit, estimated
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
-from outbox.database.counts import Count, count_up_to_limit, estimated
 
 _INDEXES = {
     **dict.fromkeys(State, "state IN ('received', 'retrying', 'waiting', 'running', 'dead')"),

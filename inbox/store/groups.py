@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from inbox.models import FailureNote, InboxMessage
+from exactly_once.operators.failure_groups import FailureGroups, Notes
+from inbox.models import InboxMessage
 from inbox.store.dialect import TABLE
-from outbox.database.failure_groups import FailureGroups, Notes
 
 groups = FailureGroups(InboxMessage, lambda connection: TABLE, place="error_place", who="handler")
-notes = Notes(FailureNote)
+notes = Notes("inbox")

@@ -1,7 +1,7 @@
-"""Heartbeats of consumers; see `outbox.kernel.heartbeat`."""
+"""Heartbeats of consumers; see `exactly_once.process.heartbeat`."""
 
+from exactly_once.operators.heartbeat_table import HeartbeatTable
 from inbox.models import ConsumerHeartbeat
-from outbox.database.heartbeat_table import HeartbeatTable
 
 consumers = HeartbeatTable(ConsumerHeartbeat)
 

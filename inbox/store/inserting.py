@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
+from exactly_once.failures import DEFERRED
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import NOW, NOW_AFTER
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from inbox.models import State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
 from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
-from outbox.database.connections import is_postgresql
-from outbox.database.now import NOW, NOW_AFTER
-from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
-from outbox.kernel.failures import DEFERRED
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from exactly_once.failures import REFUSED
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.models import State
 from inbox.store.arrivals import count_duplicate
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.ordering import hold_gates, promote_next
 from inbox.store.rows import Earlier, NewRow, locked_means_busy
 from inbox.store.trail import record
-from outbox.kernel.failures import REFUSED
-from outbox.kernel.text import ERROR_LENGTH, printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

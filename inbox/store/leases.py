@@ -19,6 +19,9 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.db.models.functions import Greatest
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import DatabaseTime, now, now_after
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
@@ -31,9 +34,6 @@ from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKe
 from inbox.store.sentinel import EMPTIED
 from inbox.store.steps import remember_all
 from inbox.store.trail import is_recorded, record, record_leaving, recording
-from outbox.database.connections import is_postgresql
-from outbox.database.now import DatabaseTime, now, now_after
-from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
 _OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"

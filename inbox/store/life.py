@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 from django.db import connections
 
+from exactly_once.failures import DEFERRED
+from exactly_once.operators.trail import Account, Moment, Standing
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import with_table
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
-from outbox.console.trail import Account, Moment, Standing
-from outbox.database.connections import with_table
-from outbox.kernel.clock import utcnow
-from outbox.kernel.failures import DEFERRED
 
 _NOT_HERE = (
     "No handler of this project has it: none handles its topic, it has not arrived, another message of its biz-id came first, "
@@ -23,7 +23,7 @@ _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.console.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
+    """See `operators.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
     available, unavailable = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
@@ -55,7 +55,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-    """See `outbox.console.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
+    """See `exactly_once.operators.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
     found: list[str] = []
     for alias in with_table(TrailEntry, aliases)[0]:
         with connections[alias].cursor() as cursor:

@@ -9,6 +9,10 @@ from typing import Any
 from django.db import OperationalError, connections, transaction
 from django.db.models import F, Min, Q
 
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import NOW_AFTER, DatabaseTime
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State, Step
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
@@ -17,10 +21,6 @@ from inbox.store.inserting import Insertion, insert_one
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.store.trail import record
-from outbox.database.connections import lock_timeout
-from outbox.database.faults import is_collision
-from outbox.database.now import NOW_AFTER, DatabaseTime
-from outbox.kernel.text import ERROR_LENGTH, printable
 
 _PAIRS = {
     "postgresql": (

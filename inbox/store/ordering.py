@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.now import NOW_AFTER
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
 from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import NOW_AFTER
-from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

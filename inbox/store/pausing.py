@@ -7,9 +7,9 @@ from typing import Any
 from django.db.models import Count, OuterRef, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from inbox.models import DUE, InboxMessage, PausedHandler
-from outbox.database.now import DatabaseTime
-from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 
 
 def paused_names(alias: str) -> frozenset[str]:

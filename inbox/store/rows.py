@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from django.db import OperationalError
 
+from exactly_once.failures import REFUSED
+from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from inbox.models import InboxMessage
-from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
-from outbox.kernel.failures import REFUSED
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
@@ -210,7 +210,7 @@ class Failure:
     Attributes:
         retry_after: backoff until the next attempt; None makes it a dead letter.
         attempts: number of attempts made now.
-        error_class, error_place: what failed and where, see `outbox.kernel.failures`.
+        error_class, error_place: what failed and where, see `exactly_once.failures`.
         own_frames: the frames of the project's own code, as in a traceback.
         deferred: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.

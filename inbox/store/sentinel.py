@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, DataError, InterfaceError, connections, transaction
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
+from exactly_once.sql.now import now
+from exactly_once.sql.prepared_statements import PreparedStatement, is_in_transaction, is_usable
+from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
@@ -19,11 +24,6 @@ from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
-from outbox.database.now import now
-from outbox.database.prepared_statements import PreparedStatement, is_in_transaction, is_usable
-from outbox.kernel.text import describe
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import HandlerStart, InboxMessage
-from outbox.database.connections import is_postgresql
-from outbox.database.now import DatabaseTime
 
 
 class Wanted(NamedTuple):

@@ -1,4 +1,4 @@
-"""The statistics of each minute; see `outbox.database.minutes`.
+"""The statistics of each minute; see `exactly_once.operators.minutes`.
 
 Everything that handles messages counts here, in memory. The processes that send heartbeats, and Celery's workers, write what
 was counted; in any other process it is never written.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from datetime import datetime
 
+from exactly_once.operators.minutes import Minutes, MinuteWriter
+from exactly_once.telemetry.statistics import Tally
 from inbox.models import MinuteStatistics
 from inbox.store.rows import DuplicateCause, Failure
-from outbox.database.minutes import Minutes, MinuteWriter
-from outbox.kernel.statistics import Tally
 
 _CAUSES = {
     DuplicateCause.REDELIVERY: "redeliveries",

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from django.db import connections
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now
 from inbox.models import Step
 from inbox.store.dialect import TABLE
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now
 
 STEPS = Step._meta.db_table
 _WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result, taken_at = excluded.taken_at"

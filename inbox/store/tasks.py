@@ -12,11 +12,11 @@ from datetime import timedelta
 
 from django.db import connections
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now_after
 
 
 @dataclass(frozen=True, slots=True)

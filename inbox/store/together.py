@@ -7,12 +7,12 @@ from datetime import timedelta
 
 from django.db import connections
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from inbox.conf import inbox_options
 from inbox.models import State
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import Guard, NewRow, emptied
 from inbox.store.sentinel import SAVEPOINT
-from outbox.database.connections import is_outermost, is_postgresql
 
 
 def begin_together(alias: str, rows: Sequence[NewRow], duplicate_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from django.db import connections, transaction
 
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
 from inbox.store.dialect import TABLE
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now
-from outbox.kernel.identity import process_name
-from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 
 _TRAIL = TrailEntry._meta.db_table
 

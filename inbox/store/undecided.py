@@ -10,13 +10,13 @@ from datetime import timedelta
 
 from django.db import IntegrityError, connections, transaction
 
+from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, State
 from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import TABLE, adapted, binary, fetch_all
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, NewRow, locked_means_busy
-from outbox.database.connections import is_postgresql, lock_timeout
-from outbox.database.now import DatabaseTime
 
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
 

@@ -15,13 +15,13 @@ To relay what a test publishes and to run its handlers, see `outbox.testing.run_
 `inbox.pytest_plugin` provides them as fixtures.
 """
 
+from exactly_once.testing.travelling import travel
 from inbox.testing.calling import run_handler
 from inbox.testing.crashing import assert_effect_once
 from inbox.testing.delivering import deliver, drain, redeliver
 from inbox.testing.messages import make_message
 from inbox.testing.observing import HandlerFailed
 from inbox.testing.received import ReceivedMessage, assert_duplicate, assert_handled, dead, handled
-from outbox.database.testing.travelling import travel
 
 __all__ = [
     "HandlerFailed",

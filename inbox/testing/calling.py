@@ -10,6 +10,9 @@ from typing import Any
 
 from django.db import DatabaseError, InterfaceError
 
+from exactly_once.testing.environment import require_tests
+from exactly_once.wire.context import Cause, caused_by
+from exactly_once.wire.identity import new_message_id
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -19,9 +22,6 @@ from inbox.store import arrivals
 from inbox.testing.messages import envelope_of, make_message, through_json
 from inbox.testing.observing import registered
 from inbox.transactions.handler_transaction import in_transaction
-from outbox.database.testing.environment import require_tests
-from outbox.kernel.context import Cause, caused_by
-from outbox.kernel.identity import new_message_id
 
 
 def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes: Any) -> Any:

@@ -25,6 +25,9 @@ from typing import Any
 
 from django.db import connections
 
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.testing.environment import require_tests
 from inbox.conf import IN_THE_DATABASE, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -33,9 +36,6 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.testing.delivering import receive, run_due
 from inbox.testing.messages import make_message
 from inbox.testing.observing import Failures, observed, registered
-from outbox.database.now import DatabaseTime
-from outbox.database.testing.environment import require_tests
-from outbox.kernel.clock import monotonic
 
 _TIMEOUT_SECONDS = 30.0
 """For one process, and for the recovery after it."""

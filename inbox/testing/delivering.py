@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.testing.environment import require_tests
 from inbox.conf import inbox_options
 from inbox.consumer.lanes import Delivery, Unanswered, size_of
 from inbox.consumer.reception import Reception
@@ -17,9 +20,6 @@ from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
-from outbox.database.testing.environment import require_tests
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
 
 
 def _nothing() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import kombu
 from django.core.serializers.json import DjangoJSONEncoder
 
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.envelope import JSON, Envelope
+from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
-from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import JSON, Envelope
-from outbox.kernel.identity import new_message_id
 
 _SOURCE = "/tests"
 _PAYLOADS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

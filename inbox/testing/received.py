@@ -9,10 +9,10 @@ from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.sql.rows import value_of
+from exactly_once.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 from inbox.models import InboxMessage, State
 from inbox.testing.observing import registered
-from outbox.database.rows import value_of
-from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 
 What = str | Callable[..., Any] | None
 """A topic, or a handler's function, or anything."""

@@ -12,6 +12,10 @@ from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.wire.context import Cause, caused_by
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.text import describe
 from inbox.errors import TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -22,10 +26,6 @@ from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
 from inbox.transactions.statements import controls_transaction, text_of
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.kernel.context import Cause, caused_by
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,17 @@
-"""Each call of a handler as a span and in the metrics of this process; see `outbox.kernel.tracing` and `inbox.metrics`."""
+"""Each call of a handler as a span and in the metrics of this process; see `telemetry.tracing` and `inbox.metrics`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.telemetry import tracing
+from exactly_once.wire.envelope import Envelope
 from inbox import metrics
 from inbox.conf import inbox_options
 from inbox.errors import RetryLater
 from inbox.handlers.handler import Handler
-from outbox.kernel import tracing
-from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.envelope import Envelope
 
 
 @contextmanager

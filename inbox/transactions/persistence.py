@@ -16,11 +16,11 @@ from typing import TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
+from exactly_once.wire.text import describe
 from inbox.store import dialect
 from inbox.transactions.sessions import end_session
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
-from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,27 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_text,
+    badge,
+    folded,
+    headline,
+    identifier,
+    moment,
+    stacked,
+    visible,
+)
+from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
 from inbox.webhooks import endpoints
 from inbox.webhooks.fanning_out import fan_outs, send_test
 from inbox.webhooks.models import Endpoint, State
 from inbox.webhooks.urls import shown
-from outbox.console.acting_admin import ActingAdmin, ReadOnlyAdmin
-from outbox.console.audit import Subject, actor_of, posted, record
-from outbox.console.display import NOTHING, Tone, age, as_text, badge, folded, headline, identifier, moment, stacked, visible
-from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
 _APP = "inbox"
@@ -103,7 +115,7 @@ class EndpointAdmin(ActingAdmin):
     @property
     def media(self) -> Media:
         """The admin's media and the style sheet of the inbox."""
-        return super(ReadOnlyAdmin, self).media + Media(css={"all": [f"{_APP}/admin.css"]})
+        return super(ReadOnlyAdmin, self).media + Media(css={"all": ["exactly_once/admin.css"]})
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         if obj is None:

@@ -15,6 +15,8 @@ from email.utils import parsedate_to_datetime
 from functools import partial, update_wrapper
 from http import HTTPStatus
 
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.text import printable
 from inbox.conf import inbox_options
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.handler import Handler
@@ -27,8 +29,6 @@ from inbox.webhooks.models import Endpoint, State
 from inbox.webhooks.posting import SUCCESS, Answer, NoAnswer, post
 from inbox.webhooks.signing import signed_headers
 from inbox.webhooks.urls import shown
-from outbox.kernel.clock import utcnow
-from outbox.kernel.text import printable
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
 _SHORTEST_LEASE = timedelta(minutes=1)

@@ -19,14 +19,14 @@ from typing import Any
 from django.db import transaction
 from django.db.models import F, Q
 
+from exactly_once.redactors import redacted_error
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.store import due
 from inbox.webhooks.models import Endpoint, State
 from inbox.webhooks.signing import new_secret
-from outbox.database.now import DatabaseTime
-from outbox.kernel.redactors import redacted_error
-from outbox.kernel.text import ERROR_LENGTH, printable
-from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,9 @@ from typing import Any
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
+from exactly_once.wire.identity import new_message_id
 from inbox.handlers.decorator import registering
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -26,9 +29,6 @@ from inbox.store.rows import NewRow
 from inbox.store.trail import record
 from inbox.webhooks import endpoints
 from inbox.webhooks.models import Endpoint, State
-from outbox.kernel.clock import utcnow
-from outbox.kernel.identity import new_message_id
-from outbox.kernel.wire import WEBHOOK_HANDLERS
 
 Payload = Callable[[Message], Any]
 Wanted = Callable[[Message, Endpoint], bool]

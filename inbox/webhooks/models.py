@@ -10,9 +10,9 @@ from django.db import models
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from inbox.webhooks.signing import new_secret
 from inbox.webhooks.urls import why_no_url
-from outbox.kernel.text import NAME_LENGTH, why_no_topic
 
 URL_LENGTH = 2000
 MAX_CONCURRENCY = 64

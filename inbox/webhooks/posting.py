@@ -21,10 +21,10 @@ from datetime import timedelta
 from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
+from exactly_once.process.clock import monotonic
+from exactly_once.wire.text import describe
 from inbox.webhooks.addresses import Network, NotAllowed, allowed_addresses
 from inbox.webhooks.urls import port_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.text import describe
 
 SUCCESS = range(200, 300)
 _ANSWER_BYTES = 2_000

@@ -13,6 +13,10 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import leave_pools
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.service import run_on_threads
@@ -22,10 +26,6 @@ from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.webhooks import endpoints
 from inbox.webhooks.delivering import handler_of
 from inbox.webhooks.models import Endpoint
-from outbox.database.connections import leave_pools
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.kernel.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 

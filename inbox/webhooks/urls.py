@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from django.utils.translation import gettext
 
-from outbox.kernel.text import why_unfit
+from exactly_once.wire.text import why_unfit
 
 LONGEST = 2000
 _PORTS = {"http": 80, "https": 443}

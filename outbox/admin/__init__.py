@@ -1,9 +1,7 @@
 """The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
 
-from outbox.admin import alerts as alerts
-from outbox.admin import audit as audit
+from outbox.admin import failures as failures
 from outbox.admin.callbacks import PendingCallbackAdmin
-from outbox.admin.failures import OutboxFailureGroupAdmin, OutboxOperationAdmin
 from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.admin.overview import OutboxOverviewAdmin
@@ -13,10 +11,8 @@ from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
 __all__ = [
-    "OutboxFailureGroupAdmin",
     "OutboxHealthAdmin",
     "OutboxMessageAdmin",
-    "OutboxOperationAdmin",
     "OutboxOverviewAdmin",
     "PausedTopicAdmin",
     "PendingCallbackAdmin",

@@ -16,10 +16,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import ActingAdmin
+from exactly_once.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+from exactly_once.wire.text import fit
 from outbox.callbacks import registry
-from outbox.console.acting_admin import ActingAdmin
-from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
-from outbox.kernel.text import fit
 from outbox.models import PendingCallback
 from outbox.states import State
 from outbox.store import pending_callbacks

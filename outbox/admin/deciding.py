@@ -14,12 +14,12 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import Transition, by
+from exactly_once.admin.messages import Counterpart, MessageAdmin
+from exactly_once.display import Tone, age, exact
 from outbox import doorbell
 from outbox.admin.failures import planner
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
-from outbox.console.acting_admin import Transition, by
-from outbox.console.display import Tone, age, exact
-from outbox.console.message_admin import Counterpart, MessageAdmin
 from outbox.dead_letters import letters
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State

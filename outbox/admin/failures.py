@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from django import forms
-from django.contrib import admin
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.failure_admin import FailureFilter, FailureGroupAdmin
-from outbox.console.message_filters import ErrorClassFilter
-from outbox.console.operation_admin import OperationAdmin
-from outbox.console.planning import PlanForm, Planner
-from outbox.models import FailureNote, Operation, OutboxMessage
+from exactly_once.admin.failures import FailingMessages, FailureFilter, register_failing
+from exactly_once.admin.message_filters import ErrorClassFilter
+from exactly_once.admin.planning import PlanForm, Planner
+from exactly_once.operators.operations import BulkActions, register_bulk_actions
+from outbox.models import OutboxMessage
 from outbox.operations import ACTIONS, RESTORE_THEM, operations
 from outbox.relay.replaying import REPLAY
 from outbox.store.groups import groups, notes
@@ -42,23 +39,16 @@ class OutboxErrorClassFilter(ErrorClassFilter):
     groups = groups
 
 
-@admin.register(FailureNote)
-class OutboxFailureGroupAdmin(FailureGroupAdmin):
-    """By the broker's answer and the topic."""
-
-    groups = groups
-    notes = notes
-    planner = planner
-    messages_model = OutboxMessage
-    view_permission = f"{OutboxMessage._meta.app_label}.view_outboxmessage"
-    place_label = _("Topic")
-    who_label = _("Topics")
-
-
-@admin.register(Operation)
-class OutboxOperationAdmin(OperationAdmin):
-    """Operations on messages of the outbox."""
-
-    table = operations
-    bulk_actions: ClassVar = {**ACTIONS, REPLAY.name: REPLAY}
-    view_permission = f"{OutboxMessage._meta.app_label}.view_outboxmessage"
+register_failing(
+    FailingMessages(
+        groups=groups, notes=notes, planner=planner, model=OutboxMessage, place_label=_("Topic"), who_label=_("Topics")
+    )
+)
+register_bulk_actions(
+    operations.app,
+    BulkActions(
+        actions={**ACTIONS, REPLAY.name: REPLAY},
+        label=OutboxMessage._meta.app_label,
+        view=f"{OutboxMessage._meta.app_label}.view_outboxmessage",
+    ),
+)

@@ -10,10 +10,10 @@ from django.utils import timezone
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.process.clock import utcnow
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
-from outbox.kernel.clock import utcnow
 
 
 class ReasonForm(forms.Form):

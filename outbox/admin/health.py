@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from django.contrib import admin
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin import health as health_admin
+from exactly_once.admin.health import HealthAdmin, link_of, oldest, warnings
+from exactly_once.admin.sections import Attention, Fact, Link
+from exactly_once.operators import database_health as health
+from exactly_once.operators.database_health import TableHealth, summed
+from exactly_once.operators.minutes import database_time
 from outbox.conf import outbox_options
-from outbox.console import health_admin
-from outbox.console.health_admin import HealthAdmin, link_of, oldest, warnings
-from outbox.console.overview import Attention, Fact, Link
-from outbox.database import health
-from outbox.database.health import TableHealth, summed
-from outbox.database.minutes import database_time
 from outbox.models import DatabaseHealth
 from outbox.store import figures
 from outbox.store.dialect import HISTORY, TABLE

@@ -16,12 +16,19 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.admin.deciding import DecidingAdmin
-from outbox.admin.failures import OutboxErrorClassFilter, OutboxFailureFilter
-from outbox.checkers import checkers
-from outbox.conf import outbox_options
-from outbox.console.acting_admin import counted
-from outbox.console.display import (
+from exactly_once.admin.acting import counted
+from exactly_once.admin.failures import failure_text
+from exactly_once.admin.message_filters import (
+    MOST_OFFERED,
+    AgeFilter,
+    AttemptsFilter,
+    HostFilter,
+    StateFilter,
+    StuckFilter,
+    TopicFilter,
+)
+from exactly_once.admin.sections import count_text
+from exactly_once.display import (
     NOTHING,
     age,
     as_json,
@@ -34,22 +41,15 @@ from outbox.console.display import (
     stacked,
     warning,
 )
-from outbox.console.failure_admin import failure_text
-from outbox.console.message_filters import (
-    MOST_OFFERED,
-    AgeFilter,
-    AttemptsFilter,
-    HostFilter,
-    StateFilter,
-    StuckFilter,
-    TopicFilter,
-)
-from outbox.console.overview import count_text
-from outbox.console.plurals import ngettext
-from outbox.console.redaction import Redaction
-from outbox.database.now import DatabaseTime
-from outbox.kernel.envelope import JSON
-from outbox.kernel.wire import CELERY_TOPICS
+from exactly_once.operators.redaction import Redaction
+from exactly_once.plurals import ngettext
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.envelope import JSON
+from exactly_once.wire.formats import CELERY_TOPICS
+from outbox.admin.deciding import DecidingAdmin
+from outbox.admin.failures import OutboxErrorClassFilter, OutboxFailureFilter
+from outbox.checkers import checkers
+from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
 from outbox.store import figures, heartbeats, operating

@@ -9,11 +9,8 @@ from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.admin.deciding import DecidingAdmin
-from outbox.admin.health import health_link, health_warnings, size_of_tables
-from outbox.conf import outbox_options
-from outbox.console.display import duration, identifier
-from outbox.console.overview import (
+from exactly_once.admin.overview import OverviewAdmin
+from exactly_once.admin.sections import (
     Attention,
     Fact,
     Half,
@@ -25,9 +22,12 @@ from outbox.console.overview import (
     count_text,
     register,
 )
-from outbox.console.overview_admin import OverviewAdmin
-from outbox.database.counts import Count
-from outbox.database.minutes import database_time
+from exactly_once.display import duration, identifier
+from exactly_once.operators.minutes import database_time
+from exactly_once.sql.counts import Count
+from outbox.admin.deciding import DecidingAdmin
+from outbox.admin.health import health_link, health_warnings, size_of_tables
+from outbox.conf import outbox_options
 from outbox.models import Overview, PausedTopic
 from outbox.states import State
 from outbox.store import figures, heartbeats

@@ -14,11 +14,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import by, counted
+from exactly_once.admin.paused import PausedAdmin
+from exactly_once.display import NOTHING, Tone, age, badge, identifier
+from exactly_once.wire.text import why_no_topic
 from outbox.admin.forms import ReasonForm
-from outbox.console.acting_admin import by, counted
-from outbox.console.display import NOTHING, Tone, age, badge, identifier
-from outbox.console.paused_admin import PausedAdmin
-from outbox.kernel.text import why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
 from outbox.states import State

@@ -10,11 +10,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.message_filters import StateFilter
+from exactly_once.display import Tone, age, badge, stacked
 from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.console.display import Tone, age, badge, stacked
-from outbox.console.message_filters import StateFilter
 from outbox.models import PreparedMessage
 from outbox.states import UNDECIDED, State
 

@@ -10,9 +10,9 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.acting_admin import counted
-from outbox.console.display import NOTHING, age, stacked
-from outbox.console.process_admin import ProcessAdmin
+from exactly_once.admin.acting import counted
+from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.display import NOTHING, age, stacked
 from outbox.models import SHARDS, OutboxMessage, RelayHeartbeat
 from outbox.states import State
 

@@ -14,11 +14,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.acting import counted
+from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, identifier, stacked, warning
+from exactly_once.sql.now import DatabaseTime
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
-from outbox.console.acting_admin import counted
-from outbox.console.display import NOTHING, Tone, age, badge, clock, duration, identifier, stacked, warning
-from outbox.database.now import DatabaseTime
 from outbox.models import ScheduledMessage
 from outbox.states import State
 

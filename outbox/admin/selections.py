@@ -10,8 +10,8 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from exactly_once.sql.now import DatabaseTime
 from outbox.admin.messages import OutboxMessageAdmin
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 

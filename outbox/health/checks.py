@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.console.health import Check, check_database, check_processes, of_this_host
+from exactly_once.cli.health import Check, check_database, check_processes, of_this_host
 from outbox.store import heartbeats
 
 KIND = "relay"

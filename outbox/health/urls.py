@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from outbox.console.health import live_view, ready_view
+from exactly_once.cli.health import live_view, ready_view
 from outbox.health.checks import service_checks
 
 app_name = "outbox_health"

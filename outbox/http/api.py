@@ -15,14 +15,14 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
+from exactly_once.http.api import Api, answers
+from exactly_once.http.fields import Name
+from exactly_once.http.problems import Problem
+from exactly_once.http.tokens import client_of, require
+from exactly_once.http_options import Client, HttpOptions
+from exactly_once.operators.operation_rows import Plan
 from outbox import decisions, restoring
 from outbox.conf import outbox_options
-from outbox.console.http.api import Api, answers
-from outbox.console.http.fields import Name
-from outbox.console.http.problems import Problem
-from outbox.console.http.tokens import client_of, require
-from outbox.console.http_options import Client, HttpOptions
-from outbox.database.operations import Plan
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
 from outbox.http.publishing import publish_all, publish_with_key

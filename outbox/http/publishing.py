@@ -15,8 +15,8 @@ from http import HTTPStatus
 
 from django.db import transaction
 
+from exactly_once.http.problems import Problem
 from outbox.api import PublishedMessage, publish_many
-from outbox.console.http.problems import Problem
 from outbox.http.schemas import NewMessage
 from outbox.models import OutboxMessage
 from outbox.states import LIVE

@@ -9,9 +9,10 @@ from uuid import UUID
 
 from pydantic import BaseModel, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from exactly_once.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from exactly_once.models import Operation
 from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
-from outbox.console.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
-from outbox.models import Operation, OutboxMessage
+from outbox.models import OutboxMessage
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
 

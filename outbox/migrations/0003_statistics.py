@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 from outbox.migrations._partitions import AddLiveIndex
 
 LABEL = label_of('outbox')

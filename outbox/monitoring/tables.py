@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
-from outbox.console.prometheus import Sample, TableGauges, processes_by_state, seconds_since
-from outbox.kernel.clock import utcnow
 from outbox.store import heartbeats, history, pausing, pending_callbacks
 
 _MOST_TOPICS = 100

@@ -28,13 +28,13 @@ from typing import Protocol
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_collision, is_outage, why_unavailable
-from outbox.database.schema import describe_missing, is_missing
-from outbox.kernel.clock import awake, monotonic
-from outbox.kernel.loop import Bell, StopRequest
-from outbox.kernel.outage import Outage, OutageLog
-from outbox.kernel.text import describe
+from exactly_once.process.clock import awake, monotonic
+from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage, why_unavailable
+from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 
 logger = logging.getLogger(__name__)
 

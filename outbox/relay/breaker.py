@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 from outbox.relay.stuck_rows import StuckRows
 from outbox.store import pausing
 from outbox.store.claiming import TopicPause

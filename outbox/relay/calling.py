@@ -17,14 +17,14 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.outage import OutageLog
+from exactly_once.redactors import redacted_error
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.wire.text import describe
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_collision, is_outage
-from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.outage import OutageLog
-from outbox.kernel.redactors import redacted_error
-from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
 

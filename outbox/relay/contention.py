@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from django.db import Error
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 from outbox.models import SHARDS
 from outbox.store import claiming
 from outbox.store.claiming import Claim, RelayedMessage

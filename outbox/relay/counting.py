@@ -1,4 +1,4 @@
-"""Count what a pass has settled, after its commit: for `outbox.metrics`, and for the statistics (`kernel.statistics`)."""
+"""Count what a pass has settled, after its commit: for `outbox.metrics`, and for the statistics (`telemetry.statistics`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.statistics import Tally
+from exactly_once.transport import OutgoingMessage
 from outbox import metrics
-from outbox.kernel.clock import utcnow
-from outbox.kernel.statistics import Tally
-from outbox.kernel.transport import OutgoingMessage
 from outbox.store.claiming import DamagedRow, RelayedMessage
 from outbox.store.settling import Settlement
 

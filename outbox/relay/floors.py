@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 from outbox.store.claiming import WorkFound
 
 _MOVE_SECONDS = 0.5

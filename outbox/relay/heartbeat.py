@@ -14,9 +14,8 @@ from typing import Any
 
 from django.db import Error, connections
 
-from outbox.database.faults import is_outage
-from outbox.kernel.clock import monotonic
-from outbox.kernel.heartbeat import (
+from exactly_once.process.clock import monotonic
+from exactly_once.process.heartbeat import (
     AFTER_FAILURE_SECONDS,
     FORGET_SECONDS,
     FORGOTTEN_AFTER,
@@ -28,9 +27,10 @@ from outbox.kernel.heartbeat import (
     one_line,
     resident_bytes,
 )
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.requests import Request
-from outbox.kernel.statistics import Tally
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.requests import Request
+from exactly_once.sql.faults import is_outage
+from exactly_once.telemetry.statistics import Tally
 from outbox.store import heartbeats, statistics
 
 logger = logging.getLogger(__name__)

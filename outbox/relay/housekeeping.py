@@ -1,7 +1,7 @@
 """Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, delete old entries.
 
-The entries are those of the trail and of the audit log, and bulk operations that have ended. See `outbox.console.housekeeping`;
-the history of a day without a partition is in the default partition.
+The entries are those of the trail and of the audit log, and bulk operations that have ended. See
+`operators.housekeeping`; the history of a day without a partition is in the default partition.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from math import inf
 
 from django.db import DatabaseError, connections
 
+from exactly_once.operators.housekeeping import CHUNK, Housekeeping
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.faults import is_canceled, is_collision, sqlstate_of
+from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
-from outbox.console.housekeeping import CHUNK, Housekeeping
-from outbox.database.faults import is_canceled, is_collision, sqlstate_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
-from outbox.models import AuditEntry, TrailEntry
+from outbox.models import TrailEntry
 from outbox.operations import operations
 from outbox.store import claiming, history
 
@@ -60,7 +60,7 @@ class Housekeeper(Housekeeping):
             self._drop_days()
         self._report_pending_days()
         self._delete_days(stop)
-        self._delete_entries(TrailEntry, AuditEntry, operations, self._options, stop)
+        self._delete_entries(TrailEntry, operations, self._options, stop)
 
     def _make_days(self) -> None:
         today, existing = history.day_of(self._alias), set(history.days(self._alias))

@@ -22,10 +22,10 @@ from typing import Any
 
 from django.db import connections
 
+from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.process.outage import Outage
 from outbox import doorbell
 from outbox.conf import OutboxOptions
-from outbox.kernel.loop import Bell, StopRequest
-from outbox.kernel.outage import Outage
 
 logger = logging.getLogger(__name__)
 

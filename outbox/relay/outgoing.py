@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outbox.kernel.envelope import REPLAY_HEADER, Envelope
-from outbox.kernel.transport import OutgoingMessage
+from exactly_once.transport import OutgoingMessage
+from exactly_once.wire.envelope import REPLAY_HEADER, Envelope
 from outbox.store.claiming import RelayedMessage
 
 

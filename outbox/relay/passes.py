@@ -20,12 +20,12 @@ from datetime import timedelta
 from django.db import Error, transaction
 from django.dispatch import Signal
 
+from exactly_once.process.clock import monotonic
+from exactly_once.telemetry import tracing
+from exactly_once.telemetry.statistics import Tally
+from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox import signals
 from outbox.conf import OutboxOptions
-from outbox.kernel import tracing
-from outbox.kernel.clock import monotonic
-from outbox.kernel.statistics import Tally
-from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass

@@ -13,18 +13,18 @@ from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.broker import REFUSAL_REMEDY, describe_refusal
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import Bell, StopRequest, Watchdog
+from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
+from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.transport import BrokerRefused, BrokerUnavailable, Transport
+from exactly_once.wire.retry import Pause
 from outbox.conf import OutboxOptions
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
-from outbox.database.schema import describe_missing, is_missing
 from outbox.doorbell import ALERT_SECONDS
-from outbox.kernel.broker import REFUSAL_REMEDY, describe_refusal
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import Bell, StopRequest, Watchdog
-from outbox.kernel.outage import Outage, OutageLog
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.retry import Pause
-from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.attending import Attendant
 from outbox.relay.batch_size import BatchSize

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from django.db import transaction
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.broker import queue_name
+from exactly_once.models import Operation
+from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.operators.operation_rows import Plan, RowOutcome
+from exactly_once.operators.operations import BulkAction, Operations
+from exactly_once.process.clock import monotonic
+from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.console.audit import Actor, Subject, record
-from outbox.console.operations import BulkAction, Operations
-from outbox.database.operations import Plan, RowOutcome
-from outbox.kernel.broker import queue_name
-from outbox.kernel.clock import monotonic
-from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
-from outbox.models import Operation
 from outbox.operations import ACTIONS, operations
 from outbox.relay.outgoing import outgoing
 from outbox.relay.waves import waves

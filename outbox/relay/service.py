@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from django.db import connections
 
+from exactly_once.masking import masked
+from exactly_once.operators.alerts import alerting
+from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.process.outage import OutageLog
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import leave_pools
+from exactly_once.transport import Companion, Transport
 from outbox.conf import outbox_options
-from outbox.console.alerts import alerting
-from outbox.database.connections import leave_pools
-from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.kernel.masking import masked
-from outbox.kernel.outage import OutageLog
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
 from outbox.relay.calling import callers
 from outbox.relay.check_back import askers

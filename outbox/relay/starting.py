@@ -25,17 +25,17 @@ from django.apps import apps
 from django.db import connections, transaction
 from django.utils.module_loading import import_string
 
+from exactly_once.operators.minutes import database_time
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.schema import is_missing
+from exactly_once.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
+from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_collision, is_outage
-from outbox.database.minutes import database_time
-from outbox.database.now import DatabaseTime
-from outbox.database.schema import is_missing
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
-from outbox.kernel.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
 from outbox.relay.outgoing import outgoing
 from outbox.store import replaying
 from outbox.store.claiming import DamagedRow, RelayedMessage

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from outbox.database.faults import remedy
-from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, NO_KEYS, RefusedRows
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.faults import remedy
+from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, NO_KEYS, RefusedRows
+from exactly_once.wire.text import describe
 from outbox.relay.unsettled import WHAT_REFUSES
 
 logger = logging.getLogger(__name__)

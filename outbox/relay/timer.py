@@ -27,14 +27,14 @@ from functools import partial
 
 from django.db import Error, connections
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import Bell, StopRequest, Watchdog
+from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage, why_unavailable
+from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.wire.retry import Pause
 from outbox.conf import OutboxOptions
-from outbox.database.connections import drop_unusable_connections
-from outbox.database.faults import is_collision, is_outage, why_unavailable
-from outbox.database.schema import describe_missing, is_missing
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import Bell, StopRequest, Watchdog
-from outbox.kernel.outage import Outage, OutageLog
-from outbox.kernel.retry import Pause
 from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import claiming, lease, scheduling

@@ -13,11 +13,11 @@ from math import inf
 
 from django.db import Error
 
-from outbox.database.faults import remedy
-from outbox.kernel.clock import monotonic
-from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
-from outbox.kernel.reminder import Reminder
-from outbox.kernel.text import describe
+from exactly_once.process.clock import monotonic
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.faults import remedy
+from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
+from exactly_once.wire.text import describe
 from outbox.store import claiming, settling
 from outbox.store.claiming import RelayedMessage
 from outbox.store.dialect import TABLE

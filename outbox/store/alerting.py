@@ -7,7 +7,7 @@ from typing import Any
 
 from django.db import connections
 
-from outbox.database.now import DatabaseTime, now_after
+from exactly_once.sql.now import DatabaseTime, now_after
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.states import LIVE, State
 from outbox.store import heartbeats

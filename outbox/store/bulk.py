@@ -8,7 +8,7 @@ from datetime import datetime
 
 from django.db import connections
 
-from outbox.database.connections import is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from outbox.models import OutboxMessage
 from outbox.states import IN_TROUBLE, State, Transition
 from outbox.store.transitions import move

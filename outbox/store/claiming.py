@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import NOW_AFTER, now
-from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
-from outbox.kernel.text import describe
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.now import NOW_AFTER, now
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import FIRST_DAY, HOLDING_KEY
 from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of, live
@@ -56,7 +56,7 @@ class RelayedMessage(NamedTuple):
         expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
         is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
         is_secondary: it is in the secondary ready index, not in the stream.
-        wire: the wire format of another protocol (`kernel.wire`), or None.
+        wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
     """
 

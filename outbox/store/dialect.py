@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.database.connections import is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 

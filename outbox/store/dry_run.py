@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from django.db.models import Max
 
-from outbox.console.dry_run import WouldPublish
-from outbox.database.connections import with_table
-from outbox.kernel.envelope import JSON
+from exactly_once.operators.dry_run import WouldPublish
+from exactly_once.sql.connections import with_table
+from exactly_once.wire.envelope import JSON
 from outbox.models import OutboxMessage
 from outbox.states import LIVE
 

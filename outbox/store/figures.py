@@ -6,9 +6,9 @@ from datetime import UTC, datetime, time
 
 from django.db import connections
 
-from outbox.database.connections import is_postgresql
-from outbox.database.counts import Count, count_up_to_limit, earliest, estimated, instant
-from outbox.database.minutes import database_time
+from exactly_once.operators.minutes import database_time
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.counts import Count, count_up_to_limit, earliest, estimated, instant
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 from outbox.store import history

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from django.db import Error, connections, transaction
 
-from outbox.database.connections import is_postgresql
-from outbox.database.faults import is_canceled, may_be_of_a_row
-from outbox.database.schema import is_missing
-from outbox.kernel.refused_rows import RefusedRows
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.faults import is_canceled, may_be_of_a_row
+from exactly_once.sql.refused_rows import RefusedRows
+from exactly_once.sql.schema import is_missing
 from outbox.models import OutboxMessage
 from outbox.states import Transition
 from outbox.store.transitions import Found, count_moved

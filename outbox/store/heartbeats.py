@@ -1,6 +1,6 @@
-"""Heartbeats of relays; see `kernel.heartbeat`."""
+"""Heartbeats of relays; see `exactly_once.process.heartbeat`."""
 
-from outbox.database.heartbeat_table import HeartbeatTable
+from exactly_once.operators.heartbeat_table import HeartbeatTable
 from outbox.models import RelayHeartbeat
 
 relays = HeartbeatTable(RelayHeartbeat)

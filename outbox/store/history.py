@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
-from outbox.database.connections import is_postgresql, lock_timeout
-from outbox.database.faults import is_collision, sqlstate_of
-from outbox.database.now import DatabaseTime
-from outbox.database.purging import delete_in_chunks
+from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.faults import is_collision, sqlstate_of
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.purging import delete_in_chunks
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 from outbox.store.dialect import HISTORY, TABLE

@@ -11,9 +11,9 @@ from typing import Any
 from django.db import transaction
 from django.db.models import Q
 
-from outbox.database.now import DatabaseTime
-from outbox.kernel.identity import process_name
-from outbox.kernel.text import NAME_LENGTH
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import NAME_LENGTH
 from outbox.models import RelayLease
 from outbox.store.claiming import NOTHING_SKIPPED, UNBOUNDED_BYTES, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart

@@ -5,10 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
+from exactly_once.operators.trail import Account, Moment, Standing
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import with_table
 from outbox.conf import outbox_options
-from outbox.console.trail import Account, Moment, Standing
-from outbox.database.connections import with_table
-from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 
@@ -20,7 +20,7 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.console.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
+    """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
     having, unavailable = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
@@ -51,7 +51,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-    """See `outbox.console.trail`."""
+    """See `exactly_once.operators.trail`."""
     return [
         str(message_id)
         for alias in with_table(TrailEntry, aliases)[0]

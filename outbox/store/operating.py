@@ -10,8 +10,8 @@ from typing import Any
 from django.db import OperationalError, connections, transaction
 from django.db.models import QuerySet
 
-from outbox.database.connections import is_postgresql, lock_timeout
-from outbox.database.faults import is_collision
+from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.faults import is_collision
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, LIVE, PUBLISH_NOW, RESCHEDULE, State, Transition
 from outbox.store.dialect import LIVE_PART, LOCK_SPACE, TABLE, each_topic

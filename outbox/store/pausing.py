@@ -18,11 +18,11 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import BooleanField, Count, ExpressionWrapper, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
-from outbox.database.connections import is_postgresql, lock_timeout
-from outbox.database.faults import is_collision
-from outbox.database.now import DatabaseTime, now, now_after
-from outbox.kernel.refused_rows import RefusedRows
-from outbox.kernel.text import ERROR_LENGTH, printable
+from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import DatabaseTime, now, now_after
+from exactly_once.sql.refused_rows import RefusedRows
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import LIVE, PAUSE, RESUME, State
 from outbox.store.claiming import SECONDARY

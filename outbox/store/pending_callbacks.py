@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.faults import is_outage
+from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.sql.rows import value_of
+from exactly_once.wire.envelope import REPLAY_HEADER
+from exactly_once.wire.formats import Wire
+from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from outbox.callbacks import SettledMessage, registry
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.faults import is_outage
-from outbox.database.now import DatabaseTime, now
-from outbox.database.rows import value_of
-from outbox.kernel.envelope import REPLAY_HEADER
-from outbox.kernel.text import ERROR_LENGTH, describe, printable
-from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import LIVE, Transition
 from outbox.store.dialect import TABLE, some_uuids, today

@@ -16,8 +16,8 @@ from datetime import timedelta
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
-from outbox.database.now import DatabaseTime
-from outbox.kernel.text import ERROR_LENGTH, printable
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import COMMIT, GIVE_UP, LIVE, RESUME_CHECKS, ROLL_BACK, SETTLED, UNDECIDED, State
 from outbox.store import operating

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from django.db import OperationalError, connections
 from django.db.models import Count, Max, Min, Q, QuerySet
 
+from exactly_once.models import Operation
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import outbox_options
-from outbox.database.connections import is_outermost, is_postgresql
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import monotonic
-from outbox.kernel.identity import process_name
-from outbox.kernel.text import NAME_LENGTH
-from outbox.models import SHARDS, Operation, OutboxMessage, PausedTopic, RelayLease
+from outbox.models import SHARDS, OutboxMessage, PausedTopic, RelayLease
 from outbox.states import FIRST_DAY, State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
 from outbox.store.dialect import LOCK_SPACE

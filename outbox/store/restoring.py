@@ -16,8 +16,8 @@ from typing import NamedTuple
 from django.db import IntegrityError, OperationalError, transaction
 from django.db.models import Count, Min, QuerySet
 
-from outbox.database.connections import lock_timeout
-from outbox.database.faults import is_collision
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.faults import is_collision
 from outbox.expressions import IS_AHEAD
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP, RESTORE, State

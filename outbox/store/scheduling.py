@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import Error, connections
 
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now, now_after
-from outbox.kernel.refused_rows import RefusedRows
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now, now_after
+from exactly_once.sql.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import SECONDARY

@@ -12,12 +12,12 @@ from typing import Any
 
 from django.db import Error, connections, transaction
 
+from exactly_once.failures import REFUSED
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now
+from exactly_once.sql.refused_rows import RefusedRows
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now
-from outbox.kernel.failures import REFUSED
-from outbox.kernel.refused_rows import RefusedRows
-from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage
 from outbox.states import (
     CONFIRM,

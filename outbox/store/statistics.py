@@ -1,7 +1,7 @@
-"""The statistics of each minute; see `outbox.database.minutes`."""
+"""The statistics of each minute; see `exactly_once.operators.minutes`."""
 
-from outbox.database.minutes import Minutes, MinuteWriter
-from outbox.kernel.statistics import Tally
+from exactly_once.operators.minutes import Minutes, MinuteWriter
+from exactly_once.telemetry.statistics import Tally
 from outbox.models import MinuteStatistics
 
 minutes = Minutes(MinuteStatistics)

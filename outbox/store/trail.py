@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from django.db import connections
 
+from exactly_once.sql.now import now
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.conf import outbox_options
-from outbox.database.now import now
-from outbox.kernel.identity import process_name
-from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.models import TrailEntry
 from outbox.store.dialect import any_of, live, some_uuids
 

@@ -16,7 +16,7 @@ from django.db import connections, transaction
 from django.db.models import Value
 from django.db.models.sql import UpdateQuery
 
-from outbox.database.connections import is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State, Transition
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live

@@ -23,8 +23,8 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, OperationalError, connections, transaction
 from django.db.models import Exists, OuterRef, Q
 
-from outbox.database.connections import is_postgresql
-from outbox.database.faults import SERIALIZATION_FAILURE, sqlstate_of
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from outbox.database.connections import is_postgresql
-from outbox.database.now import now, now_after
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live

@@ -9,8 +9,8 @@ from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
-from outbox.database.rows import value_of
-from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
+from exactly_once.sql.rows import value_of
+from exactly_once.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 from outbox.models import OutboxMessage
 
 

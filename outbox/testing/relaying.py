@@ -11,13 +11,13 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
+from exactly_once.broker import scheme_of
+from exactly_once.testing.environment import require_tests
+from exactly_once.testing.matching import decoded
+from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
+from exactly_once.wire.formats import Wire
 from outbox.api import in_transaction
 from outbox.conf import LOCAL_BROKER, outbox_options
-from outbox.database.testing.environment import require_tests
-from outbox.database.testing.matching import decoded
-from outbox.kernel.broker import scheme_of
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
-from outbox.kernel.wire import Wire
 from outbox.relay.service import serve
 from outbox.transports import transport_class
 

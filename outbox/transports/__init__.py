@@ -7,8 +7,8 @@ from collections.abc import Callable
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from outbox.kernel.broker import scheme_of, why_unusable
-from outbox.kernel.transport import Transport
+from exactly_once.broker import scheme_of, why_unusable
+from exactly_once.transport import Transport
 
 _BY_SCHEME = {
     "local": "inbox.local.LocalTransport",

@@ -21,7 +21,7 @@ from typing import Any, Self
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
 
-from outbox.kernel.broker import (
+from exactly_once.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
     Frame,
@@ -31,9 +31,8 @@ from outbox.kernel.broker import (
     is_refusal,
     read_in_chunks,
 )
-from outbox.kernel.clock import monotonic
-from outbox.kernel.text import describe
-from outbox.kernel.transport import (
+from exactly_once.process.clock import monotonic
+from exactly_once.transport import (
     BrokerRefused,
     BrokerUnavailable,
     Capabilities,
@@ -43,7 +42,8 @@ from outbox.kernel.transport import (
     Sent,
     Verdict,
 )
-from outbox.kernel.wire import Wire
+from exactly_once.wire.formats import Wire
+from exactly_once.wire.text import describe
 from outbox.transports.confirms import ConfirmTracker
 from outbox.transports.frames import METHOD, FrameWriter
 

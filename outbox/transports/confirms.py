@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outbox.kernel.transport import CONFIRMED, PublishOutcome, Verdict
+from exactly_once.transport import CONFIRMED, PublishOutcome, Verdict
 
 
 class ConfirmTracker:

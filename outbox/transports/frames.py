@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
-from outbox.kernel.envelope import COPIES, Envelope
-from outbox.kernel.transport import OutgoingMessage
-from outbox.kernel.wire import Wire
+from exactly_once.transport import OutgoingMessage
+from exactly_once.wire.envelope import COPIES, Envelope
+from exactly_once.wire.formats import Wire
 
 _Headers = TypeVar("_Headers", bound=Mapping[str, Any])
 

@@ -13,11 +13,9 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, is_refusal, scheme_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.text import describe
-from outbox.kernel.transport import (
+from exactly_once.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, is_refusal, scheme_of
+from exactly_once.process.clock import monotonic
+from exactly_once.transport import (
     CONFIRMED,
     BrokerRefused,
     BrokerUnavailable,
@@ -28,7 +26,9 @@ from outbox.kernel.transport import (
     Sent,
     Verdict,
 )
-from outbox.kernel.wire import Wire
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.formats import Wire
+from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
+from exactly_once.wire.context import Cause, caused_by
+from exactly_once.wire.text import why_no_topic, why_unfit
 from outbox.api import PublishedMessage, publish
 from outbox.errors import InvalidMessage, PayloadTooLarge
-from outbox.kernel.context import Cause, caused_by
-from outbox.kernel.text import why_no_topic, why_unfit
 from outbox.store.unique import has_payload
 from outbox.webhooks.signatures import Verify
 

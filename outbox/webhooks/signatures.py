@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from django.core.exceptions import ImproperlyConfigured
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 
 Verify = Callable[[bytes, Mapping[str, str]], bool]
 """A function of the raw body and the headers, whose names are case-insensitive. True accepts the request."""

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from exactly_once.broker import scheme_of
+from exactly_once.process.clock import monotonic
+from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope, from_delivery
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from outbox.kernel.broker import scheme_of
-from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import Envelope, from_delivery
-from outbox.kernel.transport import OutgoingMessage, PublishOutcome
 from outbox.states import State
 from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 from django.db import connection
 
-from outbox.kernel.loop import EXIT_SILENT
+from exactly_once.process.loop import EXIT_SILENT
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect

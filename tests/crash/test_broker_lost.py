@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
-from outbox.kernel.clock import utcnow
 
 SOME = 60
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from django.db import transaction
 
+from exactly_once.sql.now import DatabaseTime
 from outbox import publish
-from outbox.database.now import DatabaseTime
 from outbox.models import PendingCallback
 from tests.support.apps.effects.models import Effect
 

@@ -9,9 +9,9 @@ import socket
 import pytest
 from django.db import transaction
 
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from outbox import publish
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from tests.support.apps.subscribed import NAME, TOPIC
 from tests.support.http_api import SHOP

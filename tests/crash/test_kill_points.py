@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.models import AlertLease, RelayLease
+from exactly_once.models import Lease
+from outbox.models import RelayLease
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
 
@@ -83,7 +84,7 @@ def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point)
         history.make_day("default", day)
 
     world.dies_at(point, world.relay)
-    AlertLease.objects.all().delete()  # as if it had run out
+    Lease.objects.all().delete()  # as if it had run out
     world.relay()
     world.listening()
     world.operate(OPERATIONS)

@@ -7,12 +7,12 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.wire.context import Cause, caused_by
 from inbox.joins.models import Part
 from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish, request
-from outbox.kernel.context import Cause, caused_by
 from outbox.models import RelayLease
 from tests.crash.test_joins import ADD, GATHER, MAKE_DUE, SETTINGS
 from tests.crash.test_kill_points import COMMIT, EFFECT

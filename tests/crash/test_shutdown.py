@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from django.db import connection
 
-from outbox.kernel.loop import EXIT_SILENT
+from exactly_once.process.loop import EXIT_SILENT
 from tests.support import ROOT
 from tests.support.crash.world import CONSUMER, RELAY
 from tests.support.servers import FaultProxy
 
 SIGNALLED_WHILE_WAITING = """
 import faulthandler, random, signal
-from outbox.kernel.loop import StopRequest
+from exactly_once.process.loop import StopRequest
 
 signal.signal(signal.SIGALRM, lambda *_: stop.set())
 for _ in range(20_000):

@@ -11,7 +11,7 @@ import socket
 
 import pytest
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.crash.urls import SECRET

@@ -14,7 +14,7 @@ from django.contrib.messages import get_messages
 from django.test import Client
 from django.urls import reverse
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State
 

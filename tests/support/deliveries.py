@@ -11,15 +11,15 @@ from datetime import timedelta
 
 from django.db import connections
 
+from exactly_once.process.clock import utcnow
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.models import DUE, InboxMessage
 from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import uuid
 from datetime import timedelta
 
+from exactly_once.process.heartbeat import ProcessIdentity
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import ConsumerHeartbeat
 from inbox.store.heartbeats import consumers
-from outbox.database.now import DatabaseTime
-from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
 from outbox.store import heartbeats
 

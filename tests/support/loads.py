@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import kombu
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
 from inbox.receiving.outages import Outages
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope
 
 

@@ -1,8 +1,7 @@
 """Extract the texts of both apps for translation, and compile their catalogs: `make messages`.
 
-makemessages of Django serves one app. What both apps show is in `outbox.console` and below; a service that has only the inbox
-does not search the catalogs of the outbox, so the inbox has a copy of these texts. The result has neither dates nor line
-numbers: it changes when a text changes, and only then. It needs GNU gettext.
+makemessages of Django serves one app. The result has neither dates nor line numbers: it changes when a text changes,
+and only then. It needs GNU gettext.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from tests.support import ROOT
 from tests.support.servers import binaries
 
 LANGUAGES = ("de",)
-SOURCES = {
-    "outbox": ("outbox",),
-    "inbox": ("inbox", "outbox/console", "outbox/kernel", "outbox/database"),
-}
+APPS = ("exactly_once", "outbox", "inbox")
 KEYWORDS = ("_", "gettext", "gettext_lazy", "gettext_noop", "ngettext:1,2", "ngettext_lazy:1,2")
 HEADER = """msgid ""
 msgstr ""
@@ -82,11 +78,9 @@ def update(app: str, language: str, directory: Path, root: Path = ROOT) -> None:
 
 
 def _sources(app: str) -> Iterator[Path]:
-    folders = [ROOT / folder for folder in SOURCES[app]]
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in {".py", ".html"} and "migrations" not in path.parts:
-                yield path
+    for path in sorted((ROOT / app).rglob("*")):
+        if path.suffix in {".py", ".html"} and "migrations" not in path.parts:
+            yield path
 
 
 def _run(tool: str, *arguments: str) -> None:
@@ -101,7 +95,7 @@ def main(languages: Sequence[str] = LANGUAGES) -> None:
 
     if not settings.configured:
         settings.configure()
-    for app in SOURCES:
+    for app in APPS:
         for language in languages:
             directory = Path(tempfile.mkdtemp())
             try:

@@ -11,11 +11,11 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest, Watchdog
 from outbox import Draft, publish, publish_many
 from outbox.conf import OutboxOptions
 from outbox.expressions import Today
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.models import SHARDS, OutboxMessage
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass

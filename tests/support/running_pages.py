@@ -112,6 +112,7 @@ def main() -> int:
             "django.contrib.contenttypes",
             "django.contrib.messages",
             "django.contrib.sessions",
+            "exactly_once",
             "outbox",
             "inbox",
             "inbox.joins",
@@ -201,9 +202,9 @@ def well_known() -> dict:
 
 
 def _check_options(names: dict) -> None:
+    from exactly_once.settings import parse  # noqa: PLC0415
     from inbox.conf import InboxOptions  # noqa: PLC0415 - as above
     from outbox.conf import OutboxOptions  # noqa: PLC0415
-    from outbox.kernel.options import parse  # noqa: PLC0415
 
     for setting, options in (("OUTBOX", OutboxOptions), ("INBOX", InboxOptions)):
         if isinstance(given := names.pop(setting, None), dict):

@@ -47,8 +47,8 @@ class Picture:
 def pictures() -> Iterator[Picture]:
     from django.urls import reverse  # noqa: PLC0415 - Django is set up by `main`
 
+    from exactly_once.admin.failures import group_url  # noqa: PLC0415
     from inbox.models import InboxMessage, Operation  # noqa: PLC0415
-    from outbox.console.failure_admin import group_url  # noqa: PLC0415
     from tests.support.shop_day import TIMEOUT  # noqa: PLC0415
 
     def of(name: str, query: str = "") -> Callable[[], str]:
@@ -59,7 +59,7 @@ def pictures() -> Iterator[Picture]:
         return reverse("admin:inbox_inboxmessage_change", args=[row.pk])
 
     def operation() -> str:
-        return reverse("admin:inbox_operation_change", args=[Operation.objects.get(state="running").pk])
+        return reverse("admin:exactly_once_operation_change", args=[Operation.objects.get(state="running").pk])
 
     def group() -> str:
         return group_url("admin", "inbox", *TIMEOUT[:2])
@@ -163,8 +163,8 @@ def _take_all(browser: Any, address: str) -> None:
 
 def _beat() -> None:
     """The processes of the shop send a heartbeat; the recent starts are set to now."""
+    from exactly_once.sql.now import DatabaseTime  # noqa: PLC0415
     from inbox.models import ConsumerHeartbeat  # noqa: PLC0415
-    from outbox.database.now import DatabaseTime  # noqa: PLC0415
     from outbox.models import RelayHeartbeat  # noqa: PLC0415
 
     ConsumerHeartbeat.objects.update(beat_at=DatabaseTime())

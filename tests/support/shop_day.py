@@ -18,13 +18,14 @@ from typing import Any
 
 import inbox.models
 import outbox.models
+from exactly_once.failures import DEFERRED
+from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Operation
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.statistics import ALL, bucket_of
+from exactly_once.wire.identity import new_message_id
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from inbox.webhooks import Endpoint
-from outbox.kernel.clock import utcnow
-from outbox.kernel.failures import DEFERRED
-from outbox.kernel.identity import new_message_id
-from outbox.kernel.statistics import ALL, bucket_of
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message
@@ -407,7 +408,8 @@ def _decisions() -> None:
     for number, (action, selection, state, (total, done, refused, failed), given) in enumerate(operations):
         began = now - (4 - number) * 13 * MINUTE
         is_open = state == "running"
-        inbox.models.Operation.objects.create(
+        Operation.objects.create(
+            app="inbox",
             action=action,
             selection=selection,
             state=state,
@@ -429,7 +431,8 @@ def _decisions() -> None:
             holder="shop-worker-1:902",
             **given,
         )
-    outbox.models.Operation.objects.create(
+    Operation.objects.create(
+        app="outbox",
         action="restore",
         selection="failure group returned shop.coupon.granted",
         state="planned",
@@ -437,14 +440,16 @@ def _decisions() -> None:
         requested_by="ada",
         planned_at=now - 3 * SECOND,
     )
-    inbox.models.FailureNote.objects.create(
+    FailureNote.objects.create(
+        app="inbox",
         error_class=TIMEOUT[0],
         place=TIMEOUT[1],
         note="The payment gateway is slow since 14:20. Their status page says: until 16:00. Retry as a canary then.",
         written_by="ada",
         written_at=now - 14 * MINUTE,
     )
-    outbox.models.FailureNote.objects.create(
+    FailureNote.objects.create(
+        app="outbox",
         error_class="returned",
         place="shop.coupon.granted",
         note="The coupon service is deployed at 15:00 and declares its queue.",
@@ -452,13 +457,14 @@ def _decisions() -> None:
         written_at=now - 8 * MINUTE,
     )
     alerts = [
-        (outbox.models, "topic paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
-        (inbox.models, "dead letters", CHARGE, "6 messages of the handler payments.request_payment are dead letters."),
-        (inbox.models, "no consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
+        ("outbox", "topic paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
+        ("inbox", "dead letters", CHARGE, "6 messages of the handler payments.request_payment are dead letters."),
+        ("inbox", "no consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
     ]
     for number, (app, condition, on, summary) in enumerate(alerts):
         cleared = number == 2
-        app.Alert.objects.create(
+        Alert.objects.create(
+            app=app,
             condition=condition,
             object=on,
             summary=summary,
@@ -468,9 +474,9 @@ def _decisions() -> None:
             raised_at=now - 18 * MINUTE,
             cleared_at=now - 4 * MINUTE if cleared else None,
         )
-    for app in (outbox.models, inbox.models):
-        app.AlertLease.objects.create(
-            name="alerts", token=uuid.uuid4(), holder="shop-web-1:811", expires_at=now + MINUTE, evaluated_at=now
+    for app in ("outbox", "inbox"):
+        Lease.objects.create(
+            name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", expires_at=now + MINUTE, done_at=now
         )
         # "where" of an entry is the admin or the name of a command.
         for action, kind, name, parameters in (
@@ -478,7 +484,8 @@ def _decisions() -> None:
             ("retry", "operation", f"failure group {TIMEOUT[0]}", {"messages": 1_180, "rate": 50}),
             ("skip", "message", "shop.sms.due order-10322", {"reason": "The customer was called."}),
         ):
-            app.AuditEntry.objects.create(
+            AuditEntry.objects.create(
+                app=app,
                 at=now - 9 * MINUTE,
                 actor="ada",
                 place="admin",
@@ -525,16 +532,19 @@ def hostile_rows(text: str) -> None:
     inbox.models.TrailEntry.objects.create(**trail, handler=text)
     for app in (outbox.models, inbox.models):
         app.MinuteStatistics.objects.create(minute=now, process=text, subject=text, dead=900)
-        app.FailureNote.objects.create(error_class=text, place=text, note=text, written_by=text, written_at=now)
-        app.Alert.objects.create(
-            condition=text[:64], object=text, summary=text, state="raised", first_seen_at=now, seen_at=now, raised_at=now,
+    for app in ("outbox", "inbox"):
+        FailureNote.objects.create(app=app, error_class=text, place=text, note=text, written_by=text, written_at=now)
+        Alert.objects.create(
+            app=app, condition=text[:64], object=text,
+            summary=text, state="raised", first_seen_at=now, seen_at=now, raised_at=now,
             unsent=[["raised", text]], send_error=text,
         )  # fmt: skip
-        app.AuditEntry.objects.create(
-            at=now, actor=text, place=text, address=text, action=text[:64], kind=text[:64], name=text, object_id=text,
+        AuditEntry.objects.create(
+            app=app, at=now, actor=text, place=text, address=text, action=text[:64], kind=text[:64], name=text, object_id=text,
             parameters={text: text},
         )  # fmt: skip
-        app.Operation.objects.create(
-            action=text[:32], selection=text, given={text: text}, reason=text, requested_by=text, state="stopped", total=3,
+        Operation.objects.create(
+            app=app, action=text[:32], selection=text,
+            given={text: text}, reason=text, requested_by=text, state="stopped", total=3,
             refused=3, stopped_because=text, reasons={text: 3}, unchanged=[[1, text, text]], holder=text, planned_at=now,
         )  # fmt: skip

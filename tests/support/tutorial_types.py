@@ -13,7 +13,7 @@ SETTINGS = """\
 SECRET_KEY = "x"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox", "inbox", "orders"]
+INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "orders"]
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "db.sqlite3"}}
 """
 CONFIGURATION = """\

@@ -16,12 +16,12 @@ import kombu
 from django.core.management import call_command
 from django.test import override_settings
 
+from exactly_once.process.loop import StopRequest, Watchdog
 from inbox import Lease, Ordered
 from inbox.conf import InboxOptions
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers.handler import Handler
-from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.apps.worker import JOB, NAMED

@@ -31,7 +31,11 @@ def test_first_hour(reader_of, postgres_environment, postgres_server, rabbitmq_p
     reader.follow(DOCS / "getting-started.md")
     reader.follow(
         DOCS / "tutorial" / "dead-letter.md",
-        by_hand={"inbox_trail --topic": operator.find, "available=5": operator.see, "sku='pencil').available": operator.retry},
+        by_hand={
+            "exactly_once_trail --topic": operator.find,
+            "available=5": operator.see,
+            "sku='pencil').available": operator.retry,
+        },
     )
     reader.follow(DOCS / "tutorial" / "postgresql.md")
     reader.follow(DOCS / "tutorial" / "rabbitmq.md")
@@ -81,7 +85,7 @@ def _orders_are_still_published(reader):
     """The page on Celery adds a task to the function that publishes, and removes nothing from it."""
     reader.run("python manage.py outbox_relay --drain")
 
-    said = "\n".join(reader.run("python manage.py outbox_trail --topic shop.order.placed --biz-id order-4001"))
+    said = "\n".join(reader.run("python manage.py exactly_once_trail --topic shop.order.placed --biz-id order-4001"))
 
     assert "published" in said.lower(), said
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from outbox.kernel.loop import Bell, StopRequest
+from exactly_once.process.loop import Bell, StopRequest
 
 FOR_EVER = 3600.0
 AT_ONCE = 0.0

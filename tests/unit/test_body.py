@@ -12,7 +12,7 @@ from functools import partial
 import kombu.compression
 import pytest
 
-from outbox.kernel.body import BYTES_PER_VALUE, OverLimit, Undecodable, decode_payload, inflated
+from exactly_once.wire.body import BYTES_PER_VALUE, OverLimit, Undecodable, decode_payload, inflated
 
 LIMIT = 64 * 1024
 JSON = "application/json"

@@ -6,9 +6,9 @@ import uuid
 
 import pytest
 
+from exactly_once.process.clock import utcnow
 from outbox import Answer, HalfMessage, checker
 from outbox.checkers import checkers
-from outbox.kernel.clock import utcnow
 
 TOPIC = "checkers.topic"
 

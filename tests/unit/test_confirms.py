@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outbox.kernel.transport import PublishOutcome
+from exactly_once.transport import PublishOutcome
 from outbox.transports.confirms import ConfirmTracker
 
 

@@ -34,10 +34,10 @@ import outbox.signals
 import outbox.testing
 import outbox.webhooks
 import outbox.webhooks.signals
+from exactly_once import metrics
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage
 from outbox.conf import OutboxOptions
-from outbox.kernel import meter
 from outbox.models import OutboxMessage
 from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests.support import ROOT
@@ -87,7 +87,7 @@ def default_of(field):
 def commands():
     return {
         path.stem: ".".join(path.relative_to(ROOT).parts[:-3])
-        for side in SIDES
+        for side in ("exactly_once", *SIDES)
         for path in (ROOT / side).rglob("management/commands/*.py")
         if path.stem != "__init__"
     }
@@ -103,11 +103,9 @@ def arguments(command):
 
 
 def command_pages():
-    return {
-        f"{side}/{name}.md": page(f"reference/{side}/{name}.md")
-        for side in SIDES
-        for name in ("process-commands", "message-commands")
-    }
+    names = ["console-commands.md"]
+    names += [f"{side}/{name}.md" for side in SIDES for name in ("process-commands", "message-commands")]
+    return {name: page(f"reference/{name}") for name in names}
 
 
 def test_every_command_is_documented_and_no_other():
@@ -216,7 +214,7 @@ def test_every_table_is_documented_and_no_other():
 
     tables = {
         model._meta.db_table
-        for app in (*SIDES, "inbox_joins", "inbox_webhooks")
+        for app in ("exactly_once", *SIDES, "inbox_joins", "inbox_webhooks")
         for model in apps.get_app_config(app).get_models()
         if not model._meta.proxy
     }
@@ -251,7 +249,7 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
     rows = re.findall(r"^\| `(\w+)` \| (counter|gauge|histogram) \| (.*?) ?\|", page("reference/metrics.md"), re.MULTILINE)
     documented = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
 
-    assert documented == {name: (each.kind, list(each.labels)) for name, each in meter.instruments.items()}
+    assert documented == {name: (each.kind, list(each.labels)) for name, each in metrics.instruments.items()}
 
 
 def every_page():

@@ -22,14 +22,14 @@ import pytest
 import yaml
 from django.core.management import BaseCommand, CommandError, get_commands, load_command_class
 
+from exactly_once import metrics
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
-from outbox.kernel import meter
 from tests.support import ROOT
 from tests.support.pages import EXAMPLES, blocks, commands, pages
 from tests.support.running_pages import well_known
 
-OURS = ("outbox", "inbox")
+OURS = ("exactly_once", "outbox", "inbox")
 SIGNATURE = re.compile(r"^@?(?P<name>\w+)\((?P<parameters>.*?)\)(?: -> [^\n]+)?(?:\ndef .*)?$", re.DOTALL)
 
 
@@ -323,7 +323,7 @@ def test_example_files_and_their_pages_query_metrics_that_exist():
     queried = {name for text in texts for name in re.findall(r"\b((?:outbox|inbox|exactly_once)_\w+)\{", text)}
 
     assert queried != set()
-    assert queried <= {*meter.instruments}
+    assert queried <= {*metrics.instruments}
 
 
 def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():

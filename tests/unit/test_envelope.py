@@ -9,9 +9,9 @@ from cloudevents.core.bindings.amqp import AMQPMessage, from_binary_event, from_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.kernel.body import Undecodable, decode_payload
-from outbox.kernel.envelope import Envelope, from_delivery, is_reserved, media_type, opened
-from outbox.kernel.text import NAME_LENGTH
+from exactly_once.wire.body import Undecodable, decode_payload
+from exactly_once.wire.envelope import Envelope, from_delivery, is_reserved, media_type, opened
+from exactly_once.wire.text import NAME_LENGTH
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 INSTANTS = {"created_at", "deliver_at"}

@@ -11,8 +11,8 @@ from amqp.serialization import dumps, loads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import OutgoingMessage, PublishOutcome
+from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from exactly_once.wire.retry import RetryPolicy
 from inbox import (
     Backoff,
     Batch,
@@ -19,7 +20,6 @@ from inbox import (
     leased_handler,
 )
 from inbox.handlers.registry import registry
-from outbox.kernel.retry import RetryPolicy
 
 A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 DEFAULT = RetryPolicy(max_attempts=17, base=timedelta(seconds=10), factor=2.5, cap=2 * AN_HOUR)

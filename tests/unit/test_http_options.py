@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
+from exactly_once import settings as options
+from exactly_once.http_options import read_http
 from outbox.conf import OutboxOptions
-from outbox.console.http_options import read_http
-from outbox.kernel import options
 from tests.support.http_api import NEXT_SHOP, PARTNER, SHOP, TOKENS, digest
 
 DIGESTS = [digest("a")]

@@ -27,18 +27,18 @@ from django.db import (
     connection,
 )
 
-from outbox.console import live_view, terminal
-from outbox.console.plurals import ngettext
-from outbox.console.process import run_until_signalled
-from outbox.database.faults import is_about_values, is_collision, is_lost, is_outage, remedy
-from outbox.kernel import broker
-from outbox.kernel.clock import utcnow
-from outbox.kernel.context import Cause, caused_by, current_cause
-from outbox.kernel.identity import new_message_id, process_name
-from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
-from outbox.kernel.outage import Outage, OutageLog
-from outbox.kernel.retry import Pause
-from outbox.kernel.text import describe
+from exactly_once import broker
+from exactly_once.cli import live_view, terminal
+from exactly_once.plurals import ngettext
+from exactly_once.process.clock import utcnow
+from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
+from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.faults import is_about_values, is_collision, is_lost, is_outage, remedy
+from exactly_once.wire.context import Cause, caused_by, current_cause
+from exactly_once.wire.identity import new_message_id, process_name
+from exactly_once.wire.retry import Pause
+from exactly_once.wire.text import describe
 
 
 class TestMessageId:
@@ -215,7 +215,7 @@ class TestOutage:
     def clock(self, monkeypatch):
         """The clock of outages, in seconds; a test sets it."""
         clock = SimpleNamespace(now=1000.0)
-        monkeypatch.setattr("outbox.kernel.outage.monotonic", lambda: clock.now)
+        monkeypatch.setattr("exactly_once.process.outage.monotonic", lambda: clock.now)
         return clock
 
     def test_an_ongoing_outage_is_logged_again_at_growing_intervals_with_its_latest_reason_and_remedy(
@@ -337,8 +337,8 @@ class TestWatchdog:
     def exit_status_of(body, *, limit):
         program = (
             "import sys; from datetime import timedelta\n"
-            "from outbox.kernel.loop import StopRequest, Watchdog\n"
-            "from outbox.kernel import loop\n"
+            "from exactly_once.process.loop import StopRequest, Watchdog\n"
+            "from exactly_once.process import loop\n"
             f"stop = StopRequest(); dog = Watchdog(limit=timedelta(seconds={limit}))\n"
             "now = [loop.awake()]\n"
             f"with dog.watching():\n{indent(body, '    ')}\n"
@@ -405,7 +405,7 @@ class TestRunUntilSignalled:
         program = (
             "import os, signal, threading; from datetime import timedelta\n"
             "from django.conf import settings; settings.configure()\n"
-            "from outbox.console.process import run_until_signalled\n"
+            "from exactly_once.process.running import run_until_signalled\n"
             "def sleeping(stop):\n    os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait()\n"
             "run_until_signalled(sleeping, grace=timedelta(seconds=0.05))"
         )
@@ -427,7 +427,7 @@ SUSPENDING = (
 class TestSuspendedMachine:
     def test_a_deadline_counts_the_time_in_which_the_machine_was_suspended(self):
         program = (
-            f"{SUSPENDING}from outbox.kernel.clock import monotonic\n"
+            f"{SUSPENDING}from exactly_once.process.clock import monotonic\n"
             "began_at = monotonic(); suspended[0] = 3600; print(int(monotonic() - began_at))"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
@@ -437,7 +437,7 @@ class TestSuspendedMachine:
     def test_the_watchdog_does_not_take_a_suspended_machine_for_a_silent_loop(self):
         program = (
             f"{SUSPENDING}from datetime import timedelta\n"
-            "from outbox.kernel.loop import StopRequest, Watchdog\n"
+            "from exactly_once.process.loop import StopRequest, Watchdog\n"
             "stop = StopRequest(); dog = Watchdog(limit=timedelta(seconds=60))\n"
             "with dog.watching():\n"
             "    for _ in range(20):\n"

@@ -14,15 +14,15 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.kernel import life_sign
-from outbox.kernel.life_sign import giving_life_signs, life_signs
-from outbox.kernel.loop import Watchdog
+from exactly_once.process import life_sign
+from exactly_once.process.life_sign import giving_life_signs, life_signs
+from exactly_once.process.loop import Watchdog
 from tests.support import ROOT
 from tests.support.waiting import wait_until
 
 PROGRAM = """
 import sys, time
-from outbox.kernel.life_sign import giving_life_signs
+from exactly_once.process.life_sign import giving_life_signs
 with giving_life_signs("relay", 60.0) as sign:
     while True:
         sign.moved(0.0)
@@ -108,7 +108,7 @@ def test_watchdog_reports_the_slowest_of_its_loops(monkeypatch):
         ended.wait()
 
     thread = threading.Thread(target=silent_loop)
-    monkeypatch.setattr("outbox.kernel.loop.end_process", lambda reason: None)
+    monkeypatch.setattr("exactly_once.process.loop.end_process", lambda reason: None)
     try:
         with watchdog.watching():
             thread.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from exactly_once.transport import OutgoingMessage
+from exactly_once.wire.envelope import Envelope
 from inbox import local
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import OutgoingMessage
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from exactly_once.masking import masked, quoted
 from outbox.conf import OutboxOptions
-from outbox.kernel.masking import masked, quoted
 
 SECRET = "Xy7secret7yX"
 

@@ -3,7 +3,7 @@
 import time
 import uuid
 
-from outbox.kernel.identity import new_message_id, new_message_ids
+from exactly_once.wire.identity import new_message_id, new_message_ids
 
 
 def test_ids_made_in_one_call_are_unique_ascending_and_of_version_7():

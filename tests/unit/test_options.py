@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
+from exactly_once import settings as options
+from exactly_once.settings import InvalidOptions
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.kernel import options
-from outbox.kernel.options import InvalidOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from email.utils import format_datetime
 
 import pytest
 
+from exactly_once.process.clock import utcnow
 from inbox.conf import InboxOptions
 from inbox.webhooks.addresses import NotAllowed, allowed_addresses, networks
 from inbox.webhooks.delivering import retry_after
-from outbox.kernel.clock import utcnow
 
 PUBLIC = ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"]
 NOT_PUBLIC = [

@@ -10,12 +10,12 @@ from datetime import timedelta
 import kombu
 import pytest
 
+from exactly_once.process.clock import monotonic
 from inbox import Batch, Ordered
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.pool import Pool
 from inbox.handlers.handler import Handler
 from inbox.limits.slots import slots_of
-from outbox.kernel.clock import monotonic
 from tests.support.deliveries import A_WHILE
 from tests.support.waiting import wait_until
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.kernel.retry import Pause, RetryPolicy
+from exactly_once.wire.retry import Pause, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=16, base=timedelta(seconds=10), factor=2.0, cap=timedelta(hours=2))
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from outbox.kernel.statistics import BOUNDS, MOST_SUBJECTS, OTHER, Tally, bucket_of, percentile, total
+from exactly_once.telemetry.statistics import BOUNDS, MOST_SUBJECTS, OTHER, Tally, bucket_of, percentile, total
 
 
 def histogram(seconds):

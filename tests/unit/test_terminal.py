@@ -4,7 +4,7 @@ from io import StringIO
 
 import pytest
 
-from outbox.console.terminal import fitted
+from exactly_once.cli.terminal import fitted
 
 SENTENCE = f"No consumer is running for: {', '.join(f'orders.handler_{number}' for number in range(9))}."
 

@@ -7,7 +7,7 @@ from amqp.serialization import dumps, loads
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from outbox.kernel.text import NAME_LENGTH, fit, printable, why_no_topic, why_unfit
+from exactly_once.wire.text import NAME_LENGTH, fit, printable, why_no_topic, why_unfit
 
 ANY_TEXT = st.text(st.characters(), max_size=400) | st.text(st.characters(categories=["Cs"]), max_size=3)
 

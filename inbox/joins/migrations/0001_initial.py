@@ -3,7 +3,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 
 INBOX, LABEL = label_of('inbox'), label_of('inbox.joins')
 

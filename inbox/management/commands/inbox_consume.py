@@ -5,16 +5,16 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import log_to_console
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.schema import require_schema
+from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers.registry import registry
 from inbox.monitoring.tables import table_gauges
-from outbox.console import prometheus
-from outbox.console.command import TranslatedCommand
-from outbox.console.process import run_until_signalled
-from outbox.console.terminal import log_to_console
-from outbox.database.schema import require_schema
-from outbox.kernel.loop import StopRequest
 
 
 class Command(TranslatedCommand):

@@ -9,15 +9,15 @@ from django.db import DEFAULT_DB_ALIAS, OperationalError, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import refuse_unknown
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.sql.faults import is_collision
+from exactly_once.sql.schema import require_schema
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
 from inbox.store.operating import ROW_LOCKED
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.console.terminal import refuse_unknown
-from outbox.database.faults import is_collision
-from outbox.database.schema import require_schema
 
 
 class Command(TranslatedCommand):

@@ -3,9 +3,9 @@ from typing import Any, ClassVar
 from django.db.models import QuerySet
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.cli.export import ExportCommand
 from inbox.dead_letters import letters
 from inbox.store.dead_letters import dead
-from outbox.console.export_command import ExportCommand
 
 
 class Command(ExportCommand):

@@ -1,7 +1,7 @@
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.health import Check, HealthCommand
 from inbox.health.checks import KIND, process_checks
-from outbox.console.health import Check, HealthCommand
 
 
 class Command(HealthCommand):

@@ -1,9 +1,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from exactly_once.cli.importing import ImportCommand
+from exactly_once.operators.audit import Subject
 from inbox.dead_letters import letters, store_dead
-from outbox.console.audit import Subject
-from outbox.console.import_command import ImportCommand
 
 
 class Command(ImportCommand):

@@ -3,11 +3,11 @@ from datetime import timedelta
 from django.core.management.base import CommandError
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.purge import PurgeCommand
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
 from inbox.operations import operations
 from inbox.store import operating
-from outbox.console.purge_command import PurgeCommand
 
 
 class Command(PurgeCommand):

@@ -5,11 +5,11 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.sql.schema import require_schema
 from inbox.errors import UnknownHandler
 from inbox.pausing import resume_handler
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.database.schema import require_schema
 
 
 class Command(TranslatedCommand):

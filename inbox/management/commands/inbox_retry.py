@@ -8,6 +8,12 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import Progress, refuse_unknown
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.operations import BATCH
+from exactly_once.plurals import ngettext
+from exactly_once.sql.schema import require_schema
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
@@ -15,12 +21,6 @@ from inbox.operations import retry as bulk_retry
 from inbox.resending import resending
 from inbox.store import operating
 from inbox.store.bulk import LOCKED
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.console.operations import BATCH
-from outbox.console.plurals import ngettext
-from outbox.console.terminal import Progress, refuse_unknown
-from outbox.database.schema import require_schema
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.cli.status import StatusCommand, iso, process_as_json, processes, state_of
+from exactly_once.cli.terminal import age, table
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.store import accounting, heartbeats, operating, pausing, starts
-from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
-from outbox.console.terminal import age, table
 
 _CONFLICTS = 50
 _COLUMNS = (

@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 import inbox.webhooks.models
 import inbox.webhooks.signing
-from outbox.database.labels import label_of
+from exactly_once.sql.labels import label_of
 
 
 class Migration(migrations.Migration):

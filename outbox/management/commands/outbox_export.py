@@ -3,8 +3,8 @@ from typing import Any, ClassVar
 from django.db.models import QuerySet
 from django.utils.translation import gettext_lazy as _
 
-from outbox.console.export_command import ExportCommand
-from outbox.console.terminal import message_id
+from exactly_once.cli.export import ExportCommand
+from exactly_once.cli.terminal import message_id
 from outbox.dead_letters import letters
 from outbox.store.dead_letters import dead
 

@@ -1,6 +1,6 @@
 from django.utils.translation import gettext_lazy
 
-from outbox.console.health import Check, HealthCommand
+from exactly_once.cli.health import Check, HealthCommand
 from outbox.health.checks import KIND, process_checks
 
 

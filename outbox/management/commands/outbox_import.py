@@ -4,11 +4,11 @@ from typing import Any
 from django.db import IntegrityError
 from django.utils.translation import gettext as _
 
-from outbox.console.audit import Subject
-from outbox.console.dead_letters import Refused
-from outbox.console.import_command import ImportCommand
+from exactly_once.cli.importing import ImportCommand
+from exactly_once.operators.audit import Subject
+from exactly_once.operators.dead_letters import Refused
+from exactly_once.wire.text import why_no_topic
 from outbox.dead_letters import letters
-from outbox.kernel.text import why_no_topic
 from outbox.store.dead_letters import store_dead
 
 

@@ -5,9 +5,9 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.database.schema import require_schema
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.sql.schema import require_schema
 from outbox.errors import InvalidMessage
 from outbox.pausing import TopicState, pause
 

@@ -1,7 +1,7 @@
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.purge import PurgeCommand
 from outbox.conf import outbox_options
-from outbox.console.purge_command import PurgeCommand
 from outbox.models import TrailEntry
 from outbox.operations import operations
 from outbox.store import history

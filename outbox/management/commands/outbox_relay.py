@@ -7,14 +7,14 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.broker import scheme_of
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import log_to_console
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.schema import require_schema
+from exactly_once.telemetry import prometheus
 from outbox.conf import LOCAL_BROKER, outbox_options
-from outbox.console import prometheus
-from outbox.console.command import TranslatedCommand
-from outbox.console.process import run_until_signalled
-from outbox.console.terminal import log_to_console
-from outbox.database.schema import require_schema
-from outbox.kernel.broker import scheme_of
-from outbox.kernel.loop import StopRequest
 from outbox.monitoring.tables import table_gauges
 from outbox.relay.service import serve
 

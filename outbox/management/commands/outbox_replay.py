@@ -10,16 +10,15 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import Progress, age, instant, log_to_console, table
+from exactly_once.models import Operation, OperationState
+from exactly_once.operators.audit import actor_of_command
+from exactly_once.process.clock import utcnow
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.schema import require_schema
 from outbox.conf import outbox_options
-from outbox.console.audit import actor_of_command
-from outbox.console.command import TranslatedCommand
-from outbox.console.process import run_until_signalled
-from outbox.console.terminal import Progress, age, instant, log_to_console, table
-from outbox.database.operation_models import OperationState
-from outbox.database.schema import require_schema
-from outbox.kernel.clock import utcnow
-from outbox.kernel.loop import StopRequest
-from outbox.models import Operation
 from outbox.operations import operations
 from outbox.relay.replaying import Replay, executor, plan
 from outbox.states import State

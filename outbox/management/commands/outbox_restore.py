@@ -6,11 +6,11 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.console.plurals import ngettext
-from outbox.console.terminal import Progress, age, instant, message_id, refuse_unknown, table
-from outbox.database.schema import require_schema
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import Progress, age, instant, message_id, refuse_unknown, table
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.plurals import ngettext
+from exactly_once.sql.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
 from outbox.store.restoring import Restorable, Restored, Selection, preview_restoring, restorable, restored_by_default

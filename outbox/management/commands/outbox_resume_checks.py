@@ -5,11 +5,11 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from outbox.console.audit import Subject, actor_of_command, record
-from outbox.console.command import TranslatedCommand
-from outbox.console.plurals import ngettext
-from outbox.console.terminal import Progress, message_id, refuse_unknown
-from outbox.database.schema import require_schema
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import Progress, message_id, refuse_unknown
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.plurals import ngettext
+from exactly_once.sql.schema import require_schema
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import preparing

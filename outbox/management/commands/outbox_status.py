@@ -5,11 +5,11 @@ from typing import Any
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.cli.status import StatusCommand, iso, process_as_json, processes, state_of
+from exactly_once.cli.terminal import age, table
+from exactly_once.plurals import ngettext
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.console.plurals import ngettext
-from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
-from outbox.console.terminal import age, table
 from outbox.states import State
 from outbox.store import heartbeats, history, pausing, pending_callbacks, preparing
 

@@ -12,13 +12,12 @@ from django.core.management import call_command
 from django.db import transaction
 from django.urls import reverse
 
-from inbox.models import AuditEntry as InboxAuditEntry
+from exactly_once.admin import acting as acting_admin
+from exactly_once.models import AuditEntry
+from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from outbox.console import acting_admin
-from outbox.console.audit import Actor, Subject, record
-from outbox.database.now import DatabaseTime
-from outbox.models import AuditEntry
 from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
@@ -36,7 +35,7 @@ from tests.support.deliveries import deliver, run_to_the_end
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
-AUDIT, ENTRY = "admin:outbox_auditentry_changelist", "admin:outbox_auditentry_change"
+AUDIT, ENTRY = "admin:exactly_once_auditentry_changelist", "admin:exactly_once_auditentry_change"
 VIEW_AUDIT, EXPORT = "view_auditentry", "export_auditentry"
 ADA = Actor(name="ada", place="admin", address="192.0.2.7")
 
@@ -113,7 +112,7 @@ class TestActions:
         run_to_the_end()
         call_command("inbox_retry", all=True, stdout=io.StringIO())
 
-        edit, retry = InboxAuditEntry.objects.order_by("pk")
+        edit, retry = AuditEntry.objects.order_by("pk")
         assert (edit.place, edit.action, edit.object_id) == ("inbox_edit", "edit", dead.message_id)
         assert edit.parameters["payload"] == "15 characters"
         assert (retry.place, retry.action) == ("inbox_retry", "retry")
@@ -128,7 +127,7 @@ class TestActions:
 
         act(client, "edit", dead, page=page, **given, shown=shown)
 
-        assert InboxAuditEntry.objects.get().parameters == {"payload": "24 characters"}
+        assert AuditEntry.objects.get().parameters == {"payload": "24 characters"}
 
 
 def fails(message):
@@ -209,14 +208,14 @@ class TestPage:
 
         assert "wrong" not in Page(client.get(reverse(ENTRY, args=[entry.pk]))).text
         assert client.post(reverse(ENTRY, args=[entry.pk]), {"actor": "eve"}).status_code == 403
-        assert client.post(reverse("admin:outbox_auditentry_delete", args=[entry.pk]), {"post": "yes"}).status_code == 403
-        assert client.get(reverse("admin:outbox_auditentry_add")).status_code == 403
+        assert client.post(reverse("admin:exactly_once_auditentry_delete", args=[entry.pk]), {"post": "yes"}).status_code == 403
+        assert client.get(reverse("admin:exactly_once_auditentry_add")).status_code == 403
         assert AuditEntry.objects.get().actor == "ada"
 
 
 class TestExport:
     def exported(self, form, **query):
-        url = reverse("admin:outbox_auditentry_export", args=[form])
+        url = reverse("admin:exactly_once_auditentry_export", args=[form])
         response = staff_client(VIEW_AUDIT, EXPORT).get(url, query)
         assert response.status_code == 200
         return b"".join(response.streaming_content).decode()
@@ -248,12 +247,12 @@ class TestExport:
         assert lines[1]["name"] == "=1"
 
     def test_unknown_form_is_not_found(self):
-        url = reverse("admin:outbox_auditentry_export", args=["xml"])
+        url = reverse("admin:exactly_once_auditentry_export", args=["xml"])
 
         assert staff_client(VIEW_AUDIT, EXPORT).get(url).status_code == 404
 
     def test_export_requires_its_permission_and_is_not_linked_without_it(self):
-        url = reverse("admin:outbox_auditentry_export", args=["csv"])
+        url = reverse("admin:exactly_once_auditentry_export", args=["csv"])
 
         assert staff_client(VIEW_AUDIT).get(url).status_code == 403
         assert staff_client(EXPORT).get(url).status_code == 403

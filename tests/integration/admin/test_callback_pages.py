@@ -7,8 +7,8 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
+from exactly_once.process.clock import utcnow
 from outbox.callbacks import registry
-from outbox.kernel.clock import utcnow
 from outbox.models import PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, act, listed, said, staff_client

@@ -7,9 +7,9 @@ from django.contrib import admin
 from django.test import override_settings
 from django.urls import reverse
 
+from exactly_once.process.heartbeat import SILENT_AFTER
 from inbox.admin.consumers import ConsumerAdmin
 from inbox.models import ConsumerHeartbeat
-from outbox.kernel.heartbeat import SILENT_AFTER
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer

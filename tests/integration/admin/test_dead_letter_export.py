@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from inbox.models import AuditEntry as InboxAudit
+from exactly_once.models import AuditEntry
+from exactly_once.operators import dead_letters
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from outbox.console import dead_letters
-from outbox.database.now import DatabaseTime
-from outbox.models import AuditEntry
 from outbox.states import State
 from tests.support.admin_pages import VIEW, Page, a_message, act, said, staff_client
 
@@ -61,7 +60,7 @@ def test_more_messages_than_an_action_may_change_are_exported():
     client = staff_client("view_inboxmessage", "export_inboxmessage")
     response = act(client, "export", rows[0], page=INBOX_LIST, query="?state=dead", select_across="1")
     assert len(ids(response)) == 600
-    assert InboxAudit.objects.get().parameters == {"messages": 600}
+    assert AuditEntry.objects.get().parameters == {"messages": 600}
 
 
 def test_selection_without_a_dead_letter_is_reported():

@@ -6,7 +6,8 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
-from inbox.models import AuditEntry, InboxMessage
+from exactly_once.models import AuditEntry
+from inbox.models import InboxMessage
 from inbox.webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 

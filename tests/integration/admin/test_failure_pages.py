@@ -7,11 +7,12 @@ from datetime import timedelta
 import pytest
 from django.urls import reverse
 
+from exactly_once.failures import DEFERRED, REFUSED
+from exactly_once.models import FailureNote, Operation
+from exactly_once.process.loop import StopRequest
 from inbox import RetryLater
-from inbox.models import FailureNote, InboxMessage, Operation, State
+from inbox.models import InboxMessage, State
 from inbox.operations import executor
-from outbox.kernel.failures import DEFERRED, REFUSED
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, a_message, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 VIEW, RETRY, SKIP, NOTE = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage", "note_failurenote"
 LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
-GROUPS, GROUP = "admin:inbox_failurenote_changelist", "admin:inbox_failurenote_group"
+GROUPS, GROUP = "admin:exactly_once_failurenote_changelist", "admin:exactly_once_failurenote_group"
 THIS_FILE = "tests/integration/admin/test_failure_pages.py"
 
 
@@ -44,7 +45,7 @@ def failed(handles, function, count=1, **given):
 
 
 def group_of(row):
-    return {"class": row.error_class, "place": row.error_place}
+    return {"app": "inbox", "class": row.error_class, "place": row.error_place}
 
 
 def operate():
@@ -211,7 +212,7 @@ class TestFailureGroups:
     def test_note_is_shown_with_its_author(self, handles):
         failed(handles, refuse_the_card)
         client = staff_client(VIEW, NOTE)
-        url = f"{reverse(GROUP)}?class=ValueError&place={the_row().error_place}"
+        url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={the_row().error_place}"
         client.post(url, {"action": "note", "note": "The bank is down, see #7."})
         assert "The bank is down, see #7." in Page(client.get(reverse(GROUPS))).text
         note = FailureNote.objects.get()
@@ -221,7 +222,7 @@ class TestFailureGroups:
 
     def test_note_and_actions_need_their_permissions(self, handles):
         failed(handles, refuse_the_card)
-        url = f"{reverse(GROUP)}?class=ValueError&place={the_row().error_place}"
+        url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={the_row().error_place}"
         client = staff_client(VIEW)
         assert not Page(client.get(url)).all("button", name="action")
         for action in ("note", "retry", "skip"):
@@ -235,14 +236,14 @@ class TestFailureGroups:
         failed(handles, ask_the_warehouse)
         row = InboxMessage.objects.filter(error_class="ValueError").first()
         client = staff_client(VIEW, SKIP)
-        url = f"{reverse(GROUP)}?class=ValueError&place={row.error_place}"
+        url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={row.error_place}"
         preview = Page(client.post(url, {"action": "skip"}))
         assert "It applies to 3 of 3 messages." in preview.text
         response = client.post(url, {"action": "skip", "plan_confirmed": "yes", "reason": "paid by hand"})
         assert "planned" in said(response)[0][1]
         assert operate() > 0
         operation = Operation.objects.get()
-        assert response.url == reverse("admin:inbox_operation_change", args=[operation.pk])
+        assert response.url == reverse("admin:exactly_once_operation_change", args=[operation.pk])
         assert (operation.state, operation.done, operation.total) == ("finished", 3, 3)
         assert sorted(InboxMessage.objects.values_list("state", flat=True)) == ["retrying", "skipped", "skipped", "skipped"]
         assert InboxMessage.objects.filter(last_error="skipped: paid by hand").count() == 3
@@ -252,7 +253,7 @@ class TestFailureGroups:
         for topic in ("shop.a", "shop.a", "shop.b"):
             row = a_message("retrying", topic=topic, **failing)
             OutboxMessage.objects.filter(pk=row.pk).update(failing_since=row.created_at, failed_at=row.created_at)
-        response = staff_client("view_outboxmessage").get(reverse("admin:outbox_failurenote_changelist"))
+        response = staff_client("view_outboxmessage").get(reverse("admin:exactly_once_failurenote_changelist"))
         groups = [(group["count"], group["place"]) for group in response.context["groups"]]
         assert [count for count, _ in groups] == ["2", "1"]
         assert "shop." in Page(response).text

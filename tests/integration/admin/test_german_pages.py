@@ -16,24 +16,27 @@ from django.core.management import call_command, get_commands, load_command_clas
 from django.urls import reverse
 from django.utils import translation
 
+from exactly_once.models import Alert
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from outbox.database.now import DatabaseTime
-from outbox.models import Alert, MinuteStatistics, OutboxMessage
+from outbox.models import MinuteStatistics, OutboxMessage
 from outbox.states import State
 from tests.support.deliveries import deliver
 from tests.support.heartbeats import a_relay
-from tests.support.messages import SOURCES, catalog, update
+from tests.support.messages import APPS, catalog, update
 from tests.support.relaying import published, set_columns
 from tests.support.shop_day import hostile_rows
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 
 ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
-APPS = {"outbox", "inbox", "inbox_joins", "inbox_webhooks"}
-LISTS = sorted(f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in APPS)
+LABELS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+LISTS = sorted(
+    f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in LABELS
+)
 SENTENCE = re.compile(r"[A-Za-z]{2,}[ ,]+[A-Za-z]{2,}")
-SAME = {"Name, URL"}
+SAME = {"Name, URL", "Exactly once"}
 """The same words in both languages."""
 
 
@@ -66,12 +69,12 @@ def leftovers():
     return found
 
 
-@pytest.mark.parametrize("app", SOURCES)
+@pytest.mark.parametrize("app", APPS)
 def test_every_text_has_a_german_translation(app):
     assert [english for english, german in entries(app).items() if not german] == []
 
 
-@pytest.mark.parametrize("app", SOURCES)
+@pytest.mark.parametrize("app", APPS)
 def test_catalog_is_that_of_the_sources_and_is_compiled(app, tmp_path):
     """`make messages` changes nothing."""
     ours, fresh = catalog(app, "de"), catalog(app, "de", tmp_path)
@@ -158,7 +161,7 @@ def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, ha
     "command",
     [
         *(["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]),
-        *(["outbox_alerts"], ["inbox_alerts"], ["outbox_processes"], ["inbox_processes"]),
+        *(["exactly_once_alerts"], ["exactly_once_processes"]),
         *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"], ["outbox_resume_checks"]),
     ],
     ids=" ".join,
@@ -174,18 +177,18 @@ def test_command_in_german_has_no_english_text(command, handles, german, leftove
     assert re.search("wartend|Nachricht|Alarm|Prozess|Lebenszeichen|angehalten", out.getvalue())
 
 
-@pytest.mark.parametrize("command", sorted(name for name, app in get_commands().items() if app in SOURCES))
+@pytest.mark.parametrize("command", sorted(name for name, app in get_commands().items() if app in APPS))
 def test_help_of_a_command_in_german_has_no_english_text(command, german, leftovers):
     parser = load_command_class(get_commands()[command], command).create_parser("manage.py", command)
     said = " ".join(parser.format_help().split())
 
     assert leftovers(said) == []
-    assert re.search("Nachricht|Alarm|Topic|Handler|Gruppe|Consumer|Relay|Prüfer", said)
+    assert re.search("Nachricht|Alarm|Topic|Handler|Gruppe|Consumer|Relay|Prüfer|Prozess", said)
 
 
 def test_latency_by_topic_and_raised_alerts_in_german_have_no_english_text(admin_client, german, leftovers):
     times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
-    Alert.objects.create(condition="lag", summary="-", state="raised", **times)
+    Alert.objects.create(app="outbox", condition="lag", summary="-", state="raised", **times)
     MinuteStatistics.objects.create(minute=DatabaseTime(), process="-", subject="t", to_broker={"3": 1})
     for page in ("changelist", "latency"):
         assert leftovers(admin_client.get(reverse(f"admin:outbox_overview_{page}")).content.decode()) == []

@@ -9,10 +9,10 @@ from django.db import connection, connections
 from django.test import Client
 from django.urls import reverse
 
-from outbox.console.health_admin import warnings
-from outbox.database import health
-from outbox.database.health import Pin
-from outbox.kernel.clock import utcnow
+from exactly_once.admin.health import warnings
+from exactly_once.operators import database_health as health
+from exactly_once.operators.database_health import Pin
+from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from tests.support.admin_pages import Page, staff_client
 

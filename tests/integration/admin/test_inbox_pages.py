@@ -12,12 +12,11 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.urls import reverse
 
+from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
-from outbox.kernel.clock import utcnow
-from tests.support import ROOT
 from tests.support.admin_pages import said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -553,10 +552,3 @@ class TestOverrideOfTheMaximumAge:
 
         assert levels == ["success", "warning"]
         assert LogEntry.objects.count() == 1
-
-
-def test_style_sheets_of_both_apps_are_identical():
-    """Each can be installed without the other, so each has its own copy: see `ReadOnlyAdmin.media`."""
-    outbox, inbox = (ROOT / app / "static" / app / "admin.css" for app in ("outbox", "inbox"))
-
-    assert outbox.read_text() == inbox.read_text()

@@ -8,9 +8,9 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
+from exactly_once.models import AuditEntry
 from inbox.handlers.registry import registry
 from inbox.joins.models import Part, Run
-from inbox.models import AuditEntry
 from inbox.testing import travel
 from tests.integration.inbox.test_joins import TOPICS, comes, drain, effects, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import Page, act, said, staff_client

@@ -6,11 +6,12 @@ import pytest
 from django.contrib.auth.models import User
 from django.urls import reverse
 
+from exactly_once.models import AuditEntry, Operation
+from exactly_once.process.loop import StopRequest
 from inbox import Lease
-from inbox.models import AuditEntry, InboxMessage, Operation, State
+from inbox.models import InboxMessage, State
 from inbox.operations import executor
 from inbox.webhooks import Endpoint
-from outbox.kernel.loop import StopRequest
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, options
 
@@ -82,7 +83,7 @@ def test_query_of_an_endpoints_url_is_not_in_the_audit_log():
 
     urls = [entry.parameters["url"] for entry in AuditEntry.objects.order_by("pk")]
     assert urls == ["https://example.com/hooks?…", "https://example.com/new?…"]
-    log = Page(client.get(reverse("admin:inbox_auditentry_changelist"))).text
+    log = Page(client.get(reverse("admin:exactly_once_auditentry_changelist"))).text
     assert "s3cret" not in log
 
 

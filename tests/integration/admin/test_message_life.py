@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 from django.urls import reverse
 
+from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrailEntry
-from outbox.kernel.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, staff_client

@@ -8,13 +8,13 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from exactly_once.admin import message_search
+from exactly_once.models import Operation
+from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
-from inbox.models import Operation as InboxOperation
 from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrailEntry
-from outbox.console import message_search
-from outbox.kernel.clock import utcnow
-from outbox.models import Operation, OutboxMessage, RelayHeartbeat, TrailEntry
+from outbox.models import OutboxMessage, RelayHeartbeat, TrailEntry
 from outbox.states import State
 from tests.integration.admin import test_inbox_pages
 from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, listed, staff_client
@@ -45,7 +45,7 @@ class Outbox:
 
 class Inbox(Outbox):
     page = "admin:inbox_inboxmessage_changelist"
-    model, trail, operation = InboxMessage, InboxTrailEntry, InboxOperation
+    model, trail, operation = InboxMessage, InboxTrailEntry, Operation
     action, dead, retrying, settled = "retry", InboxState.DEAD, InboxState.RETRYING, InboxState.DONE
 
     def message(self, state=InboxState.DEAD, *, ago=timedelta(), **columns):

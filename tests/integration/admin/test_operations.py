@@ -12,17 +12,17 @@ from django.core.management import call_command
 from django.db import DatabaseError
 from django.urls import reverse
 
+from exactly_once.models import Operation, OperationPart
+from exactly_once.operators import operations as executing
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
 from inbox import operations as inbox_operations
-from inbox.models import InboxMessage, Operation, OperationPart, State
+from inbox.models import InboxMessage, State
 from inbox.models import TrailEntry as InboxTrail
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from outbox.conf import outbox_options
-from outbox.console import operations as executing
-from outbox.database.now import DatabaseTime
-from outbox.kernel.loop import StopRequest
-from outbox.models import Operation as OutboxOperation
 from outbox.models import OutboxMessage
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.replaying import executor as outbox_executor
@@ -35,7 +35,7 @@ from tests.support.workers import Process, as_environment
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
 VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
-LIST, OPERATION = "admin:inbox_inboxmessage_changelist", "admin:inbox_operation_change"
+LIST, OPERATION = "admin:inbox_inboxmessage_changelist", "admin:exactly_once_operation_change"
 CONFIRMED = {"select_across": "1", "plan_confirmed": "yes", "reason": "because"}
 
 
@@ -176,7 +176,7 @@ class TestExecution:
         dead_rows(3)
         client = staff_client(VIEW, RETRY)
         operation = planned(client, "retry")
-        url = reverse("admin:inbox_operation_cancel", args=[operation.pk])
+        url = reverse("admin:exactly_once_operation_cancel", args=[operation.pk])
         perform = inbox_operations.bulk.retry_some
 
         def cancelling(alias, rows, **given):
@@ -319,7 +319,7 @@ class TestOutbox:
         response = act(client, action, row, query=query, **{**CONFIRMED, **fields})
         assert response.status_code == 302, Page(response).text
         outbox_executor("default").drain(StopRequest())
-        return OutboxOperation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
+        return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
 
     def test_all_dead_messages_are_restored(self):
         for _ in range(3):
@@ -400,29 +400,29 @@ class TestRetention:
     @pytest.fixture(params=["outbox", "inbox"])
     def kept(self, request):
         """Operations that must stay, and one that ended before the retention."""
-        model = {"outbox": OutboxOperation, "inbox": Operation}[request.param]
 
         def ended(ago, state="finished"):
             at = DatabaseTime(-ago) if ago else None
-            return model.objects.create(action="retry", requested_by="ada", planned_at=DatabaseTime(), ended_at=at, state=state)
+            given = {"requested_by": "ada", "planned_at": DatabaseTime(), "ended_at": at, "state": state}
+            return Operation.objects.create(app=request.param, action="retry", **given)
 
         kept = {ended(timedelta(days=89)).pk, ended(None, state="planned").pk}
         ended(timedelta(days=91))
-        return request.param, model, kept
+        return request.param, kept
 
     def test_purge_deletes_operations_some_time_after_their_end(self, kept):
-        app, model, expected = kept
+        app, expected = kept
         said = io.StringIO()
         call_command(f"{app}_purge", "--dry-run", stdout=said)
         assert "1 bulk operation would be deleted." in said.getvalue()
-        assert model.objects.count() == 3
+        assert Operation.objects.count() == 3
 
         call_command(f"{app}_purge", stdout=said)
         assert "1 bulk operation deleted." in said.getvalue()
-        assert set(model.objects.values_list("pk", flat=True)) == expected
+        assert set(Operation.objects.values_list("pk", flat=True)) == expected
 
     @pytest.mark.parametrize("kept", ["outbox"], indirect=True)
     def test_relay_deletes_operations_some_time_after_their_end(self, kept):
-        _app, model, expected = kept
+        _app, expected = kept
         Housekeeper("default", outbox_options()).drain(StopRequest())
-        assert set(model.objects.values_list("pk", flat=True)) == expected
+        assert set(Operation.objects.values_list("pk", flat=True)) == expected

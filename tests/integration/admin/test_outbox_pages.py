@@ -15,11 +15,12 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from exactly_once import display
+from exactly_once.admin import acting as acting_admin
+from exactly_once.process.clock import utcnow
+from exactly_once.process.heartbeat import SILENT_AFTER
 from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
-from outbox.console import acting_admin, display
-from outbox.kernel.clock import utcnow
-from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.models import OutboxMessage, RelayHeartbeat
 from outbox.states import State
 from outbox.store import operating, restoring

@@ -7,7 +7,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support.admin_pages import NASTY, VIEW, Page, a_message, act, said, staff_client

@@ -8,6 +8,7 @@ import json
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from django.contrib import admin
@@ -16,13 +17,13 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
-import inbox.models
-import outbox.models
+from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
+from inbox.editing import conflict_token
 from inbox.joins.models import Run
 from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
 from inbox.webhooks import Endpoint
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
 from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
@@ -32,7 +33,7 @@ from tests.support.heartbeats import a_consumer, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-APPS = {"outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
 ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
 PERMISSION = {
@@ -46,7 +47,7 @@ PERMISSION = {
 """Actions whose permission has another name."""
 ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 """Further permissions that a page needs, because it shows rows of another model."""
-VIEWED_WITH = {f"{app}.{model}": f"view_{app}message" for app in ("outbox", "inbox") for model in ("Operation", "FailureNote")}
+VIEWED_WITH = {f"exactly_once.{model}": "view_outboxmessage" for model in ("Operation", "FailureNote")}
 """Pages about messages, which are viewed with the permission to view these."""
 CONFIRMED = {"confirmed": "yes", "reason": "x"}
 FIELDS = {
@@ -109,9 +110,9 @@ def a_pending_callback():
     return PendingCallback.objects.create(message_id=message.message_id, event="published", callback="x", **times)
 
 
-def an_alert(model):
+def an_alert():
     times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
-    return model.objects.create(state="raised", **times)
+    return Alert.objects.create(app="outbox", state="raised", **times)
 
 
 def a_run():
@@ -140,6 +141,12 @@ def a_row(handles):
         "outbox.OutboxMessage": a_message,
         "outbox.ScheduledMessage": partial(a_message, State.SCHEDULED, due_ago=-timedelta(hours=1)),
         "outbox.PreparedMessage": partial(a_message, State.PREPARED, due_ago=-timedelta(hours=1)),
+        "exactly_once.Alert": an_alert,
+        "exactly_once.Operation": partial(Operation.objects.create, app="outbox", action="x", planned_at=DatabaseTime()),
+        "exactly_once.FailureNote": partial(
+            FailureNote.objects.create, app="outbox", error_class="x", written_at=DatabaseTime()
+        ),
+        "exactly_once.AuditEntry": partial(AuditEntry.objects.create, app="outbox", at=DatabaseTime()),
         "outbox.PausedTopic": partial(PausedTopic.objects.create, topic="shop.t", **paused),
         "inbox.PausedHandler": partial(PausedHandler.objects.create, handler="shop.h", **paused),
         "outbox.RelayHeartbeat": lambda: RelayHeartbeat.objects.get(pk=a_relay().id),
@@ -149,15 +156,6 @@ def a_row(handles):
         "inbox_joins.Run": a_run,
         "inbox_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
     }
-    for label, model_admin in OURS.items():
-        if label.endswith(".Alert"):
-            makers[label] = partial(an_alert, model_admin.model)
-        if label.endswith(".Operation"):
-            makers[label] = partial(model_admin.model.objects.create, action="x", planned_at=DatabaseTime())
-        if label.endswith(".FailureNote"):
-            makers[label] = partial(model_admin.model.objects.create, error_class="x", written_at=DatabaseTime())
-        if label.endswith(".AuditEntry"):
-            makers[label] = partial(model_admin.model.objects.create, at=DatabaseTime())
 
     # A page without rows of its own, such as the overview, has a list only.
     return lambda label: makers[label]() if label in makers else None
@@ -177,6 +175,7 @@ def a_row_to_act_on(a_row, joins):  # noqa: F811 - the fixture
         row = a_row(label)
         if given := EFFECTIVE.get((label, action)):
             type(row).objects.filter(pk=row.pk).update(**given)
+            row.refresh_from_db()
         return row
 
     return make
@@ -212,6 +211,8 @@ def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_wit
     others = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
     assert own in others, "the permission exists"
     posted = {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED, **FIELDS}
+    if action == "run_conflicting":
+        posted["shown"] = conflict_token(row)
 
     response = staff_client(*(others - {own})).post(url_of(label), posted)
 
@@ -226,9 +227,8 @@ def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_wit
 
 
 def recorded():
-    """The actions in the audit logs."""
-    logs = (outbox.models.AuditEntry.objects, inbox.models.AuditEntry.objects)
-    return [action for log in logs for action in log.values_list("action", flat=True)]
+    """The actions in the audit log."""
+    return list(AuditEntry.objects.values_list("action", flat=True))
 
 
 @pytest.mark.parametrize(("label", "action"), ACTIONS)
@@ -248,10 +248,10 @@ def test_action_without_a_csrf_token_is_refused(label, action, a_row):
 def forms_beside_the_actions(a_row):
     """Path and fields of every form that changes something and is not an action of a list."""
     for app in ("outbox", "inbox"):
-        group = f"{reverse(f'admin:{app}_failurenote_group')}?class=x&place=y"
+        group = f"{reverse('admin:exactly_once_failurenote_group')}?app={app}&class=x&place=y"
         yield group, {"action": "note", "note": "x"}
         yield group, {"action": "cancel" if app == "outbox" else "skip", "plan_confirmed": "yes", "reason": "x"}
-        yield reverse(f"admin:{app}_operation_cancel", args=[a_row(f"{app}.Operation").pk]), {}
+    yield reverse("admin:exactly_once_operation_cancel", args=[a_row("exactly_once.Operation").pk]), {}
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
     yield (
@@ -267,12 +267,12 @@ def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_no
 
     for path, fields in forms:
         assert client.post(path, fields).status_code == 403, path
-        assert client.get(path, fields).status_code in {200, 405}, path
+        asked = f"{path}{'&' if '?' in path else '?'}{urlencode(fields)}"
+        assert client.get(asked).status_code in {200, 405}, path
 
-    for app in (inbox.models, outbox.models):
-        assert not app.FailureNote.objects.exists()
-        assert [operation.cancelled_by for operation in app.Operation.objects.all()] == [""]
-        assert not app.AuditEntry.objects.exists()
+    assert not FailureNote.objects.exists()
+    assert {operation.cancelled_by for operation in Operation.objects.all()} == {""}
+    assert not AuditEntry.objects.exists()
     assert not PausedTopic.objects.exists()
     assert not PausedHandler.objects.exists()
     assert not Endpoint.objects.exists()
@@ -299,13 +299,12 @@ class TestRoles:
         call_command(command, stdout=out)
         return out.getvalue()
 
-    @pytest.mark.parametrize("app", ["outbox", "inbox"])
-    def test_viewer_may_look_and_operator_may_do_everything_but_see_payloads_unredacted(self, app):
-        self.run(f"{app}_roles")
-        viewer, operator = (Group.objects.get(name=f"{app.capitalize()} {role}") for role in ("viewer", "operator"))
+    def test_viewer_may_look_and_operator_may_do_everything_but_see_payloads_unredacted(self):
+        self.run("exactly_once_roles")
+        viewer, operator = (Group.objects.get(name=f"Exactly once {role}") for role in ("viewer", "operator"))
 
-        every = set(Permission.objects.filter(content_type__app_label__startswith=app).values_list("codename", flat=True))
-        by_hand = {f"export_{app}message", *(["unredacted_inboxmessage", "secret_endpoint"] if app == "inbox" else [])}
+        every = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
+        by_hand = {"export_outboxmessage", "export_inboxmessage", "unredacted_inboxmessage", "secret_endpoint"}
         assert by_hand < every
         assert set(operator.permissions.values_list("codename", flat=True)) == every - by_hand
         assert set(viewer.permissions.values_list("codename", flat=True)) == {
@@ -313,8 +312,7 @@ class TestRoles:
         }
 
     def test_viewer_sees_every_page_without_any_action(self, a_row):
-        self.run("outbox_roles")
-        self.run("inbox_roles")
+        self.run("exactly_once_roles")
         user = User.objects.create_user("viewer", is_staff=True)
         user.groups.set(Group.objects.filter(name__endswith=" viewer"))
         client = Client()
@@ -327,11 +325,12 @@ class TestRoles:
             assert client.get(url_of(label, "add")).status_code == 403, label
 
     def test_command_may_be_run_again_and_removes_what_was_added_by_hand(self):
-        self.run("outbox_roles")
-        Group.objects.get(name="Outbox viewer").permissions.add(Permission.objects.get(codename="cancel_outboxmessage"))
+        self.run("exactly_once_roles")
+        viewer = Group.objects.get(name="Exactly once viewer")
+        viewer.permissions.add(Permission.objects.get(codename="cancel_outboxmessage"))
 
-        assert "Group 'Outbox viewer' updated" in self.run("outbox_roles")
-        assert not Group.objects.get(name="Outbox viewer").permissions.filter(codename="cancel_outboxmessage").exists()
+        assert "Group 'Exactly once viewer' updated" in self.run("exactly_once_roles")
+        assert not viewer.permissions.filter(codename="cancel_outboxmessage").exists()
 
 
 def test_every_permission_is_documented():

@@ -8,9 +8,9 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.urls import reverse
 
+from exactly_once.process.clock import utcnow
 from outbox.checkers import Answer, checker, checkers
 from outbox.conf import outbox_options
-from outbox.kernel.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import (

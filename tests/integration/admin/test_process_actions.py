@@ -10,13 +10,13 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
-from inbox.models import AuditEntry as InboxAuditEntry
+from exactly_once.models import AuditEntry
+from exactly_once.process.heartbeat import STOPPED_SHOWN_FOR
+from exactly_once.process.requests import Mode, Request
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import PausedHandler
 from inbox.store.heartbeats import consumers
-from outbox.database.now import DatabaseTime
-from outbox.kernel.heartbeat import STOPPED_SHOWN_FOR
-from outbox.kernel.requests import Mode, Request
-from outbox.models import AuditEntry, RelayHeartbeat
+from outbox.models import RelayHeartbeat
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import NASTY, Page, act, said, staff_client
 from tests.support.deliveries import the_effect
@@ -127,7 +127,7 @@ class TestRequests:
         act(client, "resume", Row(consumer), page=CONSUMERS)
 
         assert consumers.pending("default", consumer.id) is Request.RESUME
-        assert InboxAuditEntry.objects.get().action == "resume"
+        assert AuditEntry.objects.get().action == "resume"
 
     def test_request_to_a_process_that_has_stopped_meanwhile_is_refused(self):
         relay = a_relay()
@@ -165,7 +165,7 @@ class TestPausedHandlers:
         assert response.url == reverse(HANDLERS)
         row = PausedHandler.objects.get()
         assert (row.handler, row.reason, row.paused_by) == ("shop.reserve_stock", "defect", "staff0 in the admin")
-        entry = InboxAuditEntry.objects.get()
+        entry = AuditEntry.objects.get()
         assert (entry.action, entry.kind, entry.object_id) == ("pause", "handler", "shop.reserve_stock")
         assert entry.parameters == {"handler": "shop.reserve_stock", "reason": "defect"}
 
@@ -200,4 +200,4 @@ class TestPausedHandlers:
 
         assert said(response) == [("success", "Handler shop.reserve_stock: resumed")]
         assert not PausedHandler.objects.exists()
-        assert InboxAuditEntry.objects.get().action == "resume"
+        assert AuditEntry.objects.get().action == "resume"

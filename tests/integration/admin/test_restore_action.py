@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from django.contrib.auth.models import User
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import (

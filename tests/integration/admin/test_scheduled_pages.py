@@ -11,8 +11,8 @@ from django.db import connection
 from django.urls import reverse
 from django.utils import timezone
 
+from exactly_once.process.clock import utcnow
 from outbox.conf import outbox_options
-from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import (

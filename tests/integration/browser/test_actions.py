@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from django.contrib import admin
 
-import inbox.models
-import outbox.models
+from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.sql.now import DatabaseTime
 from inbox.joins.models import Run
-from inbox.models import ConsumerHeartbeat, FailureNote, InboxMessage, Operation, PausedHandler
+from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
 from inbox.webhooks import Endpoint
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback, RelayHeartbeat
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
@@ -30,14 +29,11 @@ from tests.support.workers import Process
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
 PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
-AUDIT = {
-    "outbox": outbox.models.AuditEntry,
-    **dict.fromkeys(("inbox", "inbox_joins", "inbox_webhooks"), inbox.models.AuditEntry),
-}
+OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
 EVERY = {
     (model._meta.label, action)
     for model, model_admin in admin.site._registry.items()
-    if model._meta.app_label in AUDIT
+    if model._meta.app_label in OURS
     for action in model_admin.actions or ()
 }
 WORDS = {
@@ -68,9 +64,9 @@ def a_callback():
     return PendingCallback.objects.create(message=message, event="published", callback=NASTY, **times)
 
 
-def an_alert(model):
+def an_alert():
     times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
-    return model.objects.create(condition=NASTY[:64], object=NASTY, summary=NASTY, state="raised", **times)
+    return Alert.objects.create(app="outbox", condition=NASTY[:64], object=NASTY, summary=NASTY, state="raised", **times)
 
 
 def a_paused(model, **given):
@@ -109,8 +105,7 @@ def rows_to_act_on():
         found["inbox.ConsumerHeartbeat", action] = partial(a_process, ConsumerHeartbeat, a_consumer, **mode)
     for action in ("call_now", "discard"):
         found["outbox.PendingCallback", action] = a_callback
-    for model in (outbox.models.Alert, inbox.models.Alert):
-        found[model._meta.label, "acknowledge"] = partial(an_alert, model)
+    found["exactly_once.Alert", "acknowledge"] = an_alert
     for action in ("retry", "edit", "dry_run", "skip", "export"):
         found["inbox.InboxMessage", action] = partial(a_dead_letter, f"{NASTY} {action}")
     found["inbox.InboxMessage", "override_maximum_age"] = partial(a_dead_letter, NASTY, quarantined=True)
@@ -166,7 +161,7 @@ def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles
         row = make()
         app, model = label.lower().split(".")
         page = operator.visit(f"admin:{app}_{model}_changelist")
-        logged, posted = AUDIT[app].objects.count(), len(operator.posted)
+        logged, posted = AuditEntry.objects.count(), len(operator.posted)
         if action == "export":
             with page.expect_download() as download:
                 choose(page, row, action)
@@ -178,8 +173,8 @@ def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles
             assert InboxMessage.objects.get(pk=row.pk).state == "dead"
         elif action != "export":
             page.locator(".messagelist .success").wait_for()
-        assert AUDIT[app].objects.filter(action=action).exists(), (label, action)
-        assert AUDIT[app].objects.count() == logged + 1, (label, action)
+        assert AuditEntry.objects.filter(action=action).exists(), (label, action)
+        assert AuditEntry.objects.count() == logged + 1, (label, action)
         assert len(operator.posted) > posted
         if not isinstance(row, (OutboxMessage, InboxMessage, Run)):
             row.delete()  # the next one has the same name
@@ -210,10 +205,17 @@ def test_topic_and_handler_are_paused_by_a_form(operator, handles):
 
 def test_audit_log_is_filtered_and_exported(operator):
     for actor in ("ada", NASTY):
-        inbox.models.AuditEntry.objects.create(
-            at=DatabaseTime(), actor=actor, place="admin", address="203.0.113.7", action="retry", kind="message", name=NASTY
+        AuditEntry.objects.create(
+            app="inbox",
+            at=DatabaseTime(),
+            actor=actor,
+            place="admin",
+            address="203.0.113.7",
+            action="retry",
+            kind="message",
+            name=NASTY,
         )
-    page = operator.visit("admin:inbox_auditentry_changelist")
+    page = operator.visit("admin:exactly_once_auditentry_changelist")
     page.locator("#changelist-filter summary", has_text="who").first.wait_for()
     page.locator("#changelist-filter a", has_text="ada").click()
     page.wait_for_url("**actor=ada**")
@@ -226,7 +228,7 @@ def test_audit_log_is_filtered_and_exported(operator):
 def test_failure_group_takes_a_note_and_its_operation_is_cancelled(operator):
     for number in range(12):
         failing(CHARGE, f"order-{number}", (NASTY, NASTY, NASTY), dead=True)
-    page = operator.visit("admin:inbox_failurenote_changelist")
+    page = operator.visit("admin:exactly_once_failurenote_changelist")
     page.locator(".message-group a").click()
     page.locator("[name=note]").fill(NASTY)
     page.get_by_role("button", name="Save the note").click()
@@ -260,7 +262,7 @@ def test_running_processes_execute_an_operation_and_follow_requests(operator, en
     for number in range(12):
         body = b'{"do": "what it cannot"}' if number == 0 else b'{"do": "work"}'
         failing("testworker.work", f"order-{number}", ("ValueError", AMOUNT[1], "no"), dead=True, topic=JOB, body=body)
-    page = operator.visit("admin:inbox_failurenote_changelist")
+    page = operator.visit("admin:exactly_once_failurenote_changelist")
     page.locator(".message-group a").click()
     page.get_by_role("button", name="Retry").click()
     require_good_layout(page)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from exactly_once.telemetry.statistics import ALL
 from inbox.models import MinuteStatistics as InboxStatistics
-from outbox.kernel.statistics import ALL
 from outbox.models import MinuteStatistics as OutboxStatistics
 from tests.support.apps.worker import JOB
 from tests.support.relaying import published

@@ -9,13 +9,13 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 
-from inbox.models import AuditEntry as InboxAudit
+from exactly_once.models import AuditEntry
+from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage, Step
 from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrail
 from inbox.store import operating
-from outbox.kernel.clock import utcnow
-from outbox.models import AuditEntry, OutboxMessage, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import a_message
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
@@ -243,7 +243,7 @@ class TestInbox:
         assert columns(after) == before
         assert {**columns(after.steps.get()), "message_id": 0} == {**step, "message_id": 0}
         assert InboxTrail.objects.filter(message_id=row.message_id, was="", became=InboxState.DEAD, reason__contains="import")
-        assert list(InboxAudit.objects.order_by("pk").values_list("action", flat=True)) == ["export", "import"]
+        assert list(AuditEntry.objects.order_by("pk").values_list("action", flat=True)) == ["export", "import"]
 
     def test_imported_message_runs_once_after_an_operator_retries_it(self, handler, tmp_path):
         row = self.a_dead_letter(handler)

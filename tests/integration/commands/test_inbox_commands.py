@@ -10,13 +10,13 @@ from datetime import timedelta
 import pytest
 from django.core.management import CommandError, call_command
 
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 from tests.support.waiting import wait_until
 

@@ -133,7 +133,7 @@ class Project:
         outbox = {} if broker is None else {"BROKER_URL": broker}
         database = {"ENGINE": engine, "NAME": str(self._directory / "db.sqlite3"), "OPTIONS": options or {}}
         (self._directory / "scratch_settings.py").write_text(
-            f"INSTALLED_APPS = {apps!r}\nDATABASES = {{'default': {database!r}}}\n"
+            f"INSTALLED_APPS = {['exactly_once', *apps]!r}\nDATABASES = {{'default': {database!r}}}\n"
             f"OUTBOX = {outbox!r}\nSECRET_KEY = 'x'\nUSE_TZ = True\n"
             "DEFAULT_AUTO_FIELD = 'django.db.models.BigAutoField'\n"
         )
@@ -213,7 +213,7 @@ class TestDatabaseSettings:
     def test_database_setting_that_breaks_a_guarantee_is_an_error_of_both_apps(self, tmp_path, settings, named):
         (tmp_path / "odd_settings.py").write_text(
             f"USE_TZ = {settings.get('use_tz', 'True')}\n"
-            "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox', 'inbox']\n"
+            "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'outbox', 'inbox']\n"
             "DATABASES = {'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': 'x.sqlite3', "
             f"'AUTOCOMMIT': {settings.get('autocommit', 'True')}, 'TIME_ZONE': {settings.get('zone', 'None')}, "
             "'OPTIONS': {'transaction_mode': 'IMMEDIATE'}}}\n"
@@ -235,7 +235,7 @@ class TestDatabaseSettings:
     )
     def test_options_of_another_engine_are_an_error_that_names_them(self, tmp_path, vendor, options, shown):
         (tmp_path / "left_settings.py").write_text(
-            "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox']\n"
+            "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'outbox']\n"
             f"DATABASES = {{'default': {{'ENGINE': 'django.db.backends.{vendor}', 'NAME': 'x', 'OPTIONS': {options!r}}}}}\n"
         )
 

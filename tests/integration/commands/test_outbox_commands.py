@@ -12,9 +12,9 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from outbox.database.now import DatabaseTime
-from outbox.kernel.heartbeat import SILENT_AFTER
-from outbox.kernel.loop import StopRequest
+from exactly_once.process.heartbeat import SILENT_AFTER
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.relay.service import serve
 from outbox.states import RESTORE, State

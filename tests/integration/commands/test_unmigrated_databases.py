@@ -90,7 +90,7 @@ def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(ha
 @pytest.mark.parametrize("options", [[], ["--database", "default"]], ids=["every database", "one database"])
 def test_trail_command_on_a_half_migrated_database_names_the_migration_to_run(half_migrated, options):
     with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
-        call_command("outbox_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10", *options)
+        call_command("exactly_once_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10", *options)
 
     assert "\n" not in str(refused.value)
 

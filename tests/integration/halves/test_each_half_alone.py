@@ -21,7 +21,7 @@ SETTINGS = """\
 SECRET_KEY = "x"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = [{half!r}, "shop"]
+INSTALLED_APPS = ["exactly_once", {half!r}, "shop"]
 DATABASES = {{
     "default": {{
         "ENGINE": "django.db.backends.sqlite3",
@@ -64,7 +64,7 @@ def visit(page, data=None):
     url = f"/admin/{half}/{page}"
     response = client.get(url) if data is None else client.post(url, data)
     assert response.status_code == 200, (url, response.status_code)
-    assert f'href="/static/{half}/admin.css"' in response.text, url
+    assert f'href="/static/exactly_once/admin.css"' in response.text, url
     return response.text
 
 
@@ -74,8 +74,8 @@ assert "No, take me back" in visit(f"{half}message/", {"action": action, "_selec
 assert "is shown as silent" in visit(f"{process}heartbeat/")
 assert f'aria-labelledby="overview-{half}"' in visit("overview/")
 assert "Size of the database" in visit("databasehealth/")
-assert finders.find(f"{half}/admin.css")
-assert finders.find(f"{half}/uplot/uPlot.iife.min.js")
+assert finders.find("exactly_once/admin.css")
+assert finders.find("exactly_once/uplot/uPlot.iife.min.js")
 """
 MODELS = """\
 from django.db import models

@@ -70,9 +70,8 @@ assert {row.biz_id: row.state for row in InboxMessage.objects.all()} == {"good":
 for command in ("outbox_status", "inbox_status"):
     json.loads(said(command, "--json"))
     said(command)
-assert "it is bad" in said("inbox_trail", "--topic", "shop.order.placed", "--biz-id", "bad")
-assert "Group 'Outbox viewer' created" in said("outbox_roles")
-assert "Group 'Inbox operator' created" in said("inbox_roles")
+assert "it is bad" in said("exactly_once_trail", "--topic", "shop.order.placed", "--biz-id", "bad")
+assert "Group 'Exactly once viewer' created" in said("exactly_once_roles")
 said("outbox_pause", "shop.order.placed", "--reason", "try"), said("outbox_resume", "shop.order.placed")
 said("outbox_purge"), said("inbox_purge")
 said("inbox_retry", "--all")
@@ -87,10 +86,11 @@ from django.contrib.auth.models import Permission, User
 from django.contrib.staticfiles import finders
 from django.test import Client
 
-from outbox.models import AuditEntry, OutboxMessage
+from exactly_once.models import AuditEntry
+from outbox.models import OutboxMessage
 
 user = User.objects.create_user("operator", is_staff=True)
-ours = Permission.objects.filter(content_type__app_label__in=["message_outbox", "message_inbox"])
+ours = Permission.objects.filter(content_type__app_label__in=["exactly_once", "message_outbox", "message_inbox"])
 user.user_permissions.set(ours)
 client = Client()
 client.force_login(user)
@@ -102,12 +102,13 @@ def visited(path, data=None):
     return response.text
 
 
-pages = [model._meta for model in admin.site._registry if model._meta.app_label in {"message_outbox", "message_inbox"}]
+ours = {"exactly_once", "message_outbox", "message_inbox"}
+pages = [model._meta for model in admin.site._registry if model._meta.app_label in ours]
 for opts in pages:
     text = visited(f"/admin/{opts.app_label}/{opts.model_name}/")
     package = opts.app_label.removeprefix("message_")
-    assert f'href="/static/{package}/admin.css"' in text, opts
-assert finders.find("outbox/admin.css")
+    assert f'href="/static/exactly_once/admin.css"' in text, opts
+assert finders.find("exactly_once/admin.css")
 assert len(pages) > 15
 visited("/admin/message_outbox/overview/figures/?charts=hour")
 

@@ -5,10 +5,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.operators.minutes import KEPT, MinuteWriter, _beginning, database_time
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.statistics import ALL, Tally
 from inbox.models import MinuteStatistics as InboxStatistics
-from outbox.database.minutes import KEPT, MinuteWriter, _beginning, database_time
-from outbox.kernel.clock import utcnow
-from outbox.kernel.statistics import ALL, Tally
 from outbox.models import MinuteStatistics as OutboxStatistics
 from outbox.store.statistics import minutes
 from tests.support.apps.worker import JOB

@@ -8,8 +8,8 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.process.loop import StopRequest
 from outbox import Draft, publish_many
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.replaying import executor as relays_operations
 from outbox.testing import published, run_relay

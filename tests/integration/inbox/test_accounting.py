@@ -15,6 +15,7 @@ from django.db.models import Count, Q, Sum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.clock import utcnow
 from inbox import Lease, RetryLater
 from inbox.editing import replace_message
 from inbox.errors import NotEditable
@@ -24,7 +25,6 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
 from inbox.store import accounting, operating
-from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect
 from tests.support.waiting import wait_until

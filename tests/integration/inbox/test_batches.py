@@ -15,14 +15,14 @@ from django.db import IntegrityError, connection, transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
 from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
 from inbox.store import accounting
 from outbox import publish
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (

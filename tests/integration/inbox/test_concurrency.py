@@ -20,6 +20,7 @@ from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
+from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Unanswered
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
@@ -35,7 +36,6 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read, undecided_row
 from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
-from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.workshop import (

@@ -11,10 +11,10 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
+from exactly_once.operators.trail import life_of
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
-from outbox.console.trail import life_of
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import CHAINED, JOB

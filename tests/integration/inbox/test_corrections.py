@@ -11,6 +11,8 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import override_settings
 
+from exactly_once.operators.trail import life_of
+from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
@@ -21,8 +23,6 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import accounting, operating
 from inbox.store.ordering import release_stuck
-from outbox.console.trail import life_of
-from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,

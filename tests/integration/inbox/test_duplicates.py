@@ -9,12 +9,13 @@ import pytest
 from django.core.management import call_command
 from django.urls import reverse
 
+from exactly_once.models import AuditEntry
+from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.process.clock import utcnow
 from inbox import signals
 from inbox.alerting import CONDITIONS
-from inbox.models import AuditEntry, InboxMessage, State
+from inbox.models import InboxMessage, State
 from inbox.receiving.execute import Received
-from outbox.console.alert_options import AlertOptions
-from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring

@@ -7,11 +7,11 @@ from datetime import timedelta
 import pytest
 from django.db.models import F
 
+from exactly_once.process.clock import utcnow
 from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.receiving.outcomes import Received
 from inbox.store import operating
-from outbox.kernel.clock import utcnow
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.loads import receive_together
 

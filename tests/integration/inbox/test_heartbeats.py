@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.process.heartbeat import SILENT_AFTER
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import ConsumerHeartbeat
 from inbox.store.heartbeats import consumers
-from outbox.kernel.heartbeat import SILENT_AFTER
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import the_effect

@@ -14,6 +14,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
 from django.utils.module_loading import import_string
 
+from exactly_once.models import AuditEntry
+from exactly_once.operators.dead_letters import Refused
 from inbox.dead_letters import letters, store_dead
 from inbox.editing import editable
 from inbox.errors import NotCallable, NotEditable
@@ -22,7 +24,7 @@ from inbox.handlers.registry import registry
 from inbox.joins import deciding, store
 from inbox.joins.join import Join
 from inbox.joins.models import Part, Run
-from inbox.models import AuditEntry, InboxMessage
+from inbox.models import InboxMessage
 from inbox.pausing import pause_handler
 from inbox.receiving.outcomes import Received
 from inbox.store.operating import purge_settled, retry, skip
@@ -30,7 +32,6 @@ from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish
-from outbox.console.dead_letters import Refused
 from outbox.testing import run_relay
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect

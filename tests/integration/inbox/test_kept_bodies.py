@@ -11,6 +11,7 @@ from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from exactly_once.operators.trail import life_of
 from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
 from inbox.editing import replace_message
@@ -19,7 +20,6 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import operating
-from outbox.console.trail import life_of
 from tests.integration.celery.handling import conftest as celery_fixtures
 from tests.integration.celery.handling.tracing import deliver as deliver_task
 from tests.support.deliveries import (

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.sql.connections import lock_timeout
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from outbox.database.connections import lock_timeout
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True)]

@@ -11,12 +11,12 @@ from django.core.management import CommandError, call_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving import reading
 from inbox.receiving.execute import Received
 from inbox.store import operating
-from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import (

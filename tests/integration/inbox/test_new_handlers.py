@@ -14,15 +14,15 @@ from django.db import Error, transaction
 from django.test import override_settings
 from psycopg import IsolationLevel
 
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
 from inbox.models import HandlerStart, InboxMessage
 from inbox.receiving.past import waiting_among
 from inbox.store import starts
 from outbox import Draft, publish_many
-from outbox.database.now import DatabaseTime
 from outbox.expressions import Today
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from outbox.relay import starting
 from outbox.relay.service import serve

@@ -17,6 +17,8 @@ from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 import inbox.webhooks
+from exactly_once.process.clock import utcnow
+from exactly_once.process.loop import StopRequest
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.runner import Runner
@@ -26,8 +28,6 @@ from inbox.webhooks import Endpoint, endpoints, posting, send_webhooks
 from inbox.webhooks.fanning_out import send_test
 from inbox.webhooks.service import EndpointHandlers, serve
 from outbox import publish
-from outbox.kernel.clock import utcnow
-from outbox.kernel.loop import StopRequest
 from outbox.testing import run_relay
 from outbox.webhooks import InvalidSignature, StandardWebhooks
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options

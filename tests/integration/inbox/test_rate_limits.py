@@ -17,6 +17,8 @@ from django.db.models import F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions
 from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, State, TokenBucket
@@ -26,8 +28,6 @@ from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
-from outbox.database.now import DatabaseTime
-from outbox.kernel.loop import StopRequest
 from tests.support import ROOT
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import (

@@ -19,6 +19,8 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.envelope import from_delivery
 from inbox import Reject, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
@@ -29,8 +31,6 @@ from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, operating, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
-from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import from_delivery
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by
 from inbox.handlers.registry import registry
 from inbox.joins import correlated, store
 from inbox.joins.models import Run
@@ -17,7 +18,6 @@ from inbox.receiving.outcomes import Received
 from inbox.store.operating import skip
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request
-from outbox.kernel.context import OUTER_CORRELATION, Cause, caused_by
 from outbox.testing import published, run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, run_to_the_end

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from django.db import transaction
 
+from exactly_once.process.loop import StopRequest
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals
-from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, the_effect, the_row
 from tests.support.refused_rows import POISON, cleared, refused
 from tests.support.relaying import in_threads

@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connections, transaction
 
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.loop import StopRequest
 from inbox import signals
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
@@ -17,8 +19,6 @@ from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals, claims, due, operating, rows
-from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
+from exactly_once.process.loop import StopRequest
 from inbox import Lease
 from inbox.models import InboxMessage, State
 from inbox.receiving import execute
@@ -16,7 +17,6 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals
-from outbox.kernel.loop import StopRequest
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

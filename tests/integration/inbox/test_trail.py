@@ -12,15 +12,15 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.purging import delete_in_chunks, older_entries
+from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, leases, operating, rows
-from outbox.database.now import DatabaseTime
-from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.kernel.clock import utcnow
-from outbox.kernel.identity import process_name
 from tests.support.deliveries import (
     OPTIONS,
     an_envelope,

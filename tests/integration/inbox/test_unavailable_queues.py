@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
+from exactly_once.process.loop import StopRequest, Watchdog
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name
-from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, broker_options, consuming, declare, send

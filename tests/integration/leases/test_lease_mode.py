@@ -16,10 +16,13 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
+from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.alerting import CONDITIONS
 from inbox.conf import inbox_options
-from inbox.editing import replace_message, run_conflicting
+from inbox.editing import conflict_token, replace_message, run_conflicting
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
@@ -32,9 +35,6 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import operating
 from outbox import publish
-from outbox.console.alert_options import AlertOptions
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import monotonic, utcnow
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -335,7 +335,8 @@ class TestDuplicate:
         run_to_the_end(given)
 
         assert ("conflicts", handler.name) in CONDITIONS.evaluate("default", AlertOptions())
-        assert run_conflicting("default", the_row().pk, by="operator")
+        row = the_row()
+        assert run_conflicting("default", row.pk, confirmed=[conflict_token(row)], by="operator")
         run_to_the_end(given)
         assert effects() == 2
 

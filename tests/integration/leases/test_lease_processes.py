@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
 
+from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
@@ -16,7 +17,6 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB

@@ -12,6 +12,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.urls import reverse
 
+from exactly_once.process.loop import StopRequest
 from inbox.handlers.registry import registry
 from inbox.http import subscribe
 from inbox.models import InboxMessage
@@ -20,7 +21,6 @@ from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
 from inbox.webhooks import Endpoint, send_webhooks
 from inbox.webhooks.service import EndpointHandlers
-from outbox.kernel.loop import StopRequest
 from tests.support.admin_pages import Page, act, staff_client
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, options
 from tests.support.fakes.receiver import Receiver, Reply
@@ -118,27 +118,27 @@ def test_handler_of_the_project_can_still_group_records_by_their_template(caplog
     assert any("boom" in str(value) for value in record.args)
 
 
-@pytest.mark.parametrize("arguments", [["inbox_trail"], ["inbox_status"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["exactly_once_trail"], ["inbox_status"]], ids=" ".join)
 def test_commands_print_no_control_characters_of_a_message(handles, arguments):
     def fail(message):
         raise ValueError(HOSTILE)
 
     deliver(handles(fail, topic=TOPIC, name="tests.hostile"), an_envelope(topic=TOPIC), given=options(MAX_ATTEMPTS=1))
     out = io.StringIO()
-    if arguments == ["inbox_trail"]:
+    if arguments == ["exactly_once_trail"]:
         arguments = [*arguments, InboxMessage.objects.get().message_id]
     call_command(*arguments, stdout=out)
     assert is_harmless(out.getvalue(), quotes="tests.hostile")
 
 
 def test_error_of_a_command_prints_no_control_characters(capsys):
-    from inbox.management.commands.inbox_trail import Command  # noqa: PLC0415
+    from exactly_once.management.commands.exactly_once_trail import Command  # noqa: PLC0415
 
     with pytest.raises(SystemExit):
-        Command().run_from_argv(["manage.py", "inbox_trail", "--topic", TOPIC, "--biz-id", "x\x1b[2J"])
+        Command().run_from_argv(["manage.py", "exactly_once_trail", "--topic", TOPIC, "--biz-id", "x\x1b[2J"])
     assert is_harmless(capsys.readouterr().err, quotes="No row has topic")
     with pytest.raises(CommandError):
-        call_command("inbox_trail", "--topic", TOPIC, "--biz-id", "x")
+        call_command("exactly_once_trail", "--topic", TOPIC, "--biz-id", "x")
 
 
 @pytest.mark.parametrize("zone", ["America/Los_Angeles", "Pacific/Kiritimati"])
@@ -163,7 +163,7 @@ def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and
     InboxMessage.objects.all().delete()
     call_command("inbox_import", str(file), verbosity=0)
     assert InboxMessage.objects.get().created_at == instant
-    call_command("inbox_trail", row.message_id, stdout=io.StringIO())
+    call_command("exactly_once_trail", row.message_id, stdout=io.StringIO())
 
 
 def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines_are_imported(handles, tmp_path):

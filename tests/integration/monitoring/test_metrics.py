@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inbox.metrics
 import outbox.metrics
+from exactly_once.metrics import MOST_SERIES, OTHER, Instrument
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.telemetry import prometheus
 from inbox import RetryLater
 from inbox.monitoring import tables as inbox_tables
-from outbox.console import prometheus
-from outbox.database.now import DatabaseTime
-from outbox.kernel.meter import MOST_SERIES, OTHER, Instrument
 from outbox.monitoring import tables as outbox_tables
 from outbox.states import State
 from tests.support.deliveries import an_envelope, deliver, the_effect

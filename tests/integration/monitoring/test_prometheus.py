@@ -14,8 +14,8 @@ import inbox.metrics
 import inbox.monitoring
 import outbox.metrics
 import outbox.monitoring
-from outbox.kernel import meter
-from outbox.kernel.meter import Instrument
+from exactly_once import metrics
+from exactly_once.metrics import Instrument
 from outbox.states import State
 from tests.support import ROOT
 from tests.support.relaying import published, set_columns
@@ -32,7 +32,7 @@ def exported():
     """The names of all series that the code exports."""
     found = [
         instrument
-        for module in (outbox.metrics, inbox.metrics, meter)
+        for module in (outbox.metrics, inbox.metrics, metrics)
         for instrument in vars(module).values()
         if isinstance(instrument, Instrument)
     ]

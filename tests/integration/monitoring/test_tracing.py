@@ -11,11 +11,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
+from exactly_once.telemetry import tracing
 from inbox import RetryLater
 from inbox.models import InboxMessage
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
-from outbox.kernel import tracing
 from outbox.models import OutboxMessage
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain
 from tests.support.relaying import drained, published, row_of

@@ -2,7 +2,7 @@
 
 from celery.signals import worker_init
 
-from outbox.console.prometheus import attach
+from exactly_once.telemetry.prometheus import attach
 from tests.integration.celery.handling.worker import app
 
 __all__ = ["app"]

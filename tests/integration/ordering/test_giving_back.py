@@ -99,7 +99,7 @@ class Pair:
         return process
 
     def request(self, request, process):
-        call_command("inbox_processes", request, f"{socket.gethostname()}:{process.pid}")
+        call_command("exactly_once_processes", request, f"{socket.gethostname()}:{process.pid}")
 
 
 def gives_back(process, count):

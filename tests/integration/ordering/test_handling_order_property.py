@@ -18,6 +18,9 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections
 
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered, RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
@@ -28,9 +31,6 @@ from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import claims, dialect, due, inserting, intake, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.waiting import wait_until

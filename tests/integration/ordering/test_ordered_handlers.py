@@ -16,6 +16,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.process.clock import utcnow
 from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
@@ -26,7 +27,6 @@ from inbox.store import dialect, intake, operating, ordering, sentinel
 from inbox.store.rows import Follower
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
-from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

@@ -22,12 +22,12 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.prepared_statements import PreparedStatement
+from exactly_once.transport import BrokerUnavailable
 from outbox import pause, publish, resume
-from outbox.database.now import DatabaseTime
-from outbox.database.prepared_statements import PreparedStatement
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
-from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize

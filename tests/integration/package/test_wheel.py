@@ -33,7 +33,7 @@ def metadata(wheel):
 
 def test_wheel_has_every_file_of_both_packages_and_no_other(wheel):
     listed = subprocess.run(
-        ["git", "ls-files", "outbox", "inbox"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "exactly_once", "outbox", "inbox"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
     packed = [name for name in wheel.namelist() if ".dist-info/" not in name]
 

@@ -14,19 +14,19 @@ import pytest
 from django.core import mail
 from django.core.management import CommandError, call_command
 
+from exactly_once.models import Alert, AuditEntry, Lease
+from exactly_once.operators import alerts as module
+from exactly_once.operators.alerts import Evaluator, alert_changed
+from exactly_once.process.clock import utcnow
+from exactly_once.process.heartbeat import SILENT_AFTER
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox import pause_handler
 from inbox.conf import inbox_options
-from inbox.models import Alert as InboxAlert
 from inbox.models import InboxMessage, PausedHandler
 from outbox import pause
 from outbox.checks import check_options
-from outbox.console import alerts as module
-from outbox.console.alerts import Evaluator, alert_changed
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
-from outbox.kernel.heartbeat import SILENT_AFTER
-from outbox.kernel.loop import StopRequest
-from outbox.models import Alert, AlertLease, AuditEntry, OutboxMessage, PausedTopic
+from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import a_message
@@ -56,8 +56,8 @@ def evaluated(app="outbox", alias="default", times=1):
     for _ in range(times):
         assert evaluator.round() is not None
     evaluator.release()
-    model = Alert if app == "outbox" else InboxAlert
-    return {(row.condition, row.object) for row in model.objects.using(alias).filter(state="raised")}
+    raised = Alert.objects.using(alias).filter(app=app, state="raised")
+    return {(row.condition, row.object) for row in raised}
 
 
 class TestConditions:
@@ -216,7 +216,7 @@ class TestLease:
 
     def test_lease_of_a_killed_process_ends(self, alerts):
         assert Evaluator("outbox", "default").round() is not None
-        AlertLease.objects.update(expires_at=DatabaseTime())
+        Lease.objects.update(expires_at=DatabaseTime())
 
         assert Evaluator("outbox", "default").round() is not None
 
@@ -334,7 +334,7 @@ class TestProcesses:
             service = alerting_service(service, rabbitmq_url)
             a_consumer(handlers=["testworker.work"], silent_for=2 * SILENT_AFTER)
             relay = stack.enter_context(service.runs("outbox_relay"))
-            raised = InboxAlert.objects.filter(condition="no_consumer", object="testworker.work")
+            raised = Alert.objects.filter(condition="no_consumer", object="testworker.work")
             relay.until(raised.filter(state="raised").exists)
 
             stack.enter_context(service.runs("inbox_consume"))
@@ -369,29 +369,29 @@ class TestCommands:
     def test_once_evaluates_lists_and_acknowledges(self, alerts):
         a_message(State.READY)
 
-        assert "raised: no_relay" in run("outbox_alerts", once=True)
+        assert "raised: no_relay" in run("exactly_once_alerts", once=True)
         alert = Alert.objects.get()
-        assert "No relay is running" in run("outbox_alerts", acknowledge=alert.pk)
+        assert "No relay is running" in run("exactly_once_alerts", acknowledge=alert.pk)
 
         alert.refresh_from_db()
-        assert alert.acknowledged_by.endswith("with outbox_alerts")
+        assert alert.acknowledged_by.endswith("with exactly_once_alerts")
         assert (AuditEntry.objects.get().action, AuditEntry.objects.get().kind) == ("acknowledge", "alert")
         with pytest.raises(CommandError, match="acknowledged already"):
-            run("outbox_alerts", acknowledge=alert.pk)
+            run("exactly_once_alerts", acknowledge=alert.pk)
 
     def test_once_leaves_the_evaluation_to_a_running_process(self, alerts):
         a_message(State.READY)
         Evaluator("outbox", "default").round()
 
-        assert "Not evaluated: a running process evaluates the alerts" in run("outbox_alerts", once=True)
+        assert "not evaluated: a running process evaluates the alerts" in run("exactly_once_alerts", once=True)
 
     def test_once_of_the_inbox(self, alerts, handles):
         deliver(handles(fails, name="tests.h"))
 
-        assert "raised: no_consumer tests.h" in run("inbox_alerts", once=True)
+        assert "raised: no_consumer tests.h" in run("exactly_once_alerts", once=True)
 
     def test_list_without_alerts_says_so(self):
-        assert run("inbox_alerts") == "No alert is raised."
+        assert run("exactly_once_alerts") == "No alert is raised."
 
 
 @pytest.mark.parametrize(

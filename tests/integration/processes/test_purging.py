@@ -7,11 +7,12 @@ from datetime import timedelta
 import pytest
 from django.core.management import call_command
 
+from exactly_once.models import AuditEntry
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox.consumer.housekeeping import Housekeeper
-from inbox.models import AuditEntry, InboxMessage, State, TrailEntry
+from inbox.models import InboxMessage, State, TrailEntry
 from inbox.store.operating import skip
-from outbox.database.now import DatabaseTime
-from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import deliver, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import pytest
 from django.core.management import CommandError, call_command
 
-from inbox.models import AuditEntry as InboxAuditEntry
+from exactly_once.models import AuditEntry
+from exactly_once.process.requests import Mode, Request
 from inbox.store.heartbeats import consumers
-from outbox.kernel.requests import Mode, Request
-from outbox.models import AuditEntry, OutboxMessage, RelayHeartbeat
+from outbox.models import OutboxMessage, RelayHeartbeat
 from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.apps.effects.models import Effect
@@ -201,7 +201,7 @@ class TestCommands:
         stopped = a_relay(host="two")
         relays.mark_stopped("default", stopped.id)
 
-        listed = run("outbox_processes")
+        listed = run("exactly_once_processes")
 
         one, two = (line for line in listed.splitlines() if line.startswith(("one", "two")))
         assert all(words in one for words in ("64 MB", "1.2 ms", "2.5 ms", "812.5", "running"))
@@ -210,25 +210,25 @@ class TestCommands:
     def test_request_by_host_and_pid_and_by_the_beginning_of_the_id(self):
         relay, consumer = a_relay(), a_consumer()
 
-        assert "is asked to pause" in run("outbox_processes", "pause", "relay-1:4711")
-        assert "is asked to stop" in run("inbox_processes", "stop", str(consumer.id)[:8])
+        assert "is asked to pause" in run("exactly_once_processes", "pause", "relay-1:4711")
+        assert "is asked to stop" in run("exactly_once_processes", "stop", str(consumer.id)[:8])
 
         assert relays.pending("default", relay.id) is Request.PAUSE
         assert consumers.pending("default", consumer.id) is Request.STOP
-        entry = AuditEntry.objects.get()
+        entry = AuditEntry.objects.get(app="outbox")
         assert (entry.action, entry.kind, entry.object_id, entry.place) == (
             "pause",
             "process",
             str(relay.id),
-            "outbox_processes",
+            "exactly_once_processes",
         )
-        assert InboxAuditEntry.objects.get().action == "stop"
+        assert AuditEntry.objects.get(app="inbox").action == "stop"
 
     def test_all_requests_something_of_every_process_that_runs(self):
         relay, stopped = a_relay(), a_relay(host="stopped")
         relays.mark_stopped("default", stopped.id)
 
-        run("outbox_processes", "drain", "--all")
+        run("exactly_once_processes", "drain", "--all")
 
         assert relays.pending("default", relay.id) is Request.DRAIN
         assert relays.pending("default", stopped.id) is None
@@ -246,5 +246,5 @@ class TestCommands:
         a_relay()
 
         with pytest.raises(CommandError, match=reason):
-            run("outbox_processes", *arguments)
+            run("exactly_once_processes", *arguments)
         assert not AuditEntry.objects.exists()

@@ -15,11 +15,11 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.formats import Wire
 from outbox import on_dead, on_published, restore
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
-from outbox.database.now import DatabaseTime
-from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.relay import calling
 from outbox.states import State

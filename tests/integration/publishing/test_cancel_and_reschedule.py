@@ -16,6 +16,7 @@ from asgiref.sync import async_to_sync
 from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 
+from exactly_once.sql.now import DatabaseTime
 from outbox import (
     Decision,
     Draft,
@@ -30,7 +31,6 @@ from outbox import (
     publish_now,
     reschedule,
 )
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import claiming, history, settling

@@ -12,6 +12,8 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from outbox import (
     AlreadyDecided,
     Answer,
@@ -25,8 +27,6 @@ from outbox import (
 )
 from outbox.checkers import checkers
 from outbox.conf import OutboxOptions
-from outbox.database.now import DatabaseTime
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.check_back import askers
 from outbox.relay.service import serve

@@ -13,8 +13,8 @@ from django.db import connection, connections, transaction
 from django.test import TestCase
 from django.utils import timezone
 
+from exactly_once.wire.context import Cause, caused_by
 from outbox import Draft, PublishedOutsideTransaction, cancel, publish, publish_many
-from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import GIVEN_UP, State
 from tests.support.apps.effects.models import Effect

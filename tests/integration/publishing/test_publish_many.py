@@ -8,9 +8,9 @@ from django.test.utils import CaptureQueriesContext
 from django.utils.timezone import get_fixed_timezone
 
 import outbox.api
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.context import Cause, caused_by
 from outbox import Draft, publish, publish_many
-from outbox.kernel.clock import utcnow
-from outbox.kernel.context import Cause, caused_by
 from outbox.models import OutboxMessage
 from outbox.store import writing
 from tests.support.relaying import TOPIC, row_of

@@ -15,8 +15,8 @@ from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.utils import timezone
 
+from exactly_once.sql.now import DatabaseTime
 from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
 from outbox.store.restoring import restore as restore_one

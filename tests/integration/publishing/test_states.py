@@ -8,7 +8,7 @@ from inspect import signature
 import pytest
 from django.test import override_settings
 
-from outbox.kernel.clock import utcnow
+from exactly_once.process.clock import utcnow
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import TRANSITIONS, State
 from outbox.store.transitions import Found, count_moved, move

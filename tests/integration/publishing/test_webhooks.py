@@ -15,8 +15,8 @@ from django.db import OperationalError, connections
 from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
+from exactly_once.process.clock import utcnow
 from inbox import RetryLater
-from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.testing import published, run_relay, travel
 from outbox.webhooks import GitHub, StandardWebhooks, Stripe, WebhookView, conflicting_event, header

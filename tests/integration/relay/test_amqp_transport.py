@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.process.clock import monotonic
+from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope
 from outbox.transports import amqp
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from django.db import transaction
 
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish_many
-from outbox.database.now import DatabaseTime
-from outbox.kernel.loop import StopRequest
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import breaker
 from outbox.states import State

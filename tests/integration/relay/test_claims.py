@@ -16,11 +16,11 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.faults import is_outage
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, pause, publish, publish_many, resume
-from outbox.database.faults import is_outage
-from outbox.database.now import DatabaseTime
 from outbox.expressions import DAY_OF_NOW, Today
-from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors

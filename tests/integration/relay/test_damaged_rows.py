@@ -165,7 +165,7 @@ class TestPeople:
             assert client.get(reverse(page)).status_code == 200
         for position in OutboxMessage.objects.values_list("pk", flat=True):
             assert client.get(reverse(DETAIL, args=[position])).status_code == 200
-        call_command("outbox_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
+        call_command("exactly_once_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
         out = io.StringIO()
         call_command("outbox_status", stdout=out)
         call_command("outbox_status", "--json", stdout=(output := io.StringIO()))

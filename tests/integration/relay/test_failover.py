@@ -7,10 +7,10 @@ import pytest
 from django.core.checks import run_checks
 from django.test import override_settings
 
-from outbox.kernel import broker
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.masking import masked
-from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once import broker
+from exactly_once.masking import masked
+from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from outbox.transports import open_transport, transport_class
 from tests.support.deliveries import effects, the_effect

@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from django.db import OperationalError, connections
 
-from outbox.database.now import DatabaseTime
-from outbox.kernel import heartbeat as kernel
-from outbox.kernel.clock import utcnow
-from outbox.kernel.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
-from outbox.kernel.text import NAME_LENGTH
+from exactly_once.process import heartbeat as kernel
+from exactly_once.process.clock import utcnow
+from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat

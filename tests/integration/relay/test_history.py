@@ -14,12 +14,12 @@ from django.core.checks import run_checks
 from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, on_published, publish, publish_many, publish_now, restore
 from outbox.callbacks import registry
-from outbox.database.now import DatabaseTime
 from outbox.decisions import Outcome
 from outbox.expressions import Today
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State

@@ -10,8 +10,8 @@ from django.core.management import call_command
 from django.db import transaction
 from django.test import override_settings
 
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

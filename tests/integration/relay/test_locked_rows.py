@@ -13,8 +13,8 @@ import psycopg
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.process.clock import monotonic
 from outbox import Draft, cancel, publish_many
-from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

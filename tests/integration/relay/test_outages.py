@@ -9,9 +9,9 @@ from itertools import accumulate
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
 from outbox import Draft, publish_many
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live

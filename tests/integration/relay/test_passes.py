@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from django.db import transaction
 
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport import BrokerUnavailable
 from outbox import Draft, publish_many, signals
-from outbox.database.now import DatabaseTime
-from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import OutboxMessage
 from outbox.pausing import pause
 from outbox.relay.passes import Pass

@@ -14,12 +14,12 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
+from exactly_once.process.loop import Bell, StopRequest
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
 from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
-from outbox.kernel.loop import Bell, StopRequest
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from outbox.states import State

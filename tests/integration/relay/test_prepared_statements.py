@@ -11,15 +11,15 @@ from django.db import DataError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
 
+from exactly_once.process.clock import utcnow
+from exactly_once.sql import prepared_statements
+from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox import Lease
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import inserting, leases, sentinel
-from outbox.database import prepared_statements
-from outbox.database.prepared_statements import PreparedStatement
-from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -315,7 +315,7 @@ def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
 
 
 def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
-    monkeypatch.setattr("outbox.database.prepared_statements.detect_environment", lambda: "gevent")
+    monkeypatch.setattr("exactly_once.sql.prepared_statements.detect_environment", lambda: "gevent")
 
     assert deliver(handles(the_effect)) is Received.HANDLED
     assert (effects(), prepared()) == (1, set())

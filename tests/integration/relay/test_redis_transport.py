@@ -2,8 +2,8 @@
 
 import pytest
 
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from outbox.transports.virtual import VirtualTransport, capabilities_of
 from tests.support.relaying import (

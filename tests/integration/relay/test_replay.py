@@ -13,16 +13,17 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
+from exactly_once.models import AuditEntry, Operation
+from exactly_once.operators import operations as executing
+from exactly_once.operators.audit import Actor
+from exactly_once.process.clock import utcnow
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
 from inbox.conf import inbox_options
 from inbox.consumer.topology import declare
 from inbox.models import InboxMessage
-from outbox.console import operations as executing
-from outbox.console.audit import Actor
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
-from outbox.kernel.loop import StopRequest
-from outbox.models import AuditEntry, Operation, OutboxMessage, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.pausing import pause
 from outbox.relay.replaying import Replay, executor, plan
 from outbox.states import State

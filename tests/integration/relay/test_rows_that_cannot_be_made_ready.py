@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 from django.db import Error
 
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.refused_rows import RefusedRows
 from outbox import pause, resume
-from outbox.database.now import DatabaseTime
-from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store import settling

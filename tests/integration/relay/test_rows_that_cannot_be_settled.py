@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from django.db import connection
 
-from outbox.kernel.clock import monotonic
+from exactly_once.process.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.refused_rows import POISON, cleared, refused

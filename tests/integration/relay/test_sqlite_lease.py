@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
-from outbox.database.now import DatabaseTime
+from exactly_once.sql.now import DatabaseTime
 from outbox.models import RelayLease
 from outbox.relay.passes import Pass
 from outbox.states import State

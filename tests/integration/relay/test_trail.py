@@ -14,10 +14,10 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.purging import delete_in_chunks, older_entries
+from exactly_once.wire.identity import process_name
 from outbox import Draft, cancel, publish_many, publish_now, reschedule
-from outbox.database.now import DatabaseTime
-from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.kernel.identity import process_name
 from outbox.models import TrailEntry
 from outbox.states import CANCEL, State
 from outbox.store import restoring, settling

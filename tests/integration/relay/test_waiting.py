@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from django.db import connection, connections, transaction
 
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
-from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import claiming, operating, restoring, settling

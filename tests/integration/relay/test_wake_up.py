@@ -10,11 +10,11 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test import TestCase
 
+from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.wire.retry import Pause
 from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
-from outbox.kernel.loop import Bell, StopRequest
-from outbox.kernel.retry import Pause
 from outbox.relay import listening
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at

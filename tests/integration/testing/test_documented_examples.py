@@ -15,7 +15,7 @@ SETTINGS = """\
 SECRET_KEY = "x"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox", "inbox", "orders"]
+INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "orders"]
 DATABASES = {{"default": {database!r}}}
 """
 PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 from django.db import transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import State

@@ -8,9 +8,9 @@ from django.db import NotSupportedError, transaction
 from django.db.models import F
 from django.utils.timezone import get_fixed_timezone
 
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish, publish_many
-from outbox.database.now import DatabaseTime
-from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import settling

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, reschedule
-from outbox.database.now import DatabaseTime
 from outbox.expressions import Today
-from outbox.kernel.clock import monotonic
-from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.models import OutboxMessage, RelayLease, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 
-from outbox.kernel.loop import StopRequest, running_until_signalled
+from exactly_once.process.loop import StopRequest, running_until_signalled
 from tests.support.servers import PostgresServer, RabbitServer, RedisServer
 
 VARIABLES = {"DATABASE_URL": PostgresServer, "BROKER_URL": RabbitServer, "REDIS_URL": RedisServer}

@@ -5,14 +5,14 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import log_to_console
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.schema import require_schema
 from inbox.conf import inbox_options
 from inbox.webhooks.fanning_out import aliases
 from inbox.webhooks.service import THREADS, serve
-from outbox.console.command import TranslatedCommand
-from outbox.console.process import run_until_signalled
-from outbox.console.terminal import log_to_console
-from outbox.database.schema import require_schema
-from outbox.kernel.loop import StopRequest
 
 
 class Command(TranslatedCommand):

@@ -8,8 +8,8 @@ import pytest
 from celery import Celery, states
 from django.db import connections
 
+from exactly_once.wire.retry import Pause
 from inbox.celery import IdempotentTask, receiving, sending
-from outbox.kernel.retry import Pause
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver

@@ -15,10 +15,10 @@ from django.urls import reverse
 from kombu.exceptions import EncodeError, OperationalError
 
 import outbox.celery
+from exactly_once.wire.context import Cause, caused_by
+from exactly_once.wire.formats import Wire
 from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
-from outbox.kernel.context import Cause, caused_by
-from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import claiming, operating, restoring

@@ -10,7 +10,7 @@ SETTINGS = """\
 SECRET_KEY = "x"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox", "shop"]
+INSTALLED_APPS = ["exactly_once", "outbox", "shop"]
 DATABASES = {
     "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}
 }

@@ -10,9 +10,9 @@ import pytest
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
-from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import OutgoingMessage, PublishOutcome
-from outbox.kernel.wire import Wire
+from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.formats import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
 from tests.support.relaying import TOPIC, Queue, connected, outcomes, soon

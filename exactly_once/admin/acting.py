@@ -1,0 +1,441 @@
+"""Admin pages whose rows cannot be edited, and actions on these rows.
+
+An action is one guarded transition per row. It finds the selected rows by primary key, not through the list's filter: a message
+that was published meanwhile no longer matches the filter, and the operator must see it. A transition and its entries in the
+admin's log and in the audit log (`operators.audit`) commit together.
+
+This module contains no model: its subclasses declare theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.views.main import ChangeList
+from django.core.paginator import Paginator
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
+from django.db.models import QuerySet
+from django.forms import Media
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.functional import cached_property
+from django.utils.safestring import SafeString
+from django.utils.text import capfirst
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.admin.planning import Planner
+from exactly_once.display import visible
+from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.sql.now import DatabaseTime
+
+if TYPE_CHECKING:
+    from django.forms import Form
+    from django_stubs_ext import StrOrPromise
+
+    _ModelAdmin = admin.ModelAdmin[Any]
+    _Paginator = Paginator[Any]
+else:
+    _ModelAdmin = admin.ModelAdmin
+    _Paginator = Paginator
+
+
+Transition = Callable[[str, Any], bool]
+"""Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
+_CONFIRM = "exactly_once/confirm.html"
+_NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
+
+
+class BoundedPaginator(_Paginator):
+    """Counts up to a limit, because counting millions of rows takes too long."""
+
+    LIMIT = 10_000
+
+    @cached_property
+    def _counted(self) -> int:
+        rows: Any = self.object_list
+        counted: int = rows.order_by().values("pk")[: self.LIMIT + 1].count()
+        return counted
+
+    @property
+    def count(self) -> int:
+        return min(self._counted, self.LIMIT)
+
+    @property
+    def is_cut(self) -> bool:
+        """Are there more rows than were counted?"""
+        return self._counted > self.LIMIT
+
+    def page(self, number: int | str) -> Any:
+        """The page. If not all rows match, those that do are found as they were counted, and then sorted.
+
+        With ORDER BY and LIMIT, PostgreSQL expects the first matching rows near the end of the index that has the order. A few
+        of the oldest of a million rows are at its other end.
+        """
+        name = self._sorted_by()
+        if self.is_cut or name is None:
+            return super().page(number)
+        column, valid = name.removeprefix("-"), self.validate_number(number)
+        rows: Any = self.object_list
+        keys = sorted(rows.order_by().values_list(column, flat=True)[: self.LIMIT + 1], reverse=name.startswith("-"))
+        first = (valid - 1) * self.per_page
+        shown = rows.filter(**{f"{column}__in": keys[first : first + self.per_page]})
+        return self._get_page(shown, valid, self)  # type: ignore[attr-defined] # documented as a hook, missing in the stubs
+
+    def _sorted_by(self) -> str | None:
+        """The first name in the order of filtered rows, if it is a unique column."""
+        rows: Any = self.object_list
+        name = next(iter(rows.query.order_by), None)
+        if not rows.query.where or not isinstance(name, str):
+            return None
+        column = name.removeprefix("-")
+        is_unique = column == "pk" or any(field.name == column and field.unique for field in rows.model._meta.concrete_fields)
+        return name if is_unique else None
+
+
+def counted(rows: QuerySet[Any]) -> str:
+    """How many rows there are, up to the paginator's limit: "10,000+"."""
+    counter = BoundedPaginator(rows.order_by("pk"), 1)
+    return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
+
+
+class LeanChangeList(ChangeList):
+    """A list that does not load the large columns."""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        model_admin: Any = self.model_admin
+        return super().get_queryset(request, exclude_parameters).defer(*model_admin.large_columns)
+
+    def url_for_result(self, result: Any) -> str:
+        model_admin: Any = self.model_admin
+        url: str = model_admin.own_url(result.pk)
+        return url
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionResult:
+    """The result of an action for one selected row.
+
+    Attributes:
+        subject: the name of the row in the report.
+        failed: why the row was not changed; "" if it was.
+        is_error: the reason is an error, such as a database failure, and not the row's state.
+    """
+
+    subject: str
+    failed: str = ""
+    is_error: bool = False
+
+
+class ReadOnlyAdmin(_ModelAdmin):
+    """Rows that cannot be added, changed or deleted.
+
+    Set `using` in a subclass to show a database other than the default one.
+    """
+
+    using: ClassVar[str] = DEFAULT_DB_ALIAS
+    view_on_site = False
+
+    @property
+    def media(self) -> Media:
+        """The admin's media and our style sheet. A strict Content-Security-Policy blocks inline styles."""
+        return super().media + Media(css={"all": ["exactly_once/admin.css"]})
+
+    @property
+    def package(self) -> str:
+        """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
+        return str(self.opts.app_config.name.partition(".")[0])
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+class ActingAdmin(ReadOnlyAdmin):
+    """Read-only rows with actions."""
+
+    kind: ClassVar[str] = "message"
+    """What the audit log calls a row, in every language."""
+    noun: ClassVar[StrOrPromise] = _("message")
+    nouns: ClassVar[StrOrPromise] = _("messages")
+    large_columns: ClassVar[Sequence[str]] = ()
+    refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    """Exceptions with which a transition reports that it was refused; it is rolled back."""
+    nothing: ClassVar[Any]
+    """The text of an empty list."""
+    hint: ClassVar[Any] = ""
+    """An explanation of the list's order and columns."""
+
+    planner: ClassVar[Planner | None] = None
+    """Makes operations of the actions on all matching rows; None refuses them above the limit."""
+
+    ACTION_LIMIT: ClassVar[int] = 500
+    """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
+    LINE_LIMIT: ClassVar[int] = 20
+    """Maximum rows that are reported one by one."""
+
+    change_form_template = "exactly_once/message.html"
+    change_list_template = "exactly_once/messages.html"
+    list_per_page = 50
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    paginator = BoundedPaginator
+
+    def subject(self, row: Any) -> str:
+        """The name of a row in a report."""
+        raise NotImplementedError
+
+    def badge_of(self, row: Any) -> SafeString:
+        raise NotImplementedError
+
+    def offers(self, action: str, row: Any) -> bool:
+        """Is this action available for the row in its present state?"""
+        raise NotImplementedError
+
+    def remark(self, action: str, row: Any) -> SafeString | str:
+        """The effect of the action on the row, where it is not obvious."""
+        return "" if self.offers(action, row) else gettext("In this state it is not changed.")
+
+    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
+        """Why the requested action did not change this row."""
+        raise NotImplementedError
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
+        return rows
+
+    def everything(self, request: HttpRequest) -> QuerySet[Any]:
+        """The rows that an action searches, including those that no longer match the list."""
+        return self.get_queryset(request)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return LeanChangeList
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
+        """Allow only the filters' own parameters: another lookup, typed into the URL, could scan millions of rows."""
+        filters: Any = self.list_filter
+        return lookup in {one.parameter_name for one in filters}
+
+    def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
+        """Warnings above the list."""
+        return ()
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = {"nothing": self.nothing, "hint": self.hint, "warnings": self.warnings(request)}
+        return super().changelist_view(request, {**context, **(extra_context or {})})
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        row: Any = kwargs.get("obj")
+        context["message_actions"] = [
+            choice for choice in self.get_action_choices(request, []) if row is not None and self.offers(choice[0], row)
+        ]
+        context["changelist_url"] = self._changelist_url()
+        context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
+        """On all matching rows, plan an operation, if the action can be one."""
+        action = self.planner and self.planner.actions.get(request.POST.get("action", ""))
+        if action and self.planner and request.POST.get("select_across") == "1" and action.name in self.get_actions(request):
+            return self.planner.respond(self, request, queryset, action, self.selection_text(request), request.get_full_path())
+        return super().response_action(request, queryset, *args, **kwargs)
+
+    def selection_text(self, request: HttpRequest) -> str:
+        """What "all matching" are, for people: the search and the filters."""
+        given = [f"{name} {value}" for name, value in request.GET.items() if value and name not in _NO_FILTERS]
+        return visible(_("all messages with %s") % ", ".join(given)) if given else str(_("all messages"))
+
+    def is_confirmed(self, request: HttpRequest) -> bool:
+        return request.POST.get("confirmed") == "yes"
+
+    def ask(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        *,
+        action: str,
+        question: str,
+        button: str,
+        form: Form | None = None,
+    ) -> HttpResponse | None:
+        """The confirmation page of an action, with all rows that it will act on."""
+        picked = self._picked(request, queryset)
+        if picked is None:
+            return None
+        context = {
+            **self.admin_site.each_context(request),
+            "title": question,
+            "opts": self.opts,
+            "media": self.media,
+            "rows": [
+                (row, self.badge_of(row), self.subject(row), self.remark(action, row))
+                for row in picked.values()
+                if row is not None
+            ],
+            "noun": self.noun,
+            "applies": sum(row is not None and self.offers(action, row) for row in picked.values()),
+            "selected": len(picked),
+            "action": action,
+            "button": button,
+            "form": form,
+            "own_page": request.POST.get("own_page", ""),
+            "changelist_url": self._changelist_url(),
+            "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        }
+        request.current_app = self.admin_site.name
+        return TemplateResponse(request, _CONFIRM, context)
+
+    def once_confirmed(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        form: Callable[..., Form],
+        *,
+        action: str,
+        question: str,
+        button: str,
+        done: str,
+        transition: Callable[[Mapping[str, Any]], Transition],
+    ) -> HttpResponse | None:
+        """Ask with a form that has a reason, then carry out the transition that `transition` builds from the form's data."""
+        filled = form(request.POST if self.is_confirmed(request) else None)
+        if filled.is_valid():
+            given = filled.cleaned_data
+            return self.carry_out(request, queryset, done=done, transition=transition(given), reason=given["reason"])
+        return self.ask(request, queryset, action=action, question=question, button=button, form=filled)
+
+    def carry_out(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        *,
+        done: str,
+        transition: Transition,
+        reason: str = "",
+    ) -> HttpResponse | None:
+        """Try the transition on each selected row, and report the result for each.
+
+        Args:
+            done: the past participle of the action, "restored".
+            reason: the operator's, for the log.
+        """
+        picked = self._picked(request, queryset)
+        if picked is None:
+            return None
+        entry = f"{capfirst(done)}: {reason}" if reason else f"{capfirst(done)}."
+        outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
+        self._report(request, done, outcomes)
+        if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
+            return HttpResponseRedirect(self.own_url(next(iter(picked))))
+        return None
+
+    def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[Any, Any] | None:
+        """The selected rows by primary key, in its order; None for a row that no longer exists. None if there are too many."""
+        if request.POST.get("select_across") == "1":
+            keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
+        else:
+            given = {self.opts.pk.to_python(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)}
+            keys = sorted(given)[: self.ACTION_LIMIT + 1]
+        if len(keys) > self.ACTION_LIMIT:
+            words = gettext(
+                "Nothing was changed: the limit is %(limit)s %(nouns)s at a time. Narrow the list, or use a command "
+                "(python manage.py help)."
+            ) % {"limit": self.ACTION_LIMIT, "nouns": self.nouns}
+            self.message_user(request, words, messages.ERROR)
+            return None
+        fresh = self.everything(request).using(queryset.db).defer(*self.large_columns)
+        found = {row.pk: row for row in fresh.filter(pk__in=keys)}
+        return {key: found.get(key) for key in keys}
+
+    def _carry_out_one(
+        self,
+        request: HttpRequest,
+        alias: str,
+        pk: Any,
+        row: Any,
+        transition: Transition,
+        entry: str,
+    ) -> ActionResult:
+        if row is None:
+            return ActionResult(subject=gettext("number %(number)s") % {"number": pk}, failed=gettext("it no longer exists"))
+        subject = self.subject(row)
+        try:
+            with transaction.atomic(using=alias):
+                if transition(alias, pk):
+                    self.log_change(request, row, entry)
+                    self.audit(request, alias, request.POST.get("action", ""), row)
+                    return ActionResult(subject=subject)
+            return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
+        except DatabaseError as error:
+            # The rows before this one are committed, so the operator must get a report, not an error page.
+            return ActionResult(
+                subject=subject, failed=visible(gettext("the database reported %(error)s") % {"error": error}), is_error=True
+            )
+        except self.refusals as error:
+            return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
+
+    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
+        """Write the action into the audit log, in the open transaction."""
+        subject = Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row))
+        record(self.package, alias, actor_of(request), action, [subject], posted(request))
+
+    def audited_id(self, row: Any) -> str:
+        """The id by which the audit log names a row."""
+        return str(row.pk)
+
+    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[ActionResult]) -> None:
+        failures = [outcome for outcome in outcomes if outcome.failed]
+        if len(outcomes) > self.LINE_LIMIT:
+            if succeeded := len(outcomes) - len(failures):
+                self.message_user(
+                    request,
+                    gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.")
+                    % {"succeeded": f"{succeeded:,}", "all": f"{len(outcomes):,}", "nouns": self.nouns, "done": done},
+                    messages.SUCCESS,
+                )
+            if failures:
+                reasons = Counter(failure.failed for failure in failures).most_common()
+                words = "; ".join(f"{count:,}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                self.message_user(
+                    request,
+                    gettext("%(count)s not %(done)s. %(reasons)s.")
+                    % {"count": f"{len(failures):,}", "done": done, "reasons": words},
+                    messages.WARNING,
+                )
+            outcomes = failures[: self.LINE_LIMIT // 2]
+        for outcome in outcomes:
+            # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.
+            if outcome.failed:
+                level = messages.ERROR if outcome.is_error else messages.WARNING
+                words = gettext("%(noun)s %(subject)s: not %(done)s: %(reason)s") % {
+                    "noun": capfirst(self.noun),
+                    "subject": outcome.subject,
+                    "done": done,
+                    "reason": outcome.failed,
+                }
+                self.message_user(request, words, level)
+            else:
+                self.message_user(request, f"{capfirst(self.noun)} {outcome.subject}: {done}", messages.SUCCESS)
+
+    def _changelist_url(self) -> str:
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")
+
+    def own_url(self, pk: Any) -> str:
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=[pk])
+
+
+def by(request: HttpRequest, reason: str = "") -> str:
+    """The user and the reason, for the trail."""
+    user: Any = request.user
+    return f"by {user.get_username()} in the admin" + (f": {reason}" if reason else "")

@@ -1,0 +1,200 @@
+"""The page of the alerts; see `operators.alerts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.db.models import F, Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.admin.acting import ActingAdmin, by
+from exactly_once.admin.by_app import APPS, AppFilter, app_name
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_text,
+    badge,
+    headline,
+    identifier,
+    moment,
+    stacked,
+    visible,
+    warning,
+)
+from exactly_once.models import Alert, Lease
+from exactly_once.operators.alert_table import acknowledge
+from exactly_once.operators.alerts import lease_name
+from exactly_once.sql.now import DatabaseTime
+
+_State = Alert.State
+_UNEVALUATED_FOR = timedelta(minutes=5)
+
+
+class AlertStateFilter(admin.SimpleListFilter):
+    """Open ones unless another choice is made."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
+        return [("new", gettext("Not acknowledged")), ("cleared", gettext("Cleared")), ("all", gettext("All"))]
+
+    def choices(self, changelist: Any) -> Any:
+        shown = list(super().choices(changelist))
+        shown[0]["display"] = gettext("Raised")
+        return shown
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "new":
+                return queryset.filter(state=_State.RAISED, acknowledged_at=None)
+            case "cleared":
+                return queryset.filter(state=_State.CLEARED)
+            case "all":
+                return queryset
+            case _:
+                return queryset.filter(state=_State.RAISED)
+
+
+@admin.register(Alert)
+class AlertAdmin(ActingAdmin):
+    """The alerts, the latest first."""
+
+    kind = "alert"
+    noun = _("alert")
+    nouns = _("alerts")
+    nothing = _("No alert is raised.")
+    hint = _(
+        "Running processes evaluate the conditions once a minute. An alert is raised after several evaluations that meet its "
+        "condition, and cleared after several that do not. To acknowledge it changes nothing else."
+    )
+    ordering = (F("raised_at").desc(nulls_last=True), "-id")
+    sortable_by = ()
+    list_filter = (AlertStateFilter, AppFilter)
+    actions = ("acknowledge",)
+    list_display = ("status", "what", "report")
+    list_display_links = ("what",)
+    fields: ClassVar[Any] = (
+        *("state_badge", "app_name", "what", "summary_text", "first_seen", "raised_exactly", "last_seen", "cleared"),
+        *("acknowledged", "deliveries", "error_text"),
+    )
+    readonly_fields: ClassVar[Any] = fields
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).filter(~Q(state=_State.PENDING))
+
+    def warnings(self, request: HttpRequest) -> list[SafeString]:
+        leases = Lease.objects.using(self.using).annotate(database_now=DatabaseTime())
+        evaluated = leases.filter(name__in=map(lease_name, APPS), done_at__isnull=False).order_by("done_at")
+        oldest: Any = evaluated.first()
+        if oldest is None:
+            return [warning(gettext("The conditions were never evaluated: no process that does so has run for a minute."))]
+        if oldest.database_now - oldest.done_at > _UNEVALUATED_FOR:
+            words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
+            return [warning(format_html(words, age(oldest.done_at, oldest.database_now)))]
+        return []
+
+    def subject(self, row: Any) -> str:
+        return visible(str(row))
+
+    def badge_of(self, row: Any) -> SafeString:
+        if row.state == _State.CLEARED:
+            return badge(gettext("Cleared"), Tone.DONE)
+        return badge(gettext("Acknowledged"), Tone.LATER) if row.acknowledged_at else badge(gettext("Raised"), Tone.STOPPED)
+
+    def offers(self, action: str, row: Any) -> bool:
+        return row.state == _State.RAISED and row.acknowledged_at is None
+
+    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
+        return gettext("it is cleared, or acknowledged already")
+
+    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("exactly_once.acknowledge_alert")
+
+    @admin.action(permissions=["acknowledge"], description=_("Acknowledge"))
+    def acknowledge(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        transition = partial(_acknowledge, by(request).removeprefix("by "))
+        return self.carry_out(request, queryset, done=gettext("acknowledged"), transition=transition)
+
+    @admin.display(description=_("state"))
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description=_("app"))
+    def app_name(self, row: Any) -> SafeString:
+        return app_name(row.app)
+
+    @admin.display(description=_("condition, object"))
+    def what(self, row: Any) -> SafeString:
+        return stacked(identifier(row.condition), *([identifier(row.object)] if row.object else []))
+
+    @admin.display(description=_("state"))
+    def status(self, row: Any) -> SafeString:
+        """In the list: the badge, since when, and who has acknowledged it."""
+        lines = [
+            self.badge_of(row),
+            self.app_name(row),
+            format_html(gettext("raised {}"), age(row.raised_at, row.database_now)),
+        ]
+        if row.acknowledged_at:
+            lines.append(format_html(gettext("acknowledged by {}"), visible(row.acknowledged_by)))
+        if row.cleared_at:
+            lines.append(format_html(gettext("cleared {}"), age(row.cleared_at, row.database_now)))
+        return stacked(*lines)
+
+    @admin.display(description=_("summary"))
+    def report(self, row: Any) -> SafeString:
+        """In the list: the summary, and what could not be sent."""
+        return stacked(headline(row.summary), self.deliveries(row)) if row.unsent else headline(row.summary)
+
+    @admin.display(description=_("summary"))
+    def summary_text(self, row: Any) -> SafeString:
+        return as_text(row.summary).as_html()
+
+    @admin.display(description=_("raised"))
+    def raised_exactly(self, row: Any) -> SafeString:
+        return moment(row.raised_at, row.database_now)
+
+    @admin.display(description=_("first seen"))
+    def first_seen(self, row: Any) -> SafeString:
+        return moment(row.first_seen_at, row.database_now)
+
+    @admin.display(description=_("last seen"))
+    def last_seen(self, row: Any) -> SafeString:
+        return moment(row.seen_at, row.database_now)
+
+    @admin.display(description=_("cleared"))
+    def cleared(self, row: Any) -> SafeString:
+        return moment(row.cleared_at, row.database_now)
+
+    @admin.display(description=_("acknowledged"))
+    def acknowledged(self, row: Any) -> SafeString:
+        if not row.acknowledged_at:
+            return format_html("{}", NOTHING)
+        return stacked(identifier(row.acknowledged_by), age(row.acknowledged_at, row.database_now))
+
+    @admin.display(description=_("notifications"))
+    def deliveries(self, row: Any) -> SafeString:
+        if not row.unsent:
+            return format_html("{}", NOTHING)
+        lines = [format_html(gettext("not sent by {}: {}"), channel, event) for event, channel in row.unsent]
+        if row.send_at is None:
+            return stacked(*lines, format_html("{}", gettext("given up")))
+        return stacked(*lines, format_html(gettext("next try {}"), age(row.send_at, row.database_now)))
+
+    @admin.display(description=_("last error of a notification"))
+    def error_text(self, row: Any) -> SafeString:
+        return as_text(row.send_error).as_html()
+
+
+def _acknowledge(by: str, alias: str, pk: Any) -> bool:
+    return acknowledge(alias, pk, by) is not None

@@ -1,0 +1,218 @@
+"""The page of the audit log, with filters and export; see `operators.audit`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseNotFound, StreamingHttpResponse
+from django.urls import path, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.admin.acting import ActingAdmin
+from exactly_once.admin.by_app import AppFilter, app_name
+from exactly_once.display import NOTHING, as_json, clock, identifier, moment, stacked, visible
+from exactly_once.models import AuditEntry
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import fit
+
+_MOST_CHOICES = 100
+_LONGEST_SHOWN = 120
+_FIELDS = ("id", "at", "app", "actor", "place", "address", "action", "kind", "object_id", "name", "parameters")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+class _ValueFilter(admin.SimpleListFilter):
+    """By a value that occurs in the log."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        rows = model_admin.get_queryset(request).order_by(self.parameter_name)
+        values = rows.values_list(self.parameter_name, flat=True).distinct()[:_MOST_CHOICES]
+        return [(value, visible(value)) for value in values]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset.filter(**{str(self.parameter_name): self.value()}) if self.value() else queryset
+
+
+class ActorFilter(_ValueFilter):
+    title = _("who")
+    parameter_name = "actor"
+
+
+class ActionFilter(_ValueFilter):
+    title = _("action")
+    parameter_name = "action"
+
+
+class KindFilter(_ValueFilter):
+    title = _("kind")
+    parameter_name = "kind"
+
+
+class TimeFilter(admin.SimpleListFilter):
+    """By time, by the database's clock."""
+
+    title = _("time")
+    parameter_name = "within"
+    _spans: ClassVar[Any] = {
+        "hour": (_("Last hour"), timedelta(hours=1)),
+        "day": (_("Last 24 hours"), timedelta(days=1)),
+        "week": (_("Last 7 days"), timedelta(days=7)),
+        "month": (_("Last 30 days"), timedelta(days=30)),
+    }
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [(name, words) for name, (words, _span) in self._spans.items()]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() not in self._spans:
+            return queryset
+        return queryset.filter(at__gte=DatabaseTime(-self._spans[self.value()][1]))
+
+
+@admin.register(AuditEntry)
+class AuditAdmin(ActingAdmin):
+    """The entries, latest first. They cannot be changed, and those of a search can be exported."""
+
+    noun = _("entry")
+    nothing = _("No operator has done anything yet.")
+    hint = _("What operators have done in the admin and with commands. Entries are deleted only after AUDIT_RETENTION.")
+
+    ordering = ("-id",)
+    sortable_by = ()
+    actions = None
+    list_filter: ClassVar[Any] = (TimeFilter, AppFilter, ActorFilter, ActionFilter, KindFilter)
+    search_fields = ("object_id",)  # Makes the search box appear; get_search_results() reads it.
+    search_help_text = _("The exact id or name of an object, a user name or an address.")
+    list_display = ("when", "who", "what", "object", "given")
+    list_display_links = ("when",)
+    fields: ClassVar[Any] = ("when_exactly", "who", "what", "object_in_full", "all_given")
+    readonly_fields: ClassVar[Any] = fields
+
+    def subject(self, row: Any) -> str:
+        return visible(str(row))
+
+    def offers(self, action: str, row: Any) -> bool:
+        return False
+
+    def has_export_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("exactly_once.export_auditentry")
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        term = fit(search_term.strip())
+        if not term:
+            return queryset, False
+        return queryset.filter(Q(object_id=term) | Q(actor=term) | Q(address=term) | Q(name=term)), False
+
+    def get_urls(self) -> Any:
+        name = "exactly_once_auditentry_export"
+        return [path("export/<str:form>/", self.admin_site.admin_view(self.export), name=name), *super().get_urls()]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        links = []
+        if self.has_export_permission(request):
+            query = request.GET.urlencode()
+            name = f"{self.admin_site.name}:exactly_once_auditentry_export"
+            for form, label in (("csv", gettext("Export CSV")), ("jsonl", gettext("Export JSON lines"))):
+                url = reverse(name, args=[form])
+                links.append((label, f"{url}?{query}" if query else url))
+        return super().changelist_view(request, {"page_links": links, **(extra_context or {})})
+
+    def export(self, request: HttpRequest, form: str) -> Any:
+        """The entries that the list shows, on all of its pages."""
+        if not (self.has_view_permission(request) and self.has_export_permission(request)):
+            raise PermissionDenied
+        if form not in _EXPORTS:
+            return HttpResponseNotFound()
+        content_type, lines = _EXPORTS[form]
+        rows = self.get_changelist_instance(request).get_queryset(request)
+        response = StreamingHttpResponse(lines(rows.iterator(chunk_size=1000)), content_type=content_type)
+        response["Content-Disposition"] = f'attachment; filename="audit.{form}"'
+        return response
+
+    @admin.display(description=_("time"))
+    def when(self, row: Any) -> SafeString:
+        return clock(row.at)
+
+    @admin.display(description=_("time"))
+    def when_exactly(self, row: Any) -> SafeString:
+        return moment(row.at, row.database_now)
+
+    @admin.display(description=_("who, where"))
+    def who(self, row: Any) -> SafeString:
+        return stacked(identifier(row.actor), format_html("{}", visible(row.place)), identifier(row.address))
+
+    @admin.display(description=_("action"))
+    def what(self, row: Any) -> SafeString:
+        return stacked(format_html("{}", visible(row.action)), format_html("{}", visible(row.kind)), app_name(row.app))
+
+    @admin.display(description=_("object"))
+    def object(self, row: Any) -> SafeString:
+        return identifier(row.name or row.object_id)
+
+    @admin.display(description=_("object"))
+    def object_in_full(self, row: Any) -> SafeString:
+        return stacked(identifier(row.name), identifier(row.object_id))
+
+    @admin.display(description=_("parameters"))
+    def given(self, row: Any) -> SafeString:
+        if not row.parameters:
+            return format_html("{}", NOTHING)
+        return stacked(*(format_html("{}: {}", visible(name), _short(value)) for name, value in row.parameters.items()))
+
+    @admin.display(description=_("parameters"))
+    def all_given(self, row: Any) -> SafeString:
+        return as_json(row.parameters).as_html() if row.parameters else format_html("{}", NOTHING)
+
+
+def _short(value: Any) -> str:
+    text = visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+
+
+def _values(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) if name != "at" else row.at.isoformat() for name in _FIELDS}
+
+
+def _as_json_lines(rows: Iterator[Any]) -> Iterator[str]:
+    for row in rows:
+        yield json.dumps(_values(row), ensure_ascii=False) + "\n"
+
+
+def _as_csv(rows: Iterator[Any]) -> Iterator[str]:
+    line = io.StringIO()
+    writer = csv.writer(line)
+    writer.writerow(_FIELDS)
+    for row in rows:
+        yield _taken(line)
+        writer.writerow([_cell(value) for value in _values(row).values()])
+    yield _taken(line)
+
+
+def _taken(line: io.StringIO) -> str:
+    text = line.getvalue()
+    line.seek(0)
+    line.truncate()
+    return text
+
+
+def _cell(value: Any) -> str:
+    """A spreadsheet would compute a text that begins like a formula."""
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+_EXPORTS: dict[str, tuple[str, Callable[[Iterator[Any]], Iterator[str]]]] = {
+    "csv": ("text/csv; charset=utf-8", _as_csv),
+    "jsonl": ("application/jsonl; charset=utf-8", _as_json_lines),
+}

@@ -1,0 +1,308 @@
+"""Failure groups in the admin: messages that are retrying or dead, by what failed and where; with notes and decisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
+from django.utils.http import urlencode
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.admin.acting import ReadOnlyAdmin
+from exactly_once.admin.by_app import app_name
+from exactly_once.admin.planning import Planner
+from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, stacked
+from exactly_once.models import FailureNote
+from exactly_once.operators.audit import Subject, actor_of, record
+from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup, FailureGroups, Notes
+from exactly_once.operators.operations import BulkAction
+from exactly_once.process.clock import utcnow
+
+_GROUPS = "exactly_once/failure_groups.html"
+_GROUP = "exactly_once/failure_group.html"
+_SEPARATOR = "|"
+"""Between class and place in a URL; no class contains it."""
+_MOST_NAMED = 5
+_LATEST = 20
+
+
+def encoded(error_class: str, place: str) -> str:
+    """A group as one value of a URL."""
+    return f"{error_class}{_SEPARATOR}{place}"
+
+
+class NoteForm(forms.Form):
+    note = forms.CharField(
+        label=_("Note"),
+        required=False,
+        max_length=4_000,
+        widget=forms.Textarea(attrs={"rows": 3, "class": "vLargeTextField"}),
+        help_text=_("For other operators: the cause, who works on it, what to do. Empty: no note."),
+    )
+
+
+class FailureFilter(admin.SimpleListFilter):
+    """The messages of one failure group; shown only if one is chosen."""
+
+    title = _("failure group")
+    parameter_name = "failure"
+    groups: ClassVar[FailureGroups]
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        chosen = request.GET.get(self.parameter_name)
+        return [(chosen, " ".join(chosen.split(_SEPARATOR, 1)))] if chosen else []
+
+    def has_output(self) -> bool:
+        return bool(self.value())
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        value = self.value()
+        if not value:
+            return queryset
+        error_class, _separator, place = value.partition(_SEPARATOR)
+        return queryset.filter(self.groups.condition(error_class, place))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingMessages:
+    """The messages of one app that fail, for the page.
+
+    Attributes:
+        model: of the messages.
+        place_label, who_label: what the groups call the place of a failure, and the names of those that fail.
+    """
+
+    groups: FailureGroups
+    notes: Notes
+    planner: Planner
+    model: Any
+    place_label: Any
+    who_label: Any
+
+    @property
+    def app(self) -> str:
+        return self.notes.app
+
+    def page(self, name: str) -> str:
+        """The name of a page of the messages in an admin site."""
+        return f"{self.model._meta.app_label}_{self.model._meta.model_name}_{name}"
+
+    def is_visible(self, user: Any) -> bool:
+        return bool(user.has_perm(f"{self.model._meta.app_label}.view_{self.model._meta.model_name}"))
+
+    def permits(self, user: Any, action: BulkAction) -> bool:
+        return bool(user.has_perm(f"{self.model._meta.app_label}.{action.permission}"))
+
+    def of(self, alias: str, error_class: str, place: str) -> QuerySet[Any]:
+        """The messages of one group."""
+        found: QuerySet[Any] = self.model.objects.using(alias).filter(self.groups.condition(error_class, place))
+        return found
+
+
+_failing: dict[str, FailingMessages] = {}
+
+
+def register_failing(failing: FailingMessages) -> None:
+    """Register the failing messages of an app. A second call for an app replaces the first."""
+    _failing[failing.app] = failing
+
+
+@admin.register(FailureNote)
+class FailureGroupAdmin(ReadOnlyAdmin):
+    """The failure groups of the apps whose messages the user may view. Its model is that of the notes."""
+
+    actions = None
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return any(failing.is_visible(request.user) for failing in _failing.values())
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return self.has_view_permission(request)
+
+    def may_note(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("exactly_once.note_failurenote")
+
+    def get_urls(self) -> list[URLPattern]:
+        view = self.admin_site.admin_view(self.group_view)
+        return [path("group/", view, name="exactly_once_failurenote_group"), *super().get_urls()]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        found: list[tuple[FailingMessages, FailureGroup]] = []
+        for failing in _failing.values():
+            if failing.is_visible(request.user):
+                found += [(failing, group) for group in failing.groups.all(self.using)]
+        notes = {app: failing.notes.all(self.using) for app, failing in _failing.items()}
+        found.sort(key=lambda each: -each[1].count)
+        context = {
+            **self._context(request, _("Failure groups")),
+            "groups": [self._row(failing, group, notes[failing.app]) for failing, group in found],
+            "is_cut": any(number >= MOST_GROUPS for number in Counter(failing.app for failing, _group in found).values()),
+            "most": MOST_GROUPS,
+        }
+        return TemplateResponse(request, _GROUPS, context)
+
+    def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
+        """A note is shown on the page of its group."""
+        note: Any = self.get_object(request, object_id)
+        if note is None or not self.has_view_permission(request):
+            raise PermissionDenied
+        return HttpResponseRedirect(group_url(self.admin_site.name, note.app, note.error_class, note.place))
+
+    def group_view(self, request: HttpRequest) -> HttpResponse:
+        """One group: its figures, its note, its latest messages, and what can be done with all of them."""
+        failing = _failing.get(request.GET.get("app", ""))
+        if failing is None:
+            raise Http404
+        if not failing.is_visible(request.user):
+            raise PermissionDenied
+        error_class, place = request.GET.get("class", ""), request.GET.get("place", "")
+        if request.method == "POST":
+            answer = self._act(request, failing, error_class, place)
+            if answer is not None:
+                return answer
+        group = failing.groups.one(self.using, error_class, place)
+        written = failing.notes.of(self.using, error_class, place)
+        context = {
+            **self._context(request, _("Failure group")),
+            "group": group and self._row(failing, group, {}),
+            "error_class": identifier(error_class),
+            "place": identifier(place),
+            "place_label": failing.place_label,
+            "who_label": failing.who_label,
+            "who": stacked(*(identifier(name) for name in group.who)) if group else "",
+            "error": as_text(group.error).as_html() if group else "",
+            "first": moment(group.first_at, utcnow()) if group else "",
+            "last": moment(group.last_at, utcnow()) if group else "",
+            "written": written,
+            "written_age": age(written.written_at, utcnow()) if written else "",
+            "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
+            "offered": self._offered(request, failing) if group else (),
+            "messages_url": self._messages_url(failing, error_class, place),
+            "latest": self._latest(failing, error_class, place) if group else (),
+        }
+        return TemplateResponse(request, _GROUP, context)
+
+    def _act(self, request: HttpRequest, failing: FailingMessages, error_class: str, place: str) -> HttpResponse | None:
+        url = group_url(self.admin_site.name, failing.app, error_class, place)
+        chosen = request.POST.get("action", "")
+        if chosen == "note":
+            if not self.may_note(request):
+                raise PermissionDenied
+            form = NoteForm(request.POST)
+            if form.is_valid():
+                user: Any = request.user
+                note = form.cleaned_data["note"].strip()
+                with transaction.atomic(using=self.using):
+                    failing.notes.write(self.using, error_class, place, note, by=user.get_username())
+                    subject = Subject(kind="failure group", name=f"{error_class} {place}")
+                    record(failing.app, self.using, actor_of(request), "note", [subject], {"note": note})
+                messages.success(request, _("The note is saved."))
+            return HttpResponseRedirect(url)
+        action = self._offered(request, failing).get(chosen)
+        if action is None:
+            raise PermissionDenied
+        rows = failing.of(self.using, error_class, place)
+        selection = _("failure group %(class)s %(place)s") % {"class": error_class, "place": place}
+        return failing.planner.respond(self, request, rows, action, str(selection), url)
+
+    def _offered(self, request: HttpRequest, failing: FailingMessages) -> Mapping[str, BulkAction]:
+        return {
+            name: action
+            for name, action in failing.planner.actions.items()
+            if failing.permits(request.user, action) and {"dead", "retrying"} & {*map(str, action.sources)}
+        }
+
+    def _row(self, failing: FailingMessages, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        note: Any = notes.get((group.error_class, group.place))
+        named = [identifier(name) for name in group.who[:_MOST_NAMED]]
+        if len(group.who) > _MOST_NAMED:
+            named.append(format_html("{}", _("and %s more") % (len(group.who) - _MOST_NAMED)))
+        return {
+            "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
+            "app": app_name(failing.app),
+            "who_label": failing.who_label,
+            "error_class": identifier(group.error_class),
+            "place": identifier(group.place),
+            "error": headline(group.error),
+            "count": f"{group.count:,}{'+' if group.is_cut else ''}",
+            "dead": f"{group.dead:,}",
+            "first": age(group.first_at, utcnow()),
+            "last": age(group.last_at, utcnow()),
+            "trend": _trend(group),
+            "who": stacked(*named),
+            "note": headline(note.note) if note else "",
+        }
+
+    def _latest(
+        self, failing: FailingMessages, error_class: str, place: str
+    ) -> list[tuple[str, SafeString, SafeString, SafeString]]:
+        rows = failing.of(self.using, error_class, place)
+        name = f"{self.admin_site.name}:{failing.page('change')}"
+        return [
+            (
+                reverse(name, args=[row.pk]),
+                identifier(f"{row.topic} {row.biz_id}"),
+                age(row.failed_at, utcnow()),
+                headline(row.last_error),
+            )
+            for row in rows.order_by("-failing_since").only("topic", "biz_id", "failed_at", "last_error")[:_LATEST]
+        ]
+
+    def _messages_url(self, failing: FailingMessages, error_class: str, place: str) -> str:
+        address = reverse(f"{self.admin_site.name}:{failing.page('changelist')}")
+        return f"{address}?{urlencode({'failure': encoded(error_class, place)})}"
+
+    def _context(self, request: HttpRequest, title: Any) -> dict[str, Any]:
+        request.current_app = self.admin_site.name
+        return {
+            **self.admin_site.each_context(request),
+            "title": title,
+            "opts": self.opts,
+            "media": self.media,
+            "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
+        }
+
+
+def group_url(site: str, app: str, error_class: str, place: str) -> str:
+    """The page of a failure group."""
+    query = urlencode({"app": app, "class": error_class, "place": place})
+    return f"{reverse(f'{site}:exactly_once_failurenote_group')}?{query}"
+
+
+def _trend(group: FailureGroup) -> str:
+    """How many messages began to fail so in the last hour, and whether these are more than in the hour before."""
+    if not group.new and not group.new_before:
+        return str(_("none new"))
+    direction = _("rising") if group.new > group.new_before else _("falling") if group.new < group.new_before else _("steady")
+    return str(
+        _("%(direction)s: %(new)s new in the last hour, %(before)s in the hour before")
+        % {"direction": direction, "new": f"{group.new:,}", "before": f"{group.new_before:,}"}
+    )
+
+
+def failure_text(model_admin: Any, row: Any, error_class: str, place: str) -> SafeString:
+    """Class and place of a message's failure on its page, with a link to its group while it belongs to one."""
+    if not error_class:
+        return format_html("{}", NOTHING)
+    name = identifier(f"{error_class} {place}".strip())
+    if row.failing_since is None or row.state not in {"retrying", "dead"}:
+        return name
+    url = group_url(model_admin.admin_site.name, model_admin.package, error_class, place)
+    return stacked(
+        format_html('<a href="{}">{}</a>', url, name),
+        format_html("{} {}", _("since"), moment(row.failing_since, row.database_now)),
+    )

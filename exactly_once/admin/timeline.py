@@ -1,0 +1,130 @@
+"""The timeline of a message on its admin page: every transition in order of time, and its present states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from itertools import chain
+
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
+from exactly_once.operators.trail import Life, Moment, Standing
+from exactly_once.plurals import ngettext
+from exactly_once.process.clock import utcnow
+
+_MOST_NAMESAKES = 10
+ROLLED_BACK = gettext_noop("Rolled back")
+"""The only state of several words; the others are words of the states themselves."""
+_TONES = {
+    "prepared": Tone.LATER,
+    "stuck": Tone.STOPPED,
+    "scheduled": Tone.LATER,
+    "ready": Tone.OPEN,
+    "received": Tone.OPEN,
+    "running": Tone.OPEN,
+    "retrying": Tone.FAILING,
+    "paused": Tone.LATER,
+    "waiting": Tone.LATER,
+    "published": Tone.DONE,
+    "done": Tone.DONE,
+    "dead": Tone.STOPPED,
+}
+"""By the name of a state in either app; the default is `Tone.OVER`."""
+
+
+def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeString:
+    """The transitions that the user may see.
+
+    Args:
+        may_see: may the user see moments with this `where`, "outbox" or the name of a handler?
+        hidden: a sentence for users who may not see all of them.
+    """
+    moments = [moment for moment in life.moments if may_see(moment.where)]
+    words = list(life.unknown)
+    if len(moments) < len(life.moments):
+        words.append(hidden)
+    if life.namesakes:
+        named = ", ".join(life.namesakes[:_MOST_NAMESAKES]) + (", …" if len(life.namesakes) > _MOST_NAMESAKES else "")
+        words.append(
+            gettext("Other messages with this topic and biz-id, of which a handler runs one: %(ids)s.")
+            % {"ids": visible(named)}
+        )
+    entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments)))
+    now = [standing for standing in life.standings if may_see(standing.where)]
+    return format_html(
+        '<ol class="message-timeline">{}</ol>{}{}',
+        entries,
+        _standings(now),
+        format_html_join("", "{}", ((note(sentence),) for sentence in words)),
+    )
+
+
+def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
+    before: datetime | None = None
+    for moment in moments:
+        yield format_html(
+            '<span class="message-when"><time datetime="{}">{}</time>{}</span>'
+            '<span class="message-what">{}{} <span class="message-where">{}</span>{}{}</span>',
+            moment.at.isoformat(),
+            exact(moment.at),
+            _since(before, moment.at),
+            format_html('<span class="message-from">{} →</span> ', _in_words(moment.was)) if moment.was else "",
+            badge(_in_words(moment.became), _TONES.get(moment.became, Tone.OVER)),
+            _where(moment),
+            format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
+            if moment.process
+            else "",
+            as_text(moment.reason).as_html() if moment.reason else "",
+        )
+        before = moment.at
+
+
+def _since(before: datetime | None, at: datetime) -> SafeString:
+    """The time since the previous moment."""
+    if before is None or at <= before:
+        return format_html("{}", "")
+    passed = at - before
+    short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else duration(passed)
+    return format_html(' <span class="message-quiet">{}</span>', gettext("%(time)s later") % {"time": short})
+
+
+def _standings(standings: Sequence[Standing]) -> SafeString:
+    """The present states of the message, one line each."""
+    rows = (
+        (
+            _standing_badge(standing),
+            _where(standing),
+            ", ".join(chain([_attempts(standing)], filter(None, [visible(standing.also)]))),
+            format_html(", {}", age(standing.due, utcnow(), gettext("due "))) if standing.due else "",
+        )
+        for standing in standings
+    )
+    return format_html(
+        '<h3 class="message-now">{}</h3><ul class="message-standings">{}</ul>',
+        gettext("Now"),
+        format_html_join("", "<li>{} {}: {}{}</li>", rows),
+    )
+
+
+def _standing_badge(standing: Standing) -> SafeString:
+    if standing.deferred:
+        return badge(_("Later"), Tone.LATER)
+    return badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER))
+
+
+def _where(of: Moment | Standing) -> SafeString:
+    named = of.where if of.database == "default" else f"{of.where} ({of.database})"
+    return identifier(named)
+
+
+def _attempts(standing: Standing) -> str:
+    return ngettext("%(count)s attempt", "%(count)s attempts", standing.attempts)
+
+
+def _in_words(state: str) -> str:
+    # The labels of the states, which each app declares for translation.
+    return gettext(state.replace("_", " ").capitalize())

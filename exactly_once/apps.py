@@ -1,0 +1,20 @@
+from django.apps import AppConfig, apps
+from django.core.exceptions import ImproperlyConfigured
+
+
+class ExactlyOnceConfig(AppConfig):
+    name = "exactly_once"
+    verbose_name = "Exactly once"
+    default_auto_field = "django.db.models.BigAutoField"
+
+
+def require_installed(app: AppConfig) -> None:
+    """Check that this app is in INSTALLED_APPS, before the models of `app`, which need it, are imported.
+
+    Raises:
+        ImproperlyConfigured: it is not.
+    """
+    if not any(config.name == ExactlyOnceConfig.name for config in apps.get_app_configs()):
+        raise ImproperlyConfigured(
+            f"{app.name!r} needs the app 'exactly_once': write INSTALLED_APPS += ['exactly_once', {app.name!r}]."
+        )

@@ -1,0 +1,117 @@
+"""The commands `outbox_import` and `inbox_import`: store dead letters from JSON lines; see `dead_letters`.
+
+Each line has a transaction of its own, so a line that is refused does not affect the others, and an import that was interrupted
+is continued by repeating it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from django.core.management.base import CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.display import visible
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.dead_letters import Letters, Refused, numbered
+from exactly_once.sql.faults import is_about_values, is_collision
+from exactly_once.sql.schema import require_schema
+from exactly_once.wire.text import describe
+
+_STDIN = "-"
+_IMPORTED, _KNOWN, _REFUSED = "imported", "known", "refused"
+
+
+class ImportCommand(TranslatedCommand):
+    """See the module's docstring."""
+
+    help = gettext_lazy(
+        "Store dead letters from JSON lines, as dead letters: nothing is sent or run before an operator decides. A message "
+        "that is here already is not changed. The exit status is 1 if a line was refused."
+    )
+    letters: ClassVar[Letters]
+
+    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
+        """Store a message as a dead letter, in the open transaction.
+
+        Returns:
+            "", or the label of its state if it is here already.
+
+        Raises:
+            Refused: it cannot be stored.
+        """
+        raise NotImplementedError
+
+    def subject(self, values: Mapping[str, Any]) -> Subject:
+        raise NotImplementedError
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("file", metavar="FILE", help=_("the file to import; - for the standard input"))
+        parser.add_argument("--dry-run", action="store_true", help=_("only report what would be imported"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias, is_quiet = options["database"], options["verbosity"] == 0
+        require_schema(alias, self.letters.app)
+        counts = Counter[str]()
+        with _opened(options["file"]) as file:
+            for number, line in numbered(file):
+                outcome, said = self._import(alias, line, options)
+                counts[outcome] += 1
+                if outcome == _REFUSED or not is_quiet:
+                    self.stdout.write(_("line %(number)s: %(outcome)s") % {"number": number, "outcome": visible(said)})
+        words = _("%(imported)s would be imported, %(known)s here already, %(refused)s refused.")
+        if not options["dry_run"]:
+            words = _("%(imported)s imported, %(known)s here already, %(refused)s refused.")
+        summary = words % {name: f"{counts[name]:,}" for name in (_IMPORTED, _KNOWN, _REFUSED)}
+        if counts[_REFUSED]:
+            raise CommandError(summary)
+        self.stdout.write(summary)
+
+    def _import(self, alias: str, line: bytes | None, options: Mapping[str, Any]) -> tuple[str, str]:
+        """The outcome of a line, and its report."""
+        try:
+            values = self.letters.read(line)
+            with transaction.atomic(using=alias):
+                state = self._stored(alias, values, options["file"])
+                if options["dry_run"]:
+                    transaction.set_rollback(True, using=alias)
+        except Refused as refused:
+            return _REFUSED, _("refused: %(why)s") % {"why": refused}
+        except DatabaseError as error:
+            if not (is_about_values(error) or is_collision(error)):
+                words = _("The database reported %(error)s. What was imported so far stays; repeat the command for the rest.")
+                raise CommandError(words % {"error": describe(error)}) from error
+            return _REFUSED, _("refused: the database reported %(error)s") % {"error": describe(error)}
+        name = self.subject(values).name
+        if state:
+            return _KNOWN, _("here already: %(message)s, %(state)s") % {"message": name, "state": state}
+        return _IMPORTED, _("imported: %(message)s") % {"message": name}
+
+    def _stored(self, alias: str, values: Mapping[str, Any], file: str) -> str:
+        actor = actor_of_command(type(self).__module__)
+        state = self.store(alias, values, f"imported by {actor.name} from {file}")
+        if not state:
+            record(self.letters.app, alias, actor, "import", [self.subject(values)], {"file": file})
+        return state
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    if name == _STDIN:
+        yield sys.stdin.buffer
+        return
+    try:
+        file = Path(name).open("rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise CommandError(_("%(file)s cannot be read: %(why)s.") % {"file": name, "why": error.strerror}) from error
+    with file:
+        yield file

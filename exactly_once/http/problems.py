@@ -1,0 +1,143 @@
+"""Errors as problem details (RFC 9457): every answer of 400 and above is `application/problem+json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from django.core.signals import got_request_exception
+from django.db import InterfaceError, OperationalError
+from django.http import Http404, HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
+from ninja.errors import AuthenticationError, HttpError, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
+
+from exactly_once.wire.text import NAME_LENGTH, describe, printable
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "application/problem+json"
+_UNAVAILABLE = (OperationalError, InterfaceError)
+"""The database does not answer, or another transaction has a lock."""
+_MOST_ERRORS = 20
+"""How many wrong fields an answer names. Without a limit it could be a hundred times as large as the request."""
+RETRY_AFTER = {"Retry-After": "1"}
+"""A header: repeat the request after a second."""
+
+
+class ProblemDetails(BaseModel):
+    """An error. Further members depend on it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    title: str = Field(description="The meaning of the status.")
+    status: int
+    detail: str = Field(description="What is wrong with this request, and what to do.")
+
+
+class Problem(Exception):
+    """An answer of 400 or above.
+
+    Args:
+        detail: what is wrong with this request, and what to do.
+        headers: of the answer.
+        members: further members of the problem.
+    """
+
+    def __init__(self, status: HTTPStatus, detail: str, *, headers: Mapping[str, str] | None = None, **members: object) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+        self.members = members
+
+    @property
+    def response(self) -> HttpResponse:
+        body = {"title": self.status.phrase, "status": self.status.value, "detail": self.detail, **self.members}
+        return HttpResponse(json.dumps(body), status=self.status, content_type=CONTENT_TYPE, headers=self.headers)
+
+
+def unauthorized() -> Problem:
+    return Problem(
+        HTTPStatus.UNAUTHORIZED,
+        "A valid token is required: send it in the header Authorization: Bearer <token>.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def forbidden(scope: str) -> Problem:
+    return Problem(
+        HTTPStatus.FORBIDDEN,
+        f"The token does not have the scope {scope}.",
+        headers={"WWW-Authenticate": 'Bearer error="insufficient_scope"'},
+        scope=scope,
+    )
+
+
+def problem_of(request: HttpRequest, error: Exception, statuses: Mapping[type[Exception], HTTPStatus]) -> Problem:
+    """The problem that an exception of a view is.
+
+    Args:
+        statuses: of further exceptions. The text of those below 500 is meant for the client.
+    """
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), None)
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, _UNAVAILABLE) or status is HTTPStatus.SERVICE_UNAVAILABLE:
+        return _unavailable(request, error)
+    if isinstance(error, HttpError | ValidationError | Http404):
+        return _refused(request, error)
+    return _unexpected(request, error) if status is None else Problem(status, str(error))
+
+
+def _refused(request: HttpRequest, error: HttpError | ValidationError | Http404) -> Problem:
+    """An exception of Django Ninja, or of Django."""
+    match error:
+        case ValidationError():
+            errors = [{"field": _field(one["loc"]), "detail": one["msg"]} for one in error.errors[:_MOST_ERRORS]]
+            detail = "; ".join(f"{one['field']}: {one['detail']}" for one in errors)
+            return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
+        case AuthenticationError():
+            return unauthorized()
+        case HttpError(status_code=HTTPStatus.BAD_REQUEST):
+            return Problem(HTTPStatus.BAD_REQUEST, "The body is not JSON.")
+        case HttpError():
+            return Problem(HTTPStatus(error.status_code), str(error))
+    return Problem(HTTPStatus.NOT_FOUND, f"There is no {request.path}.")
+
+
+def _field(path: Iterable[str | int]) -> str:
+    # The client has chosen the names in a mapping.
+    return printable(".".join(map(str, path)), NAME_LENGTH)
+
+
+def as_problem(response: HttpResponseBase) -> HttpResponseBase:
+    """An error that is not a problem yet, such as that of a wrong method, as one."""
+    if response.status_code < HTTPStatus.BAD_REQUEST or response.headers.get("Content-Type") == CONTENT_TYPE:
+        return response
+    status = HTTPStatus(response.status_code)
+    headers = {name: value for name, value in response.headers.items() if name == "Allow"}
+    allowed = f": use {headers['Allow']}" if headers else ""
+    return Problem(status, f"{status.phrase}{allowed}.", headers=headers).response
+
+
+def _unavailable(request: HttpRequest, error: Exception) -> Problem:
+    logger.warning("http: %s %s is answered with 503: %s", request.method, request.path, describe(error))
+    detail = "The database is unavailable, or locked by other transactions. Repeat the request later."
+    return Problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers=RETRY_AFTER)
+
+
+def _unexpected(request: HttpRequest, error: Exception) -> Problem:
+    logger.error("http: unexpected error in %s %s, which is answered with 500", request.method, request.path, exc_info=error)
+    got_request_exception.send(sender=None, request=request)
+    return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "An unexpected error occurred. It is in the log of the service.")
+
+
+def documented(responses: dict[Any, Any]) -> None:
+    """In an OpenAPI operation, give the answers of 400 and above the content type of problems."""
+    for status, response in responses.items():
+        if int(status) >= HTTPStatus.BAD_REQUEST:
+            response["content"] = {CONTENT_TYPE: next(iter(response["content"].values()))}

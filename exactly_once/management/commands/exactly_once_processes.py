@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import age, fitted, table
+from exactly_once.operators.audit import Actor, Subject, actor_of_command, record
+from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
+from exactly_once.process.requests import Request
+from exactly_once.sql.schema import require_schema
+
+_LEAST_OF_AN_ID = 4
+_Known = tuple[ProcessKind, Any]
+
+
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "List the processes, or pause, resume, drain or stop some of them. The request is stored in the database."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "request",
+            nargs="?",
+            default="list",
+            metavar="REQUEST",
+            choices=["list", *Request],
+            help=_(
+                "pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
+                "(default: list)"
+            ),
+        )
+        parser.add_argument("processes", nargs="*", metavar="PROCESS", help=_("its id or the beginning of it, or host:pid"))
+        parser.add_argument("--all", action="store_true", help=_("every process that has not stopped"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias = options["database"]
+        kinds = process_kinds()
+        require_schema(alias, *(kind.app for kind in kinds))
+        known = [(kind, process) for kind in kinds for process in kind.heartbeats.known(alias)]
+        if options["request"] == "list":
+            self.stdout.write(fitted(_listed(known), self.stdout) if known else _("No process is known."))
+            return
+        chosen = self._chosen(known, options["processes"], everyone=options["all"])
+        request, actor, left = Request(options["request"]), actor_of_command(__name__), []
+        for kind, process in chosen:
+            if not _request(alias, kind, process, request, actor):
+                left.append(process)
+                continue
+            words = _("%(process)s is asked to %(request)s. It reads that with its next heartbeat, within 2 s.")
+            self.stdout.write(words % {"process": process, "request": request})
+        if left:
+            words = _("The request has no effect in the state of: %(processes)s.")
+            raise CommandError(words % {"processes": ", ".join(map(str, left))})
+
+    def _chosen(self, known: Sequence[_Known], given: Sequence[str], *, everyone: bool) -> list[_Known]:
+        running = [(kind, process) for kind, process in known if process.stopped_at is None]
+        if everyone:
+            return running
+        if not given:
+            raise CommandError(_("Name the processes, or say --all. Without arguments this command lists them."))
+        return [_named(name, running) for name in given]
+
+
+def _request(alias: str, kind: ProcessKind, process: Any, request: Request, actor: Actor) -> bool:
+    with transaction.atomic(using=alias):
+        if not kind.heartbeats.request(alias, process.pk, request, f"{actor.name} with {actor.place}"):
+            return False
+        record(kind.app, alias, actor, request, [Subject(kind="process", id=str(process.pk), name=str(process))])
+    return True
+
+
+def _named(name: str, processes: Sequence[_Known]) -> _Known:
+    found = [
+        (kind, process)
+        for kind, process in processes
+        if name == str(process) or (len(name) >= _LEAST_OF_AN_ID and str(process.pk).startswith(name.lower()))
+    ]
+    if len(found) != 1:
+        words = _("No running processes are called %(name)s. Use the id that the list shows.")
+        if found:
+            words = _("%(count)s running processes are called %(name)s. Use the id that the list shows.")
+        raise CommandError(words % {"count": len(found), "name": repr(name)})
+    return found[0]
+
+
+def _listed(known: Sequence[_Known]) -> str:
+    head = (
+        _("process"),
+        _("kind"),
+        "id",
+        _("version"),
+        _("started"),
+        _("heartbeat"),
+        _("per second"),
+        _("memory"),
+        _("database"),
+        _("broker"),
+    )
+    lines = [
+        (
+            str(process),
+            str(kind.name),
+            str(process.pk)[:8],
+            process.version,
+            age(process.started_at, process.database_now),
+            age(process.beat_at, process.database_now),
+            "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
+            "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
+            _milliseconds(process.database_ms),
+            _milliseconds(process.broker_ms),
+        )
+        for kind, process in known
+    ]
+    # The state may contain a sentence, too long for a column.
+    states = [_("state"), *(_state(process) for _kind, process in known)]
+    return "\n".join(f"{line}  {state}" for line, state in zip(table([head, *lines]).splitlines(), states, strict=True))
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _state(process: Any) -> str:
+    if process.stopped_at:
+        return _("stopped %(time)s ago") % {"time": age(process.stopped_at, process.database_now)}
+    states = [_("silent") if process.silent else str(process.mode)]
+    if process.waits_for:
+        states.append(_("waits for %(what)s") % {"what": process.waits_for})
+    if process.requested and not process.acknowledged_at:
+        words = _("%(request)s is requested by %(user)s")
+        states.append(words % {"request": process.requested, "user": process.requested_by})
+    return ", ".join(states)

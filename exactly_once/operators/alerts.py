@@ -1,0 +1,243 @@
+"""Alerts without other software: the running processes evaluate conditions once a minute, and report what has changed.
+
+Each app registers its conditions. Any process of the project evaluates the conditions of all apps whose tables are in its
+database, so that a consumer notices that no relay is running, and the reverse. One process does so at a time, under a lease. An
+alert is raised after several evaluations in a row that meet its condition, and cleared after several that do not.
+
+Raised and cleared alerts are rows first. Then they are reported: by a Django signal, by e-mail, and by a webhook. The thread
+that does this has its own database connection and delays no message. A delivery is tried again with backoff, by whichever
+process holds the lease; it may be repeated when a process is killed in between.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from http import HTTPStatus
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from django.core import mail
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.models import Model
+from django.dispatch import Signal
+
+from exactly_once.masking import masked
+from exactly_once.models import Alert
+from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.operators.alert_table import AlertTable, Key
+from exactly_once.operators.leases import TableLease
+from exactly_once.process.heartbeat import one_line
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.connections import drop_unusable_connections, with_table
+from exactly_once.wire.text import describe
+
+logger = logging.getLogger(__name__)
+
+alert_changed = Signal()
+"""An alert was raised or cleared. Arguments: `event` ("raised" or "cleared"), `app`, `database`, and `alert`, its row. It is
+sent in the process that evaluates, after the commit, and is lost if that dies in between; e-mail and webhook are tried again.
+"""
+
+_LEASED_ROUNDS = 3
+_FIRST_DELAY = timedelta(minutes=1)
+_KEPT_CLEARED = timedelta(days=30)
+_MOST_SENT = 50
+"""Deliveries of one round, so that a round with a slow receiver ends before the lease."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The conditions of one app.
+
+    Attributes:
+        evaluate: takes the database and the options; returns the conditions that are met, each with its summary.
+        options: the app's options now.
+        messages: the model of its messages.
+    """
+
+    evaluate: Callable[[str, AlertOptions], Mapping[Key, str]]
+    options: Callable[[], AlertOptions]
+    messages: type[Model]
+
+
+_conditions: dict[str, Conditions] = {}
+
+
+def register_conditions(app: str, conditions: Conditions) -> None:
+    """Register the conditions of an app, when Django is ready. A second call for an app replaces the first."""
+    _conditions[app] = conditions
+
+
+def lease_name(app: str) -> str:
+    """The name of the lease of the process that evaluates the alerts of an app."""
+    return f"{app}: alerts"
+
+
+def evaluated_apps(alias: str) -> list[str]:
+    """The apps with conditions whose tables are in this database."""
+    return [app for app, conditions in sorted(_conditions.items()) if with_table(conditions.messages, [alias])[0]]
+
+
+class Evaluator:
+    """Evaluates and reports the alerts of one app in one database.
+
+    Args:
+        app: its package.
+        alias: the database.
+    """
+
+    def __init__(self, app: str, alias: str) -> None:
+        self._app = app
+        self._alias = alias
+        self._table = AlertTable(app)
+        self._lease = TableLease(alias, lease_name(app))
+
+    def round(self) -> list[tuple[str, Any]] | None:
+        """Evaluate once and send what is due; return what has changed. None: another process evaluates, or they are off."""
+        conditions = _conditions[self._app]
+        given = conditions.options()
+        if not given.ENABLED or not self._lease.take(_LEASED_ROUNDS * given.EVERY):
+            return None
+        found = {key: words for key, words in conditions.evaluate(self._alias, given).items() if key[0] not in given.IGNORE}
+        changed = self._table.apply(
+            self._alias, found, raise_after=given.RAISE_AFTER, clear_after=given.CLEAR_AFTER, channels=given.channels
+        )
+        self._lease.record_done()
+        for event, alert in changed:
+            logger.warning("alerts: %s on %r: %s: %s", event, self._alias, alert, one_line(alert.summary))
+            alert_changed.send_robust(sender=type(alert), event=event, app=self._app, database=self._alias, alert=alert)
+        self._send(given)
+        self._table.delete_cleared(self._alias, _KEPT_CLEARED)
+        return changed
+
+    def release(self) -> None:
+        """Let another process evaluate at once."""
+        try:
+            self._lease.release()
+        except (DatabaseError, InterfaceError) as error:
+            logger.debug("The lease of the alerts was not released: %s", error)
+
+    def _send(self, given: AlertOptions) -> None:
+        for alert in self._table.unsent(self._alias)[:_MOST_SENT]:
+            if not self._lease.take(_LEASED_ROUNDS * given.EVERY):
+                return
+            left, error = [], ""
+            for event, channel in alert.unsent:
+                try:
+                    _SENDERS[channel](self._content(event, alert), given)
+                except Exception as failure:  # noqa: BLE001 - whatever a mail backend or a receiver does
+                    left.append([event, channel])
+                    error = f"{channel}: {describe(failure)}"
+                    logger.warning("alerts: %s of %s was not sent by %s: %s", event, alert, channel, describe(failure))
+            attempts = alert.send_attempts + 1
+            delay = min(_FIRST_DELAY * 2 ** (attempts - 1), given.RETRY_CAP)
+            self._table.sent(self._alias, alert.pk, left, error, delay if attempts < given.GIVE_UP_AFTER else None)
+
+    def _content(self, event: str, alert: Any) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "event": event,
+            "app": self._app,
+            "database": self._alias,
+            "id": alert.pk,
+            "condition": alert.condition,
+            "object": alert.object,
+            "summary": alert.summary,
+            "raised_at": alert.raised_at.isoformat() if alert.raised_at else None,
+            "cleared_at": alert.cleared_at.isoformat() if alert.cleared_at else None,
+            "host": socket.gethostname(),
+        }
+
+
+def _mail(content: Mapping[str, Any], given: AlertOptions) -> None:
+    subject = f"[{content['app']}] {content['event']}: {content['condition']} {content['object']}".strip()
+    body = "\n".join([content["summary"], "", *(f"{name}: {value}" for name, value in content.items() if name != "summary")])
+    # From Django 6.1 on, `mailers` replaces `get_connection`.
+    mailers: Any = getattr(mail, "mailers", None)
+    mailer: Any = mailers.default if mailers else mail.get_connection()
+    mailer.timeout = given.TIMEOUT.total_seconds()
+    mailer.send_messages([mail.EmailMessage(one_line(subject), body, to=list(given.MAIL_TO))])
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirected POST would become a GET."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
+    """Raises OSError: the receiver did not answer with a 2xx status in time."""
+    body = json.dumps(content).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
+    request = Request(given.WEBHOOK_URL, data=body, headers=headers, method="POST")  # noqa: S310 - https, see AlertOptions
+    try:
+        with build_opener(_NoRedirect).open(request, timeout=given.TIMEOUT.total_seconds()) as answer:
+            status = answer.status
+    except HTTPError as error:
+        raise OSError(f"{masked(given.WEBHOOK_URL)} answered {error.code} {error.reason}") from error
+    if status >= HTTPStatus.MULTIPLE_CHOICES:
+        raise OSError(f"{masked(given.WEBHOOK_URL)} answered {status}")
+
+
+_SENDERS: Mapping[str, Callable[[Mapping[str, Any], AlertOptions], None]] = {"mail": _mail, "webhook": _post}
+
+
+def _seconds() -> float:
+    return min((conditions.options().EVERY.total_seconds() for conditions in _conditions.values()), default=60.0)
+
+
+class Alerting:
+    """A loop beside a relay or a consumer that evaluates the alerts of some databases. No error ends it."""
+
+    def __init__(self, aliases: Collection[str]) -> None:
+        self._aliases = aliases
+        self._evaluators: dict[tuple[str, str], Evaluator] = {}
+        self._failing = False
+
+    def run(self, stop: StopRequest) -> None:
+        try:
+            while not stop.wait(_seconds()):
+                self._round()
+            for evaluator in self._evaluators.values():
+                evaluator.release()
+        finally:
+            connections.close_all()
+
+    def _round(self) -> None:
+        try:
+            drop_unusable_connections()
+            for alias in with_table(Alert, self._aliases)[0]:
+                for app in evaluated_apps(alias):
+                    self._evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
+            self._failing = False
+        except Exception as error:  # noqa: BLE001 - it must not end, whatever a receiver of the signal or a query does
+            if not self._failing:
+                logger.warning("alerts: an evaluation failed (%s); it is tried again in a minute.", describe(error))
+            self._failing = True
+        finally:
+            # The next round is in a minute.
+            connections.close_all()
+
+
+@contextmanager
+def alerting(aliases: Collection[str], stop: StopRequest) -> Iterator[None]:
+    """Evaluate the alerts of these databases on a thread of its own during the block."""
+    watched: Sequence[str] = [alias for alias in aliases if not connections[alias].in_atomic_block]  # as in a test
+    end = stop.follower()
+    thread = threading.Thread(target=Alerting(watched).run, args=[end], name="alerts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        # Bounded: a slow receiver or an unresponsive database must not delay the shutdown.
+        thread.join(1.0)

@@ -1,0 +1,212 @@
+"""The health of a database: sizes, dead rows, the last vacuum, and what pins the vacuum horizon.
+
+Vacuum removes no row version that the oldest open snapshot may see. While a transaction, a replication slot or a prepared
+transaction pins this horizon, the versions of published messages pile up, and relays read past them.
+
+Everything is read from PostgreSQL's statistics and catalogs; no table of messages is read. On SQLite only the size of the file
+is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import connections
+
+from exactly_once.sql.connections import is_postgresql
+
+MOST_PINS = 20
+_MOST_INDEXES = 10
+_NAME = "CAST(CAST(c.oid AS regclass) AS text)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableHealth:
+    """A table, or all partitions of one.
+
+    Attributes:
+        rows, dead_rows: PostgreSQL's estimates; None if it has none.
+        partitions: how many partitions it has; 0 for a plain table.
+    """
+
+    name: str
+    table_bytes: int
+    index_bytes: int
+    rows: int | None
+    dead_rows: int | None
+    last_vacuum: datetime | None
+    last_analyze: datetime | None
+    partitions: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.table_bytes + self.index_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexHealth:
+    """An index, and how often it was searched since the statistics were reset."""
+
+    name: str
+    size_bytes: int
+    scans: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """What keeps the vacuum horizon.
+
+    Attributes:
+        kind: "session", "replication slot" or "prepared transaction".
+        name: the process id, the slot's name or the transaction's identifier.
+        age: how many transactions ago its snapshot is.
+        open_for: how long its transaction has been open; None if that is unknown.
+        query_for: how long its last statement has been running, or ago; None if there is none.
+    """
+
+    kind: str
+    name: str
+    age: int
+    application: str = ""
+    user: str = ""
+    state: str = ""
+    open_for: timedelta | None = None
+    query_for: timedelta | None = None
+
+
+def database_bytes(alias: str) -> int | None:
+    """The size of the database."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            cursor.execute("SELECT pg_database_size(current_database())")
+            return int(cursor.fetchone()[0])
+        if connection.vendor != "sqlite":
+            return None
+        pages = []
+        for pragma in ("page_count", "page_size"):
+            cursor.execute(f"PRAGMA {pragma}")
+            pages.append(int(cursor.fetchone()[0]))
+    return pages[0] * pages[1]
+
+
+def tables(alias: str, names: Sequence[str]) -> list[TableHealth] | None:
+    """These tables and their partitions, the largest first; None on a database that has no statistics of sizes."""
+    if not is_postgresql(connections[alias]):
+        return None
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"SELECT {_NAME}, pg_table_size(c.oid), pg_indexes_size(c.oid), s.n_live_tup, s.n_dead_tup, "  # noqa: S608 - our own names
+            "greatest(s.last_vacuum, s.last_autovacuum), greatest(s.last_analyze, s.last_autoanalyze) "
+            "FROM pg_class c LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid "
+            "WHERE c.relkind = 'r' AND (c.oid IN (SELECT to_regclass(name) FROM unnest(%s::text[]) name) OR c.oid IN "
+            "(SELECT tree.relid FROM unnest(%s::text[]) name, pg_partition_tree(to_regclass(name)) tree WHERE tree.isleaf))",
+            [list(names), list(names)],
+        )
+        found = [_table(row) for row in cursor.fetchall()]
+    return sorted(found, key=lambda table: table.total_bytes, reverse=True)
+
+
+def summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
+    """All these partitions as one table. The oldest vacuum counts; None if one was never vacuumed."""
+    vacuums = [table.last_vacuum for table in partitions if table.rows]
+    analyzes = [table.last_analyze for table in partitions if table.rows]
+    return TableHealth(
+        name=name,
+        table_bytes=sum(table.table_bytes for table in partitions),
+        index_bytes=sum(table.index_bytes for table in partitions),
+        rows=sum(table.rows or 0 for table in partitions),
+        dead_rows=sum(table.dead_rows or 0 for table in partitions),
+        last_vacuum=_earliest(vacuums),
+        last_analyze=_earliest(analyzes),
+        partitions=len(partitions),
+    )
+
+
+def largest_indexes(alias: str, names: Sequence[str]) -> list[IndexHealth] | None:
+    """The largest indexes of these tables, without those of partitions of history; None on a database other than PostgreSQL."""
+    if not is_postgresql(connections[alias]):
+        return None
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"SELECT {_NAME}, pg_relation_size(c.oid), s.idx_scan "  # noqa: S608 - our own names
+            "FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "
+            "LEFT JOIN pg_stat_user_indexes s ON s.indexrelid = c.oid "
+            "WHERE i.indrelid IN (SELECT to_regclass(name) FROM unnest(%s::text[]) name) AND c.relkind = 'i' "
+            f"ORDER BY 2 DESC LIMIT {_MOST_INDEXES}",
+            [list(names)],
+        )
+        return [IndexHealth(name=name, size_bytes=size, scans=scans) for name, size, scans in cursor.fetchall()]
+
+
+def pins(alias: str) -> list[Pin] | None:
+    """What keeps the vacuum horizon of this database, the oldest first; None on a database without one."""
+    if not is_postgresql(connections[alias]):
+        return None
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_PINS)
+        return [
+            Pin(
+                kind=kind,
+                name=name,
+                age=age,
+                application=application or "",
+                user=user or "",
+                state=state or "",
+                open_for=_seconds(open_for),
+                query_for=_seconds(query_for),
+            )
+            for kind, name, age, application, user, state, open_for, query_for in cursor.fetchall()
+        ]
+
+
+def sees_all_sessions(alias: str) -> bool:
+    """May this user see the transactions of other users?"""
+    if not is_postgresql(connections[alias]):
+        return False
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
+        return bool(cursor.fetchone()[0])
+
+
+_PINS = f"""
+SELECT 'session', CAST(pid AS text), greatest(age(backend_xmin), age(backend_xid)), application_name, usename::text, state,
+  EXTRACT(EPOCH FROM statement_timestamp() - xact_start), EXTRACT(EPOCH FROM statement_timestamp() - query_start)
+FROM pg_stat_activity
+WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND pid <> pg_backend_pid()
+  AND (datname = current_database() OR datname IS NULL)
+UNION ALL
+SELECT 'replication slot', slot_name::text, age(xmin), coalesce(plugin::text, ''), '',
+  CASE WHEN active THEN 'active' ELSE 'inactive' END, NULL, NULL
+FROM pg_replication_slots WHERE xmin IS NOT NULL
+UNION ALL
+SELECT 'prepared transaction', gid, age(transaction), '', owner::text, 'prepared',
+  EXTRACT(EPOCH FROM statement_timestamp() - prepared), NULL
+FROM pg_prepared_xacts WHERE database = current_database()
+ORDER BY 3 DESC LIMIT {MOST_PINS}
+"""  # noqa: S608 - our own number
+
+
+def _table(row: Sequence[Any]) -> TableHealth:
+    name, table_bytes, index_bytes, rows, dead_rows, last_vacuum, last_analyze = row
+    return TableHealth(
+        name=name,
+        table_bytes=table_bytes,
+        index_bytes=index_bytes,
+        rows=rows,
+        dead_rows=dead_rows,
+        last_vacuum=last_vacuum,
+        last_analyze=last_analyze,
+    )
+
+
+def _earliest(instants: Sequence[datetime | None]) -> datetime | None:
+    known = [instant for instant in instants if instant is not None]
+    return min(known) if known and len(known) == len(instants) else None
+
+
+def _seconds(value: Any) -> timedelta | None:
+    return None if value is None else timedelta(seconds=max(float(value), 0.0))

@@ -1,0 +1,167 @@
+"""Messages that are retrying or dead, grouped by what failed and where. Every count has a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections
+from django.db.models import Count, Max, Min, Model, Q, QuerySet
+
+from exactly_once.models import FailureNote
+from exactly_once.sql.now import DatabaseTime
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+MOST_GROUPS = 100
+_MOST_COUNTED = 10_000
+_MOST_NAMED = 500
+_HOUR = timedelta(hours=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureGroup:
+    """The messages that fail for one reason.
+
+    Attributes:
+        place: the place in the code, or the topic.
+        count, dead: their number, and how many of them are dead; of more than ten thousand, of the newest.
+        is_cut: there are more than were counted.
+        first_at, last_at: since when the first of them fails, and when one failed last.
+        new, new_before: how many began to fail in the last hour, and in the hour before it.
+        who: the handlers or topics of the newest.
+        error: of the newest.
+    """
+
+    error_class: str
+    place: str
+    count: int
+    dead: int
+    is_cut: bool
+    first_at: datetime | None
+    last_at: datetime | None
+    new: int
+    new_before: int
+    who: Sequence[str]
+    error: str
+
+
+class FailureGroups:
+    """The failure groups of one app.
+
+    Args:
+        model: its messages.
+        table: the table to search, with the columns of the model.
+        place: the column that says where it failed.
+        who: the column of handlers or topics.
+        only: restricts the messages, for the planner.
+    """
+
+    def __init__(
+        self, model: type[Model], table: Callable[[BaseDatabaseWrapper], str], *, place: str, who: str, only: Q | None = None
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._only = Q() if only is None else only
+        self.place = place
+        self._who = who
+
+    def condition(self, error_class: str, place: str) -> Q:
+        """The messages of one group."""
+        return self.of_class(error_class) & Q(**{self.place: place})
+
+    def of_class(self, error_class: str) -> Q:
+        """The messages whose error has this class."""
+        return Q(self._only, state__in=["retrying", "dead"], failing_since__isnull=False, error_class=error_class)
+
+    def classes(self, alias: str) -> list[str]:
+        """The class of every group, up to the limit of groups."""
+        return list(dict.fromkeys(error_class for error_class, _place in self._names(alias)))
+
+    def all(self, alias: str) -> list[FailureGroup]:
+        """Every group, up to a limit, the largest first."""
+        found = (self.one(alias, error_class, place) for error_class, place in self._names(alias))
+        return sorted((group for group in found if group is not None), key=lambda group: -group.count)
+
+    def one(self, alias: str, error_class: str, place: str) -> FailureGroup | None:
+        """The group of this class and place; None if no message fails so."""
+        messages: QuerySet[Any] = QuerySet(self._model, using=alias).filter(self.condition(error_class, place))
+        newest = messages.order_by("-failing_since")
+        counted = newest.values("state", "failing_since", "failed_at")[: _MOST_COUNTED + 1].aggregate(
+            count=Count("*"),
+            dead=Count("state", filter=Q(state="dead")),
+            last_at=Max("failed_at"),
+            new=Count("state", filter=Q(failing_since__gt=DatabaseTime(-_HOUR))),
+            new_before=Count(
+                "state", filter=Q(failing_since__gt=DatabaseTime(-2 * _HOUR), failing_since__lte=DatabaseTime(-_HOUR))
+            ),
+        )
+        if not counted["count"]:
+            return None
+        named = list(newest.values_list(self._who, flat=True)[:_MOST_NAMED])
+        is_cut = counted["count"] > _MOST_COUNTED
+        return FailureGroup(
+            error_class=error_class,
+            place=place,
+            count=min(counted["count"], _MOST_COUNTED),
+            dead=counted["dead"],
+            is_cut=is_cut,
+            first_at=messages.aggregate(at=Min("failing_since"))["at"],
+            last_at=counted["last_at"],
+            new=counted["new"],
+            new_before=counted["new_before"],
+            who=sorted(set(named)),
+            error=newest.values_list("last_error", flat=True).first() or "",
+        )
+
+    def _names(self, alias: str) -> list[tuple[str, str]]:
+        """Class and place of every group: one index lookup for each, however many messages it has."""
+        connection = connections[alias]
+        table = self._table(connection)
+        of_m = f"m.error_class, m.{self.place}"
+        is_open = "m.state IN ('retrying', 'dead') AND m.failing_since IS NOT NULL"
+        first = f"SELECT {of_m} FROM {table} m WHERE {is_open} ORDER BY {of_m} LIMIT 1"  # noqa: S608 - our own names
+        later = (
+            f"SELECT m.id FROM {table} m WHERE {is_open} AND ({of_m}) > (groups.kind, groups.place) "  # noqa: S608 - as above
+            f"ORDER BY {of_m} LIMIT 1"
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"WITH RECURSIVE groups(kind, place) AS (SELECT * FROM ({first}) first UNION ALL "  # noqa: S608 - as above
+                f"SELECT next.error_class, next.{self.place} FROM groups JOIN {table} next ON next.id = ({later})) "
+                "SELECT kind, place FROM groups LIMIT %s",
+                [MOST_GROUPS],
+            )
+            return [(kind, place) for kind, place in cursor.fetchall()]
+
+
+class Notes:
+    """The notes on the failure groups of one app.
+
+    Args:
+        app: its package.
+    """
+
+    def __init__(self, app: str) -> None:
+        self.app = app
+
+    def of(self, alias: str, error_class: str, place: str) -> FailureNote | None:
+        return self._notes(alias).filter(error_class=error_class, place=place).first()
+
+    def all(self, alias: str) -> dict[tuple[str, str], FailureNote]:
+        """The notes by class and place."""
+        return {(note.error_class, note.place): note for note in self._notes(alias)[: 10 * MOST_GROUPS]}
+
+    def write(self, alias: str, error_class: str, place: str, note: str, *, by: str) -> None:
+        """Write the note of a group; an empty one deletes it."""
+        if not note:
+            self._notes(alias).filter(error_class=error_class, place=place).delete()
+            return
+        written: Any = {"note": note, "written_by": by, "written_at": DatabaseTime()}
+        self._notes(alias).update_or_create(app=self.app, error_class=error_class, place=place, defaults=written)
+
+    def _notes(self, alias: str) -> QuerySet[FailureNote]:
+        return FailureNote.objects.using(alias).filter(app=self.app)

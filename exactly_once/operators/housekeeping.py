@@ -1,0 +1,118 @@
+"""Housekeeping beside the processes of both apps: delete rows that are older than their retention, in small transactions.
+
+One process does this for each app and database, by a lease, once a minute. Each step is a transaction of its own that can be
+repeated, so a process may be killed between two steps, and two processes that do it at once do not disturb each other. No
+message depends on it.
+
+No step ends or delays its process. A failed step is reported with its remedy, and tried again in the next round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.models import Model
+
+from exactly_once.models import AuditEntry
+from exactly_once.operators.leases import TableLease
+from exactly_once.operators.operation_rows import OperationTable
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.sql.purging import delete_in_chunks, older_entries
+from exactly_once.sql.schema import describe_missing, is_missing
+
+logger = logging.getLogger(__name__)
+
+_LEASE = timedelta(seconds=180)
+CHUNK = 500
+_ROUND_SECONDS = 60.0
+_PAUSE_SECONDS = 0.02
+"""After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+
+
+class Housekeeping:
+    """A companion that keeps the tables of one app in one database in order; a subclass has its steps.
+
+    One process at a time does so, by a lease.
+    """
+
+    app: str
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._lease = TableLease(alias, f"{self.app}: housekeeping")
+        self._errors = Reminder()
+
+    def run(self, stop: StopRequest) -> None:
+        try:
+            while not stop:
+                self._round(stop)
+                stop.wait(_ROUND_SECONDS)
+            self.release_lease()
+        finally:
+            connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """Do one round; return 0, because it makes no message ready."""
+        self._round(stop)
+        self.release_lease()
+        return 0
+
+    def _steps(self, stop: StopRequest) -> None:
+        """What is done in a round."""
+        raise NotImplementedError
+
+    def _round(self, stop: StopRequest) -> None:
+        """Do every step, unless another process holds the lease."""
+        try:
+            drop_unusable_connections()
+            if self.take_lease():
+                self._steps(stop)
+        except Exception as error:
+            connections[self._alias].close()
+            if is_missing(error):
+                if self._errors.is_due():
+                    logger.log(logging.ERROR, "housekeeping: %s It is tried again.", describe_missing(error, self._alias))
+            elif is_outage(error) or is_collision(error):
+                logger.debug("housekeeping of %r: %s", self._alias, error)  # the process reports an outage
+            elif self._errors.is_due():
+                logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
+
+    def _delete_entries(self, trail: type[Model], operations: OperationTable, options: Any, stop: StopRequest) -> None:
+        """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""
+        old = older_entries(trail, self._alias, options.TRAIL_RETENTION)
+        self._delete(delete_in_chunks(old, by="at", chunk=CHUNK), stop)
+        audited = older_entries(AuditEntry, self._alias, options.AUDIT_RETENTION).filter(app=self.app)
+        self._delete(delete_in_chunks(audited, by="at", chunk=CHUNK), stop)
+        ended = operations.ended(self._alias, options.OPERATION_RETENTION)
+        self._delete(delete_in_chunks(ended, by="ended_at", chunk=CHUNK), stop)
+
+    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:
+        """Delete them chunk by chunk. False: it was interrupted."""
+        renew_at = monotonic() + _ROUND_SECONDS
+        for _ in chunks:
+            if stop.wait(_PAUSE_SECONDS):
+                return False
+            if monotonic() >= renew_at:
+                if not self.take_lease():
+                    return False
+                renew_at = monotonic() + _ROUND_SECONDS
+        return True
+
+    def take_lease(self) -> bool:
+        """Take the lease, or renew it. False: another process holds it."""
+        return self._lease.take(_LEASE)
+
+    def release_lease(self) -> None:
+        """Let another process take it at once."""
+        try:
+            self._lease.release()
+        except (DatabaseError, InterfaceError) as error:
+            logger.debug("The housekeeping's lease was not released: %s", error)

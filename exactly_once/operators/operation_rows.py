@@ -1,0 +1,239 @@
+"""Bulk operations in the database: planned, taken by one process at a time, recorded batch by batch.
+
+A batch is one transaction: it locks the operation, changes some messages and records their outcome. If the process is killed,
+the batch is rolled back as a whole, and another process continues with the same rows. A process that has lost its lease no
+longer finds its token, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import Any, NamedTuple
+
+from django.db import connections, transaction
+from django.db.models import Q, QuerySet
+from django.db.models.functions import Coalesce
+
+from exactly_once.models import OPEN, Operation, OperationPart, OperationState
+from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
+
+LEASE = timedelta(seconds=10)
+"""A process that has not recorded a batch for this long is taken to be dead."""
+UNCHANGED_KEPT = 1_000
+"""Unchanged messages that an operation names one by one; all of them are counted by reason."""
+_PART = 500
+_MOST_REASONS = 50
+_OTHER_REASONS = "other reasons"
+_LONGEST_SLEEP = "30s"
+
+
+class RowOutcome(NamedTuple):
+    """The outcome of an operation for one row.
+
+    Attributes:
+        unchanged: why it was not changed; "" if it was.
+        is_error: the reason is an error, such as a database failure, and not the row's state.
+    """
+
+    row: int
+    name: str = ""
+    unchanged: str = ""
+    is_error: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An operation to be planned; see the model for its fields."""
+
+    action: str
+    selection: str
+    sources: Sequence[str]
+    requested_by: str
+    permission: str = ""
+    reason: str = ""
+    given: Mapping[str, Any]
+    rate: int | None = None
+    is_canary: bool = False
+
+
+class OperationTable:
+    """The operations of one app.
+
+    Args:
+        app: its package.
+    """
+
+    def __init__(self, app: str) -> None:
+        self.app = app
+
+    def plan(self, alias: str, plan: Plan, rows: Iterable[int]) -> Any:
+        """Store an operation on these rows; returns it."""
+        with transaction.atomic(using=alias):
+            planned = self.rows(alias).create(
+                app=self.app,
+                action=plan.action,
+                selection=printable(plan.selection, 900),
+                sources=[str(source) for source in plan.sources],
+                given=dict(plan.given),
+                reason=plan.reason,
+                requested_by=plan.requested_by[:NAME_LENGTH],
+                permission=plan.permission,
+                rate=plan.rate,
+                is_canary=plan.is_canary,
+                planned_at=DatabaseTime(),
+            )
+            total, remaining = 0, iter(rows)
+            while some := list(islice(remaining, _PART)):
+                self._parts(alias).create(operation_id=planned.pk, rows=some)
+                total += len(some)
+            self._of(alias, planned).update(total=total)
+        return self._of(alias, planned).get()
+
+    def rows(self, alias: str) -> QuerySet[Any]:
+        return QuerySet(Operation, using=alias).filter(app=self.app)
+
+    def ended(self, alias: str, older_than: timedelta) -> QuerySet[Any]:
+        """The operations that ended longer ago than `older_than`."""
+        return self.rows(alias).filter(ended_at__lt=DatabaseTime(-older_than))
+
+    def take(self, alias: str, token: uuid.UUID) -> Any | None:
+        """Take an open operation that no live process executes; None if there is none."""
+        ended = Q(leased_until=None) | Q(leased_until__lte=DatabaseTime())
+        found = self.rows(alias).filter(ended, state__in=OPEN)
+        # Reading first, because an UPDATE of no row would still take SQLite's write lock.
+        if not found.exists():
+            return None
+        with transaction.atomic(using=alias):
+            taken: Any = (
+                found.select_for_update(skip_locked=is_postgresql(connections[alias])).order_by("leased_until", "pk").first()
+            )
+            if taken is None:
+                return None
+            self._of(alias, taken).update(
+                token=token,
+                holder=process_name()[:NAME_LENGTH],
+                leased_until=DatabaseTime(LEASE),
+                state=OperationState.RUNNING,
+                started_at=Coalesce("started_at", DatabaseTime()),
+            )
+        return taken
+
+    @contextmanager
+    def batch(self, alias: str, pk: int, token: uuid.UUID) -> Iterator[Any | None]:
+        """The transaction of one batch, and its locked operation; None if another process has it, or it has ended."""
+        with transaction.atomic(using=alias):
+            connection = connections[alias]
+            if is_postgresql(connection) and is_outermost(connection):
+                with connection.cursor() as cursor:
+                    cursor.execute(
+                        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+                        f"SET LOCAL idle_in_transaction_session_timeout = '{_LONGEST_SLEEP}'"
+                    )
+            yield self.rows(alias).filter(pk=pk, token=token, state=OperationState.RUNNING).select_for_update().first()
+
+    def next_rows(self, alias: str, operation: Operation, most: int) -> list[int]:
+        """Take rows out of the selection, inside the transaction of the batch that changes them."""
+        found: list[int] = []
+        while len(found) < most and (part := self._parts(alias).filter(operation_id=operation.pk).order_by("pk").first()):
+            wanted = most - len(found)
+            found += part.rows[:wanted]
+            if part.rows[wanted:]:
+                self._parts(alias).filter(pk=part.pk).update(rows=part.rows[wanted:])
+            else:
+                part.delete()
+        return found
+
+    def put_back(self, alias: str, operation: Operation, rows: Sequence[int]) -> None:
+        """Undo `next_rows` for these rows, inside its transaction. They are the next ones again."""
+        first = self._parts(alias).filter(operation_id=operation.pk).order_by("pk").first()
+        if first is None:
+            self._parts(alias).create(operation_id=operation.pk, rows=rows)
+        else:
+            self._parts(alias).filter(pk=first.pk).update(rows=[*rows, *first.rows])
+
+    def record(self, alias: str, operation: Operation, outcomes: Sequence[RowOutcome], **written: Any) -> None:
+        """Record the outcomes of a batch inside its transaction, and extend the lease."""
+        unchanged = [outcome for outcome in outcomes if outcome.unchanged]
+        failed = sum(outcome.is_error for outcome in unchanged)
+        reasons = Counter(operation.reasons)
+        for outcome in unchanged:
+            said = printable(outcome.unchanged, ERROR_LENGTH)
+            reasons[said if said in reasons or len(reasons) < _MOST_REASONS else _OTHER_REASONS] += 1
+        kept = [*operation.unchanged]
+        room = UNCHANGED_KEPT - len(kept)
+        kept += [
+            [outcome.row, printable(outcome.name, ERROR_LENGTH), printable(outcome.unchanged, ERROR_LENGTH)]
+            for outcome in unchanged[:room]
+        ]
+        operation.done += len(outcomes) - len(unchanged)
+        operation.refused += len(unchanged) - failed
+        operation.failed += failed
+        operation.reasons, operation.unchanged = dict(reasons), kept
+        counted = {name: getattr(operation, name) for name in ("done", "refused", "failed", "reasons", "unchanged")}
+        self._of(alias, operation).update(**counted, leased_until=DatabaseTime(LEASE), **written)
+
+    def end(self, alias: str, operation: Operation, state: OperationState, because: str = "", **written: Any) -> None:
+        """running → finished | stopped | cancelled, inside the transaction of a batch."""
+        self._of(alias, operation).update(
+            state=state,
+            stopped_because=printable(because, ERROR_LENGTH),
+            ended_at=DatabaseTime(),
+            token=None,
+            leased_until=None,
+            **written,
+        )
+        self._parts(alias).filter(operation_id=operation.pk).delete()
+
+    def leave(self, alias: str, pk: int, token: uuid.UUID, after: timedelta = timedelta(), **written: Any) -> None:
+        """End the lease: any process may take the operation `after` this duration."""
+        self.rows(alias).filter(pk=pk, token=token).update(token=None, leased_until=DatabaseTime(after), **written)
+
+    def cancel(self, alias: str, pk: int, *, by: str) -> bool:
+        """Ask for the end of an operation. The present batch ends first. False: it has ended."""
+        return bool(self.rows(alias).filter(pk=pk, state__in=OPEN).update(cancelled_by=by[:NAME_LENGTH]))
+
+    def stop(self, alias: str, pk: int, token: uuid.UUID, because: str) -> None:
+        """running → stopped, after batches that failed."""
+        with self.batch(alias, pk, token) as operation:
+            if operation is not None:
+                self.end(alias, operation, OperationState.STOPPED, because)
+
+    def _of(self, alias: str, operation: Operation) -> QuerySet[Any]:
+        return self.rows(alias).filter(pk=operation.pk)
+
+    def _parts(self, alias: str) -> QuerySet[Any]:
+        return QuerySet(OperationPart, using=alias)
+
+
+def one_by_one(
+    alias: str,
+    rows: Iterable[int],
+    change: Callable[[int], RowOutcome],
+    *,
+    refusals: tuple[type[Exception], ...] = (),
+) -> list[RowOutcome]:
+    """Change rows in a savepoint each. One that fails does not affect the others.
+
+    Args:
+        refusals: exceptions with which `change` reports that it was refused.
+
+    Raises:
+        django.db.Error: the connection was lost.
+    """
+    outcomes = []
+    for row in rows:
+        try:
+            with transaction.atomic(using=alias):
+                outcomes.append(change(row))
+        except refusals as error:
+            outcomes.append(RowOutcome(row, unchanged=str(error), is_error=True))
+    return outcomes

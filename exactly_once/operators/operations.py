@@ -1,0 +1,328 @@
+"""Execute bulk operations in the background of a relay or a consumer, batch by batch.
+
+Each batch is one transaction under the lease of the operation, see `operation_rows`. A cancelled operation ends before its next
+batch. A canary runs in waves: it waits until a wave has been run, and stops by itself when a message fails as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from django.contrib.auth import get_user_model
+from django.db import connections
+from django.db.models import Q, QuerySet
+from django.utils.functional import Promise
+
+from exactly_once.models import OperationState
+from exactly_once.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.transport import BrokerUnavailable
+from exactly_once.wire.text import describe
+
+logger = logging.getLogger(__name__)
+
+BATCH = 200
+_LARGEST_WAVE = 1_000
+_POLL_SECONDS, _POLL_FOR_A_WAVE_SECONDS = 10.0, 2.0
+_JUDGED_AFTER = timedelta(seconds=1)
+_UNKNOWN_AFTER = timedelta(seconds=60)
+_MOST_ERRORS = 5
+
+
+class Perform(Protocol):
+    """Change some rows inside the open transaction; returns the outcome of each. A row without one is in the next batch."""
+
+    def __call__(
+        self, alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
+    ) -> Sequence[RowOutcome]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What has become of the messages of a wave.
+
+    Attributes:
+        pending: they have not been run yet.
+        succeeded: they have succeeded, or no longer exist.
+        failed: by row, why they failed since the wave began.
+    """
+
+    pending: Sequence[int] = ()
+    succeeded: Sequence[int] = ()
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """How a canary sees whether the same failure returns.
+
+    Attributes:
+        failures: why these rows fail now, by row.
+        judge: what has become of these rows since an instant.
+    """
+
+    failures: Callable[[str, Sequence[int]], Mapping[int, str]]
+    judge: Callable[[str, Sequence[int], datetime], Judgement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkAction:
+    """An action that can be executed as an operation.
+
+    Attributes:
+        label: of its button.
+        done: the past participle, for reports.
+        permission: required to plan and to cancel it, without the app.
+        sources: the states from which it changes a message.
+        condition: what must hold besides.
+        warning: what the operator has to know; "" if nothing.
+    """
+
+    name: str
+    label: str | Promise
+    done: str | Promise
+    permission: str
+    sources: Sequence[str]
+    perform: Perform
+    condition: Q = field(default_factory=Q)
+    canary: Canary | None = None
+    needs_reason: bool = False
+    warning: str | Promise = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkActions:
+    """The actions of one app that can be operations.
+
+    Attributes:
+        actions: by name.
+        label: of the app; its permissions begin with it.
+        view: the permission to see its messages, and so its operations.
+    """
+
+    actions: Mapping[str, BulkAction]
+    label: str
+    view: str
+
+    def permits(self, user: Any, name: str) -> bool:
+        """May the user plan this action, and cancel it?"""
+        action = self.actions.get(name)
+        return action is not None and user.has_perm(f"{self.label}.{action.permission}")
+
+
+_bulk_actions: dict[str, BulkActions] = {}
+
+
+def register_bulk_actions(app: str, actions: BulkActions) -> None:
+    """Register the actions of an app. A second call for an app replaces the first."""
+    _bulk_actions[app] = actions
+
+
+def bulk_actions() -> Mapping[str, BulkActions]:
+    """The registered actions, by app."""
+    return _bulk_actions
+
+
+def _do_nothing(operation: Any) -> None:
+    pass
+
+
+class Operations:
+    """A companion of a relay or a consumer that executes the planned operations of one app.
+
+    Args:
+        component: for the log.
+        aliases: returns the databases to search.
+        on_batch: called with each operation, as it was when it was taken, after each of its batches.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        aliases: Callable[[], Collection[str]],
+        table: OperationTable,
+        actions: Mapping[str, BulkAction],
+        on_batch: Callable[[Any], object] = _do_nothing,
+    ) -> None:
+        self._on_batch = on_batch
+        self._component = component
+        self._aliases = aliases
+        self._table = table
+        self._actions = actions
+        self._token = uuid.uuid4()
+        self._errors = Reminder()
+        self._failures_in_a_row = 0
+        self._most = _LARGEST_WAVE
+        self._is_open = False
+
+    def run(self, stop: StopRequest) -> None:
+        """Execute operations until asked to stop."""
+        try:
+            while not stop:
+                if not self._round(stop):
+                    stop.wait(_POLL_FOR_A_WAVE_SECONDS if self._is_open else _POLL_SECONDS)
+        finally:
+            connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """Execute operations until none has a batch to run now; the number of batches."""
+        batches = 0
+        while not stop and (ran := self._round(stop)):
+            batches += ran
+        return batches
+
+    def _round(self, stop: StopRequest) -> int:
+        """Execute one operation of each database as far as it goes; the number of batches."""
+        batches = 0
+        self._is_open = False
+        for alias in self._aliases():
+            try:
+                drop_unusable_connections()
+                operation = self._table.take(alias, self._token)
+                if operation is not None:
+                    self._is_open = True
+                    batches += self._execute(alias, operation, stop)
+            except Exception as error:
+                connections[alias].close()
+                if is_outage(error) or is_collision(error):
+                    logger.debug("operations of %r: %s", alias, describe(error))
+                elif not self._errors.is_due():
+                    continue
+                elif isinstance(error, BrokerUnavailable):
+                    logger.warning("%s: an operation on %r waits for the broker: %s", self._component, alias, error)
+                elif is_missing(error):
+                    said = describe_missing(error, alias)
+                    logger.log(logging.ERROR, "%s: no operation runs: %s It is tried again.", self._component, said)
+                else:
+                    logger.exception(
+                        "%s: unexpected error in an operation on %r; it is continued later.", self._component, alias
+                    )
+        return batches
+
+    def _execute(self, alias: str, operation: Any, stop: StopRequest) -> int:
+        logger.info("%s: operation %d on %r begins or continues: %s.", self._component, operation.pk, alias, operation)
+        batches = 0
+        while not stop:
+            began_at = monotonic()
+            changed = self._batch(alias, operation)
+            if changed is None:
+                return batches
+            batches += 1
+            self._on_batch(operation)
+            if operation.rate:
+                stop.wait(max(0.0, changed / operation.rate - (monotonic() - began_at)))
+        self._table.leave(alias, operation.pk, self._token)
+        return batches
+
+    def _batch(self, alias: str, operation: Any) -> int | None:
+        """One batch: the number of its rows; None if the operation has ended or waits."""
+        try:
+            changed = self._changed(alias, operation.pk)
+        except Exception as error:
+            if isinstance(error, BrokerUnavailable):
+                self._most = 1
+                self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+                raise
+            if is_outage(error) or is_collision(error):
+                raise
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row < _MOST_ERRORS:
+                self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+                raise
+            logger.exception("%s: operation %d on %r is stopped: its batches fail.", self._component, operation.pk, alias)
+            self._table.stop(alias, operation.pk, self._token, f"its batches fail: {type(error).__name__}: {describe(error)}")
+            changed = None
+        self._failures_in_a_row = 0
+        return changed
+
+    def _changed(self, alias: str, pk: int) -> int | None:
+        with self._table.batch(alias, pk, self._token) as operation:
+            if operation is None:
+                return None
+            action = self._actions.get(operation.action)
+            if operation.cancelled_by:
+                self._table.end(alias, operation, OperationState.CANCELLED)
+                return None
+            if action is None:  # planned by another version of this app
+                self._table.leave(alias, pk, self._token, _UNKNOWN_AFTER)
+                return None
+            if not self._goes_on(alias, operation, action.canary):
+                return None
+            rows = self._table.next_rows(alias, operation, min(_size(operation), self._most))
+            if not rows:
+                self._table.end(alias, operation, OperationState.FINISHED)
+                return None
+            before = action.canary.failures(alias, rows) if operation.is_canary and action.canary else {}
+            outcomes = action.perform(
+                alias,
+                rows,
+                sources=operation.sources,
+                given=operation.given,
+                by=f"operation {operation.pk} by {operation.requested_by}",
+                reason=operation.reason,
+            )
+            written: dict[str, Any] = {}
+            if operation.is_canary:
+                wave = [[outcome.row, before.get(outcome.row, "")] for outcome in outcomes if not outcome.unchanged]
+                written = {"wave_rows": wave, "wave_at": DatabaseTime(), "wave": operation.wave + bool(wave)}
+            self._table.record(alias, operation, outcomes, **written)
+            self._most = min(2 * self._most, _LARGEST_WAVE)
+            if len(outcomes) < len(rows):
+                ended = {outcome.row for outcome in outcomes}
+                self._table.put_back(alias, operation, [row for row in rows if row not in ended])
+                self._most = max(1, len(outcomes))
+            return len(outcomes)
+
+    def _goes_on(self, alias: str, operation: Any, canary: Canary | None) -> bool:
+        if operation.permission and not _is_permitted(operation.requested_by, operation.permission):
+            because = f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"
+            self._table.end(alias, operation, OperationState.STOPPED, because)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            return False
+        return not (operation.wave_rows and canary) or self._has_passed(alias, operation, canary)
+
+    def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
+        """Has the present wave been run without the failure of before? If not, the operation stops or waits."""
+        before = dict(operation.wave_rows)
+        judged = canary.judge(alias, list(before), operation.wave_at)
+        same = [row for row, failure in judged.failed.items() if failure == before[row]]
+        counts = {
+            "succeeded": operation.succeeded + len(judged.succeeded),
+            "failed_again": operation.failed_again + len(judged.failed),
+        }
+        if same:
+            because = (
+                f"wave {operation.wave}: {len(same):,} of {len(before):,} messages failed again as before ({before[same[0]]})"
+            )
+            self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=[], **counts)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            return False
+        if judged.pending:
+            self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
+            return False
+        operation.succeeded, operation.failed_again, operation.wave_rows = counts["succeeded"], counts["failed_again"], []
+        self._table.record(alias, operation, (), **counts, wave_rows=[])
+        return True
+
+
+def _is_permitted(username: str, permission: str) -> bool:
+    """May this user still act in the admin with this permission?"""
+    model: Any = get_user_model()
+    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: username}).first()
+    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
+
+
+def _size(operation: Any) -> int:
+    most = min(10**operation.wave, _LARGEST_WAVE) if operation.is_canary else BATCH
+    return min(most, operation.rate or most)

@@ -1,0 +1,65 @@
+"""Log lines of all our apps, in which text of others cannot begin a line or control a terminal.
+
+A topic, an error and the answer of an endpoint are such text. The records of the loggers "exactly_once", "outbox" and
+"inbox", and below, escape their message and traceback when a handler formats them. Their `msg` and `args` stay as they are:
+some handlers group by them.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from exactly_once.wire.text import visible
+
+_APPS = {"exactly_once", "outbox", "inbox"}
+_LONGEST_CHAIN = 20
+
+
+class EscapedRecord(logging.LogRecord):
+    """A record whose formatted text is escaped."""
+
+    def getMessage(self) -> str:  # noqa: N802 - of logging
+        return _continued(visible(super().getMessage()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A formatter stores the formatted traceback here, and reads it again.
+        super().__setattr__(name, _traceback(value, self) if name == "exc_text" and value else value)
+
+
+def escape_log_lines() -> None:
+    """Make the records of our apps escape foreign text. A second call changes nothing."""
+    before = logging.getLogRecordFactory()
+    if getattr(before, "escapes", False):
+        return
+
+    def factory(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = before(name, *args, **kwargs)
+        if name.partition(".")[0] in _APPS:
+            record.__class__ = _escaped(type(record))
+        return record
+
+    factory.escapes = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(factory)
+
+
+def _escaped(kind: type[logging.LogRecord]) -> type[logging.LogRecord]:
+    # The first can be pickled. A project's own factory may make records of another class.
+    return EscapedRecord if kind is logging.LogRecord else type(kind.__name__, (EscapedRecord, kind), {})
+
+
+def _traceback(text: str, record: logging.LogRecord) -> str:
+    text = visible(text)
+    error = record.exc_info[1] if record.exc_info else None
+    for _ in range(_LONGEST_CHAIN):
+        with suppress(Exception):  # a user's own __str__
+            said = visible(str(error))
+            text = text.replace(said, _continued(said))
+        error = error and (error.__cause__ or error.__context__)
+    return text
+
+
+def _continued(text: str) -> str:
+    """Later lines are indented, as in the log of PostgreSQL."""
+    return text.replace("\n", "\n\t")

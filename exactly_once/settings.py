@@ -1,0 +1,100 @@
+"""Parse settings dictionaries into frozen dataclasses.
+
+Each field of the dataclass is one option with its type and its default. For a misspelt name the error suggests the nearest
+one. One error reports every problem of the dictionary. A value of the wrong type is not quoted, because it may contain a
+password.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from datetime import timedelta
+from types import GenericAlias, NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from exactly_once.masking import kind, quoted
+
+Options = TypeVar("Options")
+
+
+class InvalidOptions(ValueError):
+    """A settings dictionary that cannot be read; `problems` has one sentence for each mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(" ".join(problems))
+        self.problems = problems
+
+
+def parse(options: type[Options], setting: str, given: object) -> Options:
+    """Parse `given`, the value of the Django setting `setting`, into the dataclass `options`.
+
+    Raises:
+        InvalidOptions: it has unknown names, wrong types or invalid values; the error lists all of them.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
+    types = get_type_hints(options)
+    problems = [_unknown(setting, name, types) for name in given if name not in types]
+    for name, expected in types.items():
+        if name in given and not _fits(given[name], expected):
+            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {_describe(expected)}.")
+    if problems:
+        raise InvalidOptions(problems)
+    try:
+        return options(**given)
+    except ValueError as error:
+        raise InvalidOptions([f"{setting}: {error}"]) from error
+
+
+def require_positive(options: Any, *names: str) -> None:
+    """For `__post_init__`: refuse zero and negative numbers and durations, where there is one."""
+    for name in names:
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if value <= (timedelta() if isinstance(value, timedelta) else 0):
+            raise ValueError(f"{name} is {value!r}: it must be greater than zero.")
+
+
+def require_trail(value: str) -> None:
+    """For `__post_init__`: refuse an unknown value of TRAIL."""
+    if value not in {"decisions", "all"}:
+        raise ValueError(f"TRAIL is {quoted(value)}: it must be 'decisions' or 'all'.")
+
+
+def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(str(name).upper(), types, n=1)
+    remedy = f"Did you mean {close[0]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
+    return f"{setting} has no option {quoted(name)}. {remedy}"
+
+
+def _fits(value: object, expected: Any) -> bool:
+    if isinstance(expected, GenericAlias) and get_origin(expected) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(item, get_args(expected)[0]) for item in value)
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, expected)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"{kind(value)} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return kind(value)
+
+
+def _describe(expected: Any) -> str:
+    if get_origin(expected) is tuple:
+        return f"a list or tuple of {get_args(expected)[0].__name__}"
+    if isinstance(expected, UnionType):
+        return " or ".join(_describe(kind) if kind is not NoneType else "None" for kind in get_args(expected))
+    name = getattr(expected, "__name__", str(expected))
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def names(options: type) -> list[str]:
+    """The option names of a settings dataclass, in the order of their definition."""
+    return [field.name for field in dataclasses.fields(options)]

@@ -1,0 +1,115 @@
+"""Cheap counts: exact up to a limit, or the planner's estimate. No count reads millions of rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from django.db import connections, transaction
+
+from exactly_once.sql.connections import is_postgresql
+
+LIMIT = 10_000
+_SETTINGS = ("enable_seqscan", "enable_bitmapscan", "jit")
+_CURRENT = ", ".join(f"current_setting('{name}')" for name in _SETTINGS)
+_CHANGED = ", ".join(f"set_config('{name}', %s, true)" for name in _SETTINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """A number of rows.
+
+    Attributes:
+        number: how many; the limit if there are more.
+        is_cut: there are more than `number`.
+        is_estimate: `number` is the planner's estimate.
+        oldest: the earliest instant among the counted rows; None if there is none.
+    """
+
+    number: int = 0
+    is_cut: bool = False
+    is_estimate: bool = False
+    oldest: datetime | None = None
+
+
+def count_up_to_limit(alias: str, sources: Mapping[str, Sequence[str]], *, column: str) -> dict[str, Count]:
+    """Count the rows of each name by one statement, in the order of `sources`.
+
+    Args:
+        sources: a FROM clause with its conditions for each index that a name's rows are in. A name may have several.
+        column: of `Count.oldest`.
+    """
+    parts, names = [], []
+    for name, clauses in sources.items():
+        for clause in clauses:
+            names.append(name)
+            parts.append(
+                f"SELECT {len(names) - 1}, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
+                f"FROM (SELECT {column} AS instant {clause} LIMIT {LIMIT + 1}) found"
+            )
+    counts: dict[str, Count] = {name: Count() for name in sources}
+    with _preferring_indexes(alias), connections[alias].cursor() as cursor:
+        cursor.execute(" UNION ALL ".join(parts))
+        for index, number, oldest in cursor.fetchall():
+            counts[names[index]] = _sum(counts[names[index]], number, instant(oldest))
+    return counts
+
+
+def estimated(alias: str, source: str) -> Count | None:
+    """The planner's estimate of the rows of a FROM clause with its conditions; None on a database that has none."""
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return None
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT {source}")
+        plan = cursor.fetchone()[0]
+    found = json.loads(plan) if isinstance(plan, str) else plan
+    return Count(number=int(found[0]["Plan"]["Plan Rows"]), is_estimate=True)
+
+
+def _sum(before: Count, number: int, oldest: datetime | None) -> Count:
+    number += before.number
+    instants = [instant for instant in (before.oldest, oldest) if instant is not None]
+    return Count(number=min(number, LIMIT), is_cut=before.is_cut or number > LIMIT, oldest=min(instants) if instants else None)
+
+
+def earliest(alias: str, expression: str) -> str:
+    """The earliest of instants, as text for `instant`, without those that Python cannot represent."""
+    if not is_postgresql(connections[alias]):
+        return f"min({expression})"
+    return f"CAST(min({expression}) FILTER (WHERE isfinite({expression})) AS text)"
+
+
+def instant(text: str | None) -> datetime | None:
+    """The instant that a query returned as text, on SQLite in UTC without saying so. None if it is not an instant."""
+    try:
+        found = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+@contextmanager
+def _preferring_indexes(alias: str) -> Iterator[None]:
+    """Without this, PostgreSQL may read a whole table in search of rows of a state that has few.
+
+    A plan that uses a disabled scan after all has a cost at which PostgreSQL would compile it, which takes a second.
+    """
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        yield
+        return
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
+        cursor.execute(f"SELECT {_CURRENT}")
+        before = cursor.fetchone()
+        _set(cursor, ["off"] * len(_SETTINGS))
+        yield
+        _set(cursor, before)
+
+
+def _set(cursor: Any, values: Sequence[str]) -> None:
+    cursor.execute(f"SELECT {_CHANGED}", values)

@@ -1,0 +1,286 @@
+"""Prepared statements: PostgreSQL parses, and possibly plans, a statement once for many messages.
+
+Django disables psycopg's own prepared statements, for a good reason: behind a proxy that pools transactions the next
+transaction may run in another server process, which has not prepared the statement. This module detects such a proxy: the
+answering process is not the one that opened the session. Then it prepares nothing, and statements are sent as text.
+
+Statements go directly to libpq through the connection that psycopg documents for that purpose (`Connection.pgconn`). A cursor
+and the adaptation of parameters with known types take longer than PostgreSQL takes to run the statement.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django.db import DataError, OperationalError
+from kombu.utils.compat import detect_environment
+
+from exactly_once.sql.faults import SERIALIZATION_FAILURE
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_MISSING, _EXISTS = "26000", "42P05"
+_AT_HAND = "_statements_at_hand"
+_TEXT, _BINARY = 0, 1
+_BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
+_BINARY_TYPES = {"bytea", "bytea[]"}
+_OID_OF_BYTEA = 17
+_PIPELINE_SYNC = 10
+"""libpq's PGRES_PIPELINE_SYNC, the answer to a pipeline's end."""
+_MOST_RUNS = 1000
+PLANNED_SINGLY = 5
+"""`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
+
+
+class StatementLost(OperationalError):
+    """The prepared statements of this connection differ from those recorded. The transaction has failed; run it again."""
+
+    sqlstate = SERIALIZATION_FAILURE
+
+
+class StatementResult(NamedTuple):
+    """PostgreSQL's answer.
+
+    Attributes:
+        rows: in PostgreSQL's text format.
+        hit: the number of rows that the statement wrote or found.
+    """
+
+    rows: list[list[Any]]
+    hit: int
+
+
+@dataclass(slots=True)
+class _AtHand:
+    """The prepared statements of one driver connection."""
+
+    may_prepare: bool
+    runs: dict[bytes, int]
+
+
+class PreparedStatement:
+    """A statement with PostgreSQL's types of its parameters. In `text` the parameters are `$1`, `$2`, ….
+
+    A value is text in PostgreSQL's format, bytes, a list of bytes, an instant, or an object whose `str` is such text.
+
+    Args:
+        most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
+            the next ANALYZE. A plan from a nearly empty table scans the whole table, even after it has grown.
+    """
+
+    def __init__(self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS) -> None:
+        self._most_runs = most_runs
+        self._name = name.encode()
+        self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
+        self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
+
+    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
+        """Run it, in the open transaction if there is one. Call it only if `is_usable`.
+
+        Raises:
+            StatementLost: see there.
+            django.db.Error: PostgreSQL refused the statement, or the connection was lost.
+        """
+        (result,) = _run(connection, [(self, parameters)])
+        columns = range(result.nfields)
+        rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
+        return StatementResult(rows, result.command_tuples or 0)
+
+    def execute_and_commit(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> None:
+        """Run it as the last statement of the open transaction, and commit, in one round trip. If it fails, nothing commits.
+
+        Django's own commit finds no open transaction then, and sends nothing.
+
+        Raises:
+            StatementLost: see there.
+            django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
+        """
+        _run(connection, [(self, parameters)], commit=True)
+
+    def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
+        (result,) = _run(connection, [(self, parameters)])
+        return _rows_of(connection, result)
+
+    def execute_and_fetch(
+        self,
+        connection: BaseDatabaseWrapper,
+        parameters: Sequence[Any],
+        following: PreparedStatement,
+        its_parameters: Sequence[Any],
+    ) -> tuple[int, list[tuple[Any, ...]]]:
+        """Run it, then `following`, in one round trip: the number of rows that it wrote, and what `following` returns."""
+        written, found = _run(connection, [(self, parameters), (following, its_parameters)])
+        return written.command_tuples or 0, _rows_of(connection, found)
+
+    def _given(self, parameters: Sequence[Any]) -> tuple[Any, ...]:
+        return self._name, [*map(_given, parameters)], self._formats
+
+    def _prepare_on(self, raw: Any, at_hand: _AtHand) -> None:
+        """Prepare it if necessary, for one more run."""
+        if at_hand.runs.get(self._name, 0) >= self._most_runs:
+            _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
+            del at_hand.runs[self._name]
+        if self._name not in at_hand.runs:
+            _checked(raw, raw.pgconn.exec_(self._prepare))
+            at_hand.runs[self._name] = 0
+        at_hand.runs[self._name] += 1
+
+    def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
+        if re.search(rf"\b{self._name.decode()}\b", error):
+            at_hand.runs.pop(self._name, None)
+
+
+def _run(
+    connection: BaseDatabaseWrapper, runs: Sequence[tuple[PreparedStatement, Sequence[Any]]], *, commit: bool = False
+) -> list[Any]:
+    """PostgreSQL's result of each statement."""
+    at_hand = _at_hand(connection)
+    raw: Any = connection.connection
+    given = [statement._given(parameters) for statement, parameters in runs]  # noqa: SLF001 - of this module
+    with connection.wrap_database_errors:
+        try:
+            for statement, _ in runs:
+                statement._prepare_on(raw, at_hand)  # noqa: SLF001
+            begin = _is_to_begin(raw)
+            if begin or commit or len(given) > 1:
+                return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
+            return [_checked(raw, raw.pgconn.exec_prepared(*given[0]))]
+        except Exception as error:
+            sqlstate = getattr(error, "sqlstate", None)
+            if sqlstate not in {_MISSING, _EXISTS}:
+                raise
+            for statement, _ in runs:
+                statement._forget_if_named(str(error), at_hand)  # noqa: SLF001
+            if sqlstate == _EXISTS:
+                # Another client prepared it: there is a proxy, and it shares its server processes.
+                at_hand.may_prepare = False
+            raise StatementLost(str(error)) from None
+
+
+def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
+    from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
+
+    loaders = Transformer(connection.connection)
+    loaders.set_pgresult(result)
+    return loaders.load_rows(0, result.ntuples, tuple)
+
+
+def _given(value: Any) -> bytes | None:
+    if type(value) is not str:  # most are
+        if value is None or isinstance(value, bytes):
+            return value
+        if isinstance(value, list):
+            return _array(value)
+        value = value.isoformat() if isinstance(value, datetime) else str(value)
+    text: bytes = value.encode()
+    if b"\0" in text:
+        # libpq would end the text there.
+        raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
+    return text
+
+
+def _array(values: Sequence[bytes]) -> bytes:
+    """A `bytea[]` in PostgreSQL's binary format: dimensions, is any NULL, type, length, first index; then each element."""
+    elements = (struct.pack("!i", len(value)) + value for value in values)
+    return struct.pack("!5i", 1, 0, _OID_OF_BYTEA, len(values), 1) + b"".join(elements)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _is_to_begin(raw: Any) -> bool:
+    """Would psycopg begin a plain transaction with its next statement? One with settings of its own is begun here."""
+    if raw.autocommit or int(raw.pgconn.transaction_status):
+        return False
+    if raw.isolation_level is raw.read_only is raw.deferrable is None:
+        return True
+    raw.execute("SELECT")
+    return False
+
+
+def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, ...]], after: Sequence[bytes]) -> list[Any]:
+    """The results of prepared statements that are sent together with others; none runs after one that fails."""
+    pgconn = raw.pgconn
+    try:
+        pgconn.enter_pipeline_mode()
+        for statement in before:
+            pgconn.send_query_params(statement, None)
+        for one in prepared:
+            pgconn.send_query_prepared(*one)
+        for statement in after:
+            pgconn.send_query_params(statement, None)
+        pgconn.pipeline_sync()
+        results = []
+        while (result := _next_result(pgconn)) is None or result.status != _PIPELINE_SYNC:
+            if result is not None:
+                results.append(result)
+        pgconn.exit_pipeline_mode()
+    except BaseException:
+        # What is still in flight would be taken for the answers of the next statement.
+        raw.close()
+        raise
+    for result in results:
+        _checked(raw, result)
+    return results[len(before) : len(before) + len(prepared)]
+
+
+def _next_result(pgconn: Any) -> Any:
+    """None after the last result of a statement. PQgetResult itself would wait with Python's global lock held."""
+    while (unsent := pgconn.flush()) or pgconn.is_busy():
+        poll = select.poll()
+        poll.register(pgconn.socket, select.POLLIN | (select.POLLOUT if unsent else 0))
+        poll.poll()
+        pgconn.consume_input()
+    return pgconn.get_result()
+
+
+def _checked(raw: Any, result: Any) -> Any:
+    if not result.error_message:
+        return result
+    from psycopg import OperationalError as Lost  # noqa: PLC0415 - an extra
+    from psycopg.errors import error_from_result  # noqa: PLC0415
+
+    if raw.broken:
+        raise Lost(result.get_error_message())
+    raise error_from_result(result)
+
+
+def is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Is a transaction open on the server? Call it only if `is_usable`."""
+    raw: Any = connection.connection
+    return bool(int(raw.pgconn.transaction_status))
+
+
+def is_usable(connection: BaseDatabaseWrapper) -> bool:
+    """May prepared statements be used here? Not while Django logs or wraps statements, and not behind a proxy."""
+    if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:
+        return False
+    connection.ensure_connection()
+    return _at_hand(connection).may_prepare
+
+
+def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
+    raw: Any = connection.connection
+    at_hand: _AtHand | None = getattr(raw, _AT_HAND, None)
+    if at_hand is None:
+        at_hand = _AtHand(_may_prepare(connection, raw), {})
+        setattr(raw, _AT_HAND, at_hand)
+    return at_hand
+
+
+def _may_prepare(connection: BaseDatabaseWrapper, raw: Any) -> bool:
+    # libpq would block all greenlets of a thread; psycopg 2 does not expose it, and Windows cannot wait for it with poll().
+    if detect_environment() != "default" or not (hasattr(raw, "pgconn") and hasattr(select, "poll")):
+        return False
+    with connection.wrap_database_errors:
+        (answering,) = raw.execute("SELECT pg_backend_pid()").fetchone()
+    return bool(answering == raw.info.backend_pid)

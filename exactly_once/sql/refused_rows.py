@@ -1,0 +1,70 @@
+"""Rows that the database refuses to change, for example because of another application's trigger. They are skipped for a time,
+longer each time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from exactly_once.process.clock import monotonic
+from exactly_once.wire.retry import Pause
+
+LONGEST_SKIP_SECONDS = 30.0
+NO_KEYS: Mapping[int, str] = MappingProxyType({})
+_FIRST_SKIP_SECONDS = 1.0
+
+
+@dataclass
+class _Refused:
+    """A refused row, and the instant of its next try (monotonic)."""
+
+    key: str
+    pause: Pause = field(default_factory=lambda: Pause(_FIRST_SKIP_SECONDS, LONGEST_SKIP_SECONDS))
+    again_at: float = 0.0
+
+
+class RefusedRows:
+    """The rows that the database has recently refused to change, in the memory of one loop or process.
+
+    Args:
+        at_once: maximum number of due rows to try together; None tries all. A row that is refused again must be identified
+            again.
+    """
+
+    def __init__(self, at_once: int | None = None) -> None:
+        self._at_once = at_once
+        self._refused: dict[int, _Refused] = {}
+        self._due: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._refused)
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._refused
+
+    def skipped(self) -> Mapping[int, str]:
+        """The positions of the rows that are not tried now, with the keys of their messages."""
+        now = monotonic()
+        # A row that was not tried since it was due has changed, or belongs to another process.
+        self._refused = {at: one for at, one in [*self._refused.items()] if now < one.again_at + LONGEST_SKIP_SECONDS}
+        due = sorted((one.again_at, position) for position, one in self._refused.items() if one.again_at <= now)
+        self._due = [position for _, position in due[: self._at_once]]
+        return {position: one.key for position, one in self._refused.items() if position not in self._due}
+
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        """Skip the refused rows until their backoff ends."""
+        now = monotonic()
+        for position in refused:
+            one = self._refused.setdefault(position, _Refused(keys.get(position, "")))
+            one.again_at = now + one.pause.next_seconds()
+
+    def retried(self, refused: Collection[int] = (), among: Collection[int] | None = None) -> None:
+        """Forget the due rows that were tried again (those in `among`, if given), except those that are `refused` again."""
+        for position in self._due:
+            if position not in refused and (among is None or position in among):
+                self.forget(position)
+
+    def forget(self, position: int) -> None:
+        """Forget a row that could be changed."""
+        self._refused.pop(position, None)

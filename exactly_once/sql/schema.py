@@ -1,0 +1,154 @@
+"""Check that a database is migrated for this version of an app.
+
+The check requires every table and column of the app's models, because this version reads and writes them. It accepts additional
+ones of a newer version, so that old processes continue during a rolling deploy. It looks at the tables, not at Django's record
+of applied migrations, because the record can be ahead of them (`--fake`) or behind (SQL that a database administrator ran).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from importlib import import_module
+from operator import attrgetter
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps
+from django.core.management.base import CommandError
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.recorder import MigrationRecorder
+
+from exactly_once.sql.labels import label_of
+
+if TYPE_CHECKING:
+    from django.apps import AppConfig
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models import Model
+
+_MISSING = {"42P01", "42703"}
+"""SQLSTATEs: no such table, no such column."""
+_MISSING_IN_SQLITE = ("no such table", "no such column")
+_MOST_NAMES = 3
+_APPS = ("exactly_once", "outbox", "inbox")
+
+
+def require_schema(alias: str, *packages: str) -> None:
+    """Check before a command runs that the tables of these apps, and of their optional packages, are migrated for this version.
+
+    Raises:
+        CommandError: the alias does not exist, or its database is not migrated. An unavailable database is not an error here.
+    """
+    if alias not in connections:
+        raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+    for package in ("exactly_once", *packages):
+        for part in parts_of(package):
+            # The tables of an optional package may be in another database.
+            is_here = part.name == package or any(router.allow_migrate_model(alias, model) for model in part.get_models())
+            if is_here and (problem := why_unmigrated(alias, part.label)):
+                raise CommandError(problem)
+
+
+def our_apps() -> list[AppConfig]:
+    """The installed apps of this project, with their optional packages."""
+    return [part for package in _APPS for part in parts_of(package)]
+
+
+def parts_of(package: str) -> list[AppConfig]:
+    """The app in `package` if it is installed, and after it its installed optional packages."""
+    parts = (part for part in apps.get_app_configs() if f"{part.name}.".startswith(f"{package}."))
+    return sorted(parts, key=attrgetter("name"))
+
+
+def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
+    """One line with the missing tables or columns and the command to run; "" if none is missing or the database is unavailable.
+
+    Args:
+        app: its package or its label.
+        begun: also accept a database that has none of the tables, or for which the routers do not allow them.
+    """
+    label = label_of(app)
+    models = [model for model in apps.get_app_config(label).get_models() if router.allow_migrate_model(alias, model)]
+    if not models and begun:
+        return ""
+    if not models:
+        return f"The database routers keep the app {label!r} out of the database {alias!r}."
+    try:
+        if begun and not any(_has(connections[alias], model._meta.db_table, []) for model in models):
+            return ""
+        missing = [name for model in models for name in _missing(connections[alias], model)]
+    except (DatabaseError, InterfaceError):
+        return ""
+    if not missing:
+        return ""
+    option = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
+    return (
+        f"The database {alias!r} is not migrated for this version of {label!r}: it has no {_listed(missing)}. "
+        f"Run `python manage.py migrate {label}{option}`{_named(_unapplied(alias, label))}."
+    )
+
+
+def _missing(connection: BaseDatabaseWrapper, model: type[Model]) -> Iterator[str]:
+    table = model._meta.db_table
+    columns = [str(field.column) for field in model._meta.local_concrete_fields]
+    if _has(connection, table, columns):
+        return
+    if not _has(connection, table, []):
+        yield f"table {table}"
+        return
+    yield from (f"column {table}.{column}" for column in columns if not _has(connection, table, [column]))
+
+
+def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) -> bool:
+    quote = connection.ops.quote_name
+    # Qualified, because SQLite takes an unknown quoted name for a string.
+    asked = ", ".join(f"{quote(table)}.{quote(column)}" for column in columns) or "1"
+    # Inside a transaction a failed statement would end it.
+    savepoint = transaction.atomic(using=connection.alias) if connection.in_atomic_block else nullcontext()
+    try:
+        with savepoint, connection.cursor() as cursor:
+            cursor.execute(f"SELECT {asked} FROM {quote(table)} WHERE 1 = 0")  # noqa: S608 - names of models, quoted
+    except DatabaseError as error:
+        if not is_missing(error):
+            raise
+        return False
+    return True
+
+
+def is_missing(error: BaseException) -> bool:
+    """Does the error say that a table or column is missing?"""
+    if not isinstance(error, DatabaseError):
+        return False
+    if sqlstate := getattr(error.__cause__, "sqlstate", None):
+        return sqlstate in _MISSING
+    return str(error).startswith(_MISSING_IN_SQLITE)
+
+
+def describe_missing(error: BaseException, alias: str) -> str:
+    """What is missing at run time, as after a deploy in the wrong order, and which migration to run."""
+    for part in our_apps():
+        with suppress(DatabaseError, InterfaceError):
+            if problem := why_unmigrated(alias, part.label, begun=True):
+                return problem
+    said = str(error).partition("\n")[0]
+    return f"The database {alias!r} is not migrated for this version: {said}. Run `python manage.py migrate` on it."
+
+
+def _unapplied(alias: str, label: str) -> list[str]:
+    module, _ = MigrationLoader.migrations_module(label)
+    if module is None:
+        return []
+    package: Any = import_module(module)
+    names = {found.name for found in iter_modules(package.__path__) if not found.ispkg and found.name[0] not in "_~"}
+    applied = MigrationRecorder(connections[alias]).applied_migrations()
+    return sorted(name for name in names if (label, name) not in applied)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _named(migrations: list[str]) -> str:
+    return f", which applies {', '.join(migrations)}" if migrations else ""

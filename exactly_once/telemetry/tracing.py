@@ -1,0 +1,183 @@
+"""OpenTelemetry spans, the extra `django-exactly-once[opentelemetry]`: from the publishing request to the handler.
+
+- *create* (producer): `publish()`. Its context travels with the message as `traceparent`.
+- *send* (client): the relay sends messages to the broker; linked to the create spans.
+- *process* (consumer): a handler is called; a child of the create span. A call with several messages is linked to theirs.
+
+Names and attributes are those of the semantic conventions for messaging. Without OpenTelemetry nothing is done, and the
+`traceparent` of the caller's message is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from exactly_once.broker import scheme_of, speaks_amqp
+from exactly_once.wire.context import current_cause
+
+otel: Any = None
+"""The module `opentelemetry.trace`, or None if it is not installed."""
+try:
+    from opentelemetry import trace as otel  # type: ignore[no-redef,unused-ignore]
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError:
+    pass
+else:
+    _propagator = TraceContextTextMapPropagator()
+
+_TRACER = "django-exactly-once"
+_TRACEPARENT = "traceparent"
+_MOST_LINKS = 128
+_SYSTEMS = {"redis": "redis", "rediss": "redis", "sqs": "aws_sqs", "confluentkafka": "kafka"}
+
+
+class Traced(Protocol):
+    """A message on its way."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def topic(self) -> str: ...
+    @property
+    def correlation_id(self) -> str: ...
+    @property
+    def traceparent(self) -> str: ...
+
+
+def is_recording() -> bool:
+    """Is OpenTelemetry installed and configured? Else no span is recorded."""
+    return otel is not None and not _has_no_sdk()
+
+
+def system_of(url: str) -> str:
+    """`messaging.system` of a broker: "rabbitmq", "redis", or the scheme of another one."""
+    scheme = scheme_of(url)
+    return "rabbitmq" if speaks_amqp(url) else _SYSTEMS.get(scheme, scheme)
+
+
+def created(topic: str, message_id: str, correlation_id: str) -> str:
+    """The traceparent of a message that is published now: that of its create span.
+
+    The span is a child of the current span; else of the message whose handler publishes. Without OpenTelemetry, and if
+    neither exists and no SDK is configured, it is the traceparent of the message being handled, or "".
+    """
+    cause = current_cause()
+    if otel is None:
+        return cause.traceparent
+    current = otel.get_current_span()
+    is_inside = current.get_span_context().is_valid
+    if _has_no_sdk():
+        return _traceparent(current) if is_inside else cause.traceparent
+    parent = None if is_inside else _context(cause.traceparent)
+    attributes = {
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "create",
+        "messaging.destination.name": topic,
+        "messaging.message.id": message_id,
+        "messaging.message.conversation_id": correlation_id,
+    }
+    span = _tracer().start_span(f"create {topic}", parent, otel.SpanKind.PRODUCER, attributes)
+    span.end()
+    return _traceparent(span) or cause.traceparent
+
+
+@contextmanager
+def sending(system: str, messages: Sequence[Traced]) -> Iterator[Any]:
+    """The span of sending these messages; yields it, or None."""
+    if not is_recording():
+        yield None
+        return
+    topics = {message.topic for message in messages}
+    attributes: dict[str, Any] = {
+        "messaging.system": system,
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.batch.message_count": len(messages),
+    }
+    if len(topics) == 1:
+        attributes["messaging.destination.name"] = next(iter(topics))
+    name = f"send {attributes.get('messaging.destination.name', '')}".rstrip()
+    links = _links(messages)
+    with _tracer().start_as_current_span(name, kind=otel.SpanKind.CLIENT, attributes=attributes, links=links) as span:
+        yield span
+
+
+def failed(span: Any, reason: str) -> None:
+    """Mark the span as failed."""
+    if span is not None:
+        span.set_attribute("error.type", reason)
+        span.set_status(otel.StatusCode.ERROR, reason)
+
+
+@contextmanager
+def processing(
+    system: str, messages: Sequence[Traced], *, expected: tuple[type[BaseException], ...] = (), **particular: str | int
+) -> Iterator[None]:
+    """The span of one call of a handler, the current span during the block.
+
+    Call it only if `is_recording`.
+
+    Args:
+        expected: exceptions that are not errors.
+        particular: further attributes; `__` stands for the dot in a name.
+    """
+    first = messages[0]
+    attributes: dict[str, Any] = {
+        "messaging.system": system,
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": first.topic,
+        **{name.replace("__", "."): value for name, value in particular.items()},
+    }
+    context, links = None, []
+    if len(messages) == 1:
+        context = _context(first.traceparent)
+        attributes["messaging.message.id"] = first.id
+        attributes["messaging.message.conversation_id"] = first.correlation_id
+    else:
+        links = _links(messages)
+        attributes["messaging.batch.message_count"] = len(messages)
+    with _tracer().start_as_current_span(
+        f"process {first.topic}",
+        context,
+        otel.SpanKind.CONSUMER,
+        attributes,
+        links,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, expected):
+                span.record_exception(error)
+                failed(span, type(error).__name__)
+            raise
+
+
+def _has_no_sdk() -> bool:
+    """Is only the API installed, as a dependency of another package? Then no span is recorded."""
+    return isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
+
+
+def _tracer() -> Any:
+    return otel.get_tracer(_TRACER)
+
+
+def _context(traceparent: str) -> Any:
+    """The trace context of a message; None if it has none."""
+    return _propagator.extract({_TRACEPARENT: traceparent}) if traceparent else None
+
+
+def _links(messages: Sequence[Traced]) -> list[Any]:
+    traceparents = dict.fromkeys(message.traceparent for message in messages if message.traceparent)
+    contexts = (otel.get_current_span(_context(one)).get_span_context() for one in list(traceparents)[:_MOST_LINKS])
+    return [otel.Link(context) for context in contexts if context.is_valid]
+
+
+def _traceparent(span: Any) -> str:
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, otel.set_span_in_context(span))
+    return carrier.get(_TRACEPARENT, "")

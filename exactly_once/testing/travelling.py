@@ -1,0 +1,53 @@
+"""Time travel for tests.
+
+The outbox and the inbox compare the instants in their rows with the database's clock. That clock cannot be set, so `travel`
+moves the instants into the past instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from django.apps import apps
+from django.db import DEFAULT_DB_ALIAS, models, router
+from django.db.models import F, Model
+
+from exactly_once.testing.environment import require_tests
+
+_APPS = ("exactly_once", "outbox", "inbox")
+
+
+def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
+    """Simulate that `time` has passed for the messages of the outbox and of the inbox, whichever is installed.
+
+    All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. This alone runs
+    nothing; the next `run_relay()` of the outbox, or `drain()` of the inbox, processes the messages that are due then. For
+    each retry of a message that fails several times, travel and then call one of these.
+
+    The clocks of Python and of the database do not change, and neither do the rows of other apps.
+
+    Args:
+        time: the duration, more than zero.
+        using: the database alias of the rows.
+
+    Raises:
+        RuntimeError: not in a test.
+        ValueError: `time` is not positive.
+    """
+    require_tests("travel")
+    if time <= timedelta():
+        raise ValueError(f"travel() was given {time!r}: it must be more than zero.")
+    for model in _models(using):
+        instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
+        if instants:
+            objects = model._base_manager.using(using)  # noqa: SLF001 - documented, and never filtered
+            objects.update(**{name: F(name) - time for name in instants})
+
+
+def _models(using: str) -> Iterator[type[Model]]:
+    for config in apps.get_app_configs():
+        if config.name.partition(".")[0] in _APPS:
+            for model in config.get_models():
+                if not model._meta.proxy and router.allow_migrate_model(using, model):
+                    yield model
