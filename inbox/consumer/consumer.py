@@ -64,8 +64,9 @@ _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
 _WAKE_UP_ANSWERS = 10
 _POLL_SECONDS = 0.0001
-_AGAIN_AFTER = {Received.DEFERRED: 1.0, Received.UNSTORED: 60.0}
-"""Seconds until an unanswered delivery is tried again. It stays here, because the broker counts each redelivery."""
+_DEFERRED_SECONDS = 1.0
+_UNSTORED_SECONDS = (2.0, 60.0)
+"""The shortest and the longest time until a delivery that could not be stored is tried again."""
 _UNSTORABLE_AFTER = 1.5
 """Multiple of `longest_silence` after which unstorable deliveries return to the broker, before its `consumer_timeout`."""
 _HEALTH_SECONDS = 30.0
@@ -196,7 +197,7 @@ class Consumer:
         try:
             self._runner.read_paused(alias)
         except DatabaseUnavailable:
-            return _AGAIN_AFTER[Received.DEFERRED]
+            return _DEFERRED_SECONDS
         return 0.0
 
     def _wait_for_broker(self, error: Exception) -> None:
@@ -399,8 +400,14 @@ class Consumer:
         return sum(len(subscription.acks) for subscription in self._open.values())
 
     def _put_answer(self, delivery: Delivery, received: Received) -> None:
-        """Called by the workers."""
-        delay = _AGAIN_AFTER.get(received, 0.0)
+        """Called by the workers. A delivery without an answer stays here, because the broker counts each redelivery."""
+        delay = 0.0
+        if received is Received.DEFERRED:
+            delay = _DEFERRED_SECONDS
+        elif received is Received.UNSTORED:
+            shortest, longest = _UNSTORED_SECONDS
+            # As long as it has been here: the delay doubles.
+            delay = min(max(monotonic() - delivery.at, shortest), longest)
         self._answers.append(Answer(delivery, again=delay > 0, at=monotonic() + delay))
         # Not for each answer: the connection's thread takes several at its next tick, or when a worker is idle.
         if self._is_answer_due():

@@ -329,7 +329,7 @@ class Reception:
             return Received.DEFERRED
         except BaseException:
             logger.exception(
-                "handler %s: a delivery cannot be stored. It stays unacknowledged and is tried again in a minute.", handler.name
+                "handler %s: a delivery cannot be stored. It stays unacknowledged and is tried again.", handler.name
             )
             connections.close_all()
             return Received.UNSTORED
@@ -353,7 +353,7 @@ class Reception:
         if self._refusals[delivery.handler.name].is_due():
             logger.error(
                 "handler %s: message %s cannot be stored, while other messages can (%s). %s It stays unacknowledged and is "
-                "tried again every minute; no message is lost.",
+                "tried again, at last every minute; no message is lost.",
                 delivery.handler.name,
                 message_id or "without id",
                 outage,
