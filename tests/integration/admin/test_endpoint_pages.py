@@ -8,12 +8,12 @@ from django.urls import reverse
 
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
-from inbox.webhooks import Endpoint, endpoints
+from inbox.outgoing_webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-LIST, ADD, ONE = (f"admin:inbox_webhooks_endpoint_{page}" for page in ("changelist", "add", "change"))
+LIST, ADD, ONE = (f"admin:inbox_outgoing_webhooks_endpoint_{page}" for page in ("changelist", "add", "change"))
 VIEW = "view_endpoint"
 CONFIRMED = {"confirmed": "yes", "reason": "asked by the partner"}
 

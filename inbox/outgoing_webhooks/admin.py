@@ -33,10 +33,10 @@ from exactly_once.display import (
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
-from inbox.webhooks import endpoints
-from inbox.webhooks.fanning_out import fan_outs, send_test
-from inbox.webhooks.models import Endpoint, State
-from inbox.webhooks.urls import shown
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
+from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.outgoing_webhooks.urls import shown
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
 _APP = "inbox"
@@ -87,8 +87,8 @@ class EndpointAdmin(ActingAdmin):
     nouns = _("endpoints")
     nothing = _("There is no endpoint.")
     hint = _(
-        "The process inbox_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused and tried "
-        "again later; its messages wait. A disabled endpoint gets no new messages."
+        "The process inbox_outgoing_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused "
+        "and tried again later; its messages wait. A disabled endpoint gets no new messages."
     )
     large_columns = ("secret", "old_secret")
     actions = ("test", "edit", "rotate", "enable", "disable")
