@@ -140,7 +140,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
             (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
             if not taken.state and taken.earlier is None:
-                raise ConcurrentDuplicate
+                raise NotEditable(operating.ROW_LOCKED.format(pk))
             # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
             counted = int(first.conflicting_id != first.message_id)
             InboxMessage.objects.using(alias).filter(pk=pk).update(
