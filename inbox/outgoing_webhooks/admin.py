@@ -147,7 +147,7 @@ class EndpointAdmin(ActingAdmin):
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
-        # The query of a URL may be a secret.
+        # Parts of a URL may be secrets.
         given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
         record(_APP, alias, actor_of(request), action, [subject], given)
 
@@ -299,4 +299,7 @@ class EndpointAdmin(ActingAdmin):
 
     @admin.display(description=_("secret"))
     def shown_secret(self, row: Any) -> SafeString:
-        return folded(gettext("Show the secret"), format_html("<p>{}</p>", identifier(row.secret)))
+        return folded(
+            gettext("Show the URL and the secret"),
+            format_html("<p>{}</p><p>{}</p>", identifier(row.url), identifier(row.secret)),
+        )
