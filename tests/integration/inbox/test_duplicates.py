@@ -310,7 +310,7 @@ class TestRunAsItsOwnMessage:
         entry = AuditEntry.objects.get()
         assert (entry.action, entry.object_id) == ("run_conflicting", row.message_id)
 
-    def test_content_that_was_run_is_no_conflict_when_its_publisher_resends_it(self, handles, operator, caplog):
+    def test_content_that_was_run_is_a_duplicate_when_its_publisher_resends_it(self, handles, operator, caplog):
         handler = handles(lambda message: None, biz_id="booking")
         deliver(handler, an_envelope({"booking": 7, "night": 1}))
         other = an_envelope({"booking": 7, "night": 2})
