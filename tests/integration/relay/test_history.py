@@ -100,8 +100,8 @@ def rows_read(tables):
 
 def other_sessions_have_ended():
     """Sessions of earlier tests count what they have read when they end, which may be after their test."""
-    others = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> %s"
-    return not execute(others, connection.connection.info.backend_pid)
+    others = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'"
+    return not execute(f"{others} AND pid <> pg_backend_pid()")
 
 
 @contextmanager
