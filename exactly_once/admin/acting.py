@@ -388,7 +388,7 @@ class ActingAdmin(ReadOnlyAdmin):
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
         subject = Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row))
-        record(self.package, alias, actor_of(request), action, [subject], posted(request))
+        record(getattr(row, "app", self.package), alias, actor_of(request), action, [subject], posted(request))
 
     def audited_id(self, row: Any) -> str:
         """The id by which the audit log names a row."""
