@@ -243,3 +243,33 @@ class FailureNote(models.Model):
 
     def __str__(self) -> str:
         return self.error_class
+
+
+class Flow(AuditEntry):
+    """The page of a chain of messages. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("flow")
+        verbose_name_plural = _("flow")
+        default_permissions = ("view",)
+
+
+class Busy(AuditEntry):
+    """The page of what runs now. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("what runs now")
+        verbose_name_plural = _("busy")
+        default_permissions = ("view",)
+
+
+class TopicsAndHandlers(AuditEntry):
+    """The page of topics and handlers. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("topics and handlers")
+        verbose_name_plural = _("topics and handlers")
+        default_permissions = ("view",)

@@ -47,4 +47,8 @@ class Migration(migrations.Migration):
             model_name='inboxmessage',
             index=models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'error_place', 'failing_since'], name='inbox_failures'),
         ),
+        migrations.AddIndex(
+            model_name='inboxmessage',
+            index=models.Index(condition=models.Q(models.Q(('correlation_id', ''), _negated=True), models.Q(('correlation_id', models.F('message_id')), _negated=True)), fields=['correlation_id', 'id'], name='inbox_chain'),
+        ),
     ]

@@ -34,4 +34,8 @@ class Migration(migrations.Migration):
             model_name='outboxmessage',
             index=models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'topic', 'failing_since'], name='outbox_failures'),
         ),
+        AddLiveIndex(
+            model_name='outboxmessage',
+            index=models.Index(condition=models.Q(('correlation_id', models.functions.Cast('message_id', models.CharField())), _negated=True), fields=['correlation_id', 'id'], name='outbox_chain'),
+        ),
     ]
