@@ -230,7 +230,7 @@ def flow_link(row: Any, name: object) -> SafeString:
     address: str = getattr(row, "flow_url", "")
     if not (name and address):
         return identifier(str(name))
-    return format_html('<a href="{}?{}">{}</a>', address, urlencode({"id": name}), identifier(str(name)))
+    return format_html('<a href="{}?{}">{}</a>', address, urlencode({"id": str(name)}), identifier(str(name)))
 
 
 def note(words: object) -> SafeString:

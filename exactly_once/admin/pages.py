@@ -28,7 +28,7 @@ class PageAdmin(ReadOnlyAdmin):
 
     @property
     def media(self) -> Media:
-        return super().media + Media(css={"all": ["exactly_once/pages.css"]})
+        return super().media + Media(css={"all": ["exactly_once/overview.css", "exactly_once/pages.css"]})
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         if not self.has_view_permission(request):

@@ -3,6 +3,7 @@
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
     consumers,
     failures,
+    handlers,
     health,
     messages,
     overview,

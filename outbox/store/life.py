@@ -70,10 +70,10 @@ def legs_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> 
     """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
     having, unavailable = with_table(TrailEntry, aliases)
     legs: list[Leg] = []
-    is_cut = False
+    is_cut, name = False, _as_id(correlation_id)
     for alias in having:
         rows = OutboxMessage.objects.using(alias).only(*_OF_A_LEG)
-        found = list(rows.filter(message_id=_as_id(correlation_id)) if _as_id(correlation_id) else ())
+        found = [] if name is None else list(rows.filter(message_id=name))
         found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most + 1]
         is_cut = is_cut or len(found) > most
         legs += [
