@@ -227,7 +227,11 @@ def identifier(text: str) -> SafeString:
 
 def flow_link(row: Any, name: object) -> SafeString:
     """A message id or a correlation id, with a link to its flow if `row` was loaded for a user who may view that."""
-    address: str = getattr(row, "flow_url", "")
+    return id_link(getattr(row, "flow_url", ""), name)
+
+
+def id_link(address: str, name: object) -> SafeString:
+    """A message id or a correlation id, with a link to its flow on the page at this address; "" for no link."""
     if not (name and address):
         return identifier(str(name))
     return format_html('<a href="{}?{}">{}</a>', address, urlencode({"id": str(name)}), identifier(str(name)))

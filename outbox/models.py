@@ -8,8 +8,7 @@ from django.db.models.functions import Cast
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.operators.minutes import MinuteRow, minute_indexes
-from exactly_once.operators.process_model import ProcessHeartbeat
+from exactly_once.models import Minute
 from exactly_once.sql.fields import InstantField, ReadableJSONField
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
@@ -234,66 +233,7 @@ class PendingCallback(models.Model):
         return f"{self.callback} of {self.event}"
 
 
-class RelayLease(models.Model):
-    """A lease on work of a single relay: relaying on SQLite, and the timing wheel on PostgreSQL.
-
-    `in_hand` has the positions of the messages that the relay of a SQLite database has claimed.
-    """
-
-    name = models.CharField(primary_key=True, max_length=32)
-    token = models.UUIDField()
-    holder = models.CharField(max_length=NAME_LENGTH)
-    expires_at = models.DateTimeField()
-    in_hand = models.JSONField(default=list)
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"{self.name} held by {self.holder}"
-
-
-class RelayHeartbeat(ProcessHeartbeat):
-    """The last heartbeat of one relay, for operators only: no guarantee depends on it."""
-
-    last_pass_at = models.DateTimeField(_("last successful pass"), null=True)
-    published = models.PositiveBigIntegerField(_("published since start"), default=0)
-    shards = models.PositiveSmallIntegerField(_("shards tried in one pass"), default=0, db_default=0)
-
-    class Meta:
-        verbose_name = _("relay")
-        verbose_name_plural = _("relays")
-        default_permissions = ("view",)
-        permissions = (
-            ("pause_relayheartbeat", "Can pause a relay process"),
-            ("resume_relayheartbeat", "Can resume a relay process"),
-            ("drain_relayheartbeat", "Can drain a relay process"),
-            ("stop_relayheartbeat", "Can stop a relay process"),
-        )
-
-
-class MinuteStatistics(MinuteRow):
-    """What one relay counted in one minute, of one topic or of all; see `exactly_once.operators.minutes`.
-
-    `to_broker` has the times from the due time of a message until the broker's confirm is stored.
-    """
-
-    counted = ("published", "retried", "dead", "expired")
-    timed = ("to_broker",)
-
-    published = models.PositiveIntegerField(default=0)
-    retried = models.PositiveIntegerField(default=0)
-    dead = models.PositiveIntegerField(default=0)
-    expired = models.PositiveIntegerField(default=0)
-    to_broker = models.JSONField(default=dict)
-
-    class Meta(MinuteRow.Meta):
-        verbose_name = "statistics of a minute"
-        verbose_name_plural = "statistics"
-        indexes = minute_indexes("outbox")
-
-
-class Overview(MinuteStatistics):
+class Overview(Minute):
     """The overview, a page of its own in the admin."""
 
     class Meta:
@@ -304,7 +244,7 @@ class Overview(MinuteStatistics):
         default_permissions = ("view",)
 
 
-class DatabaseHealth(MinuteStatistics):
+class DatabaseHealth(Minute):
     """The health of the database, a page of its own in the admin."""
 
     class Meta:

@@ -8,13 +8,12 @@ from typing import Any
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html
-from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from exactly_once.admin.pages import PageAdmin, may_see_messages, message_url
 from exactly_once.admin.timeline import state_badge
-from exactly_once.display import brief, exact, headline, identifier
+from exactly_once.display import brief, exact, headline, id_link, identifier
 from exactly_once.models import Flow
 from exactly_once.operators.trail import MOST_LEGS, ChainedMessage, Leg, apps_asked, chain_of
 from exactly_once.plurals import ngettext
@@ -40,14 +39,14 @@ class FlowAdmin(PageAdmin):
         return {
             "name": name,
             "correlation_id": identifier(chain.correlation_id),
-            "chain": [self._message(each, by_id.get(each.first.causation_id), name) for each in chain.messages],
+            "chain": [self._message(each, by_id.get(each.first.causation_id), name, request.path) for each in chain.messages],
             "is_cut": chain.is_cut,
             "most": MOST_LEGS,
             "unavailable": ", ".join(chain.unavailable),
             "hidden": len(apps) < len(apps_asked()),
         }
 
-    def _message(self, message: ChainedMessage, cause: ChainedMessage | None, name: str) -> dict[str, Any]:
+    def _message(self, message: ChainedMessage, cause: ChainedMessage | None, name: str, address: str) -> dict[str, Any]:
         first, sent = message.first, message.publication
         published_at = first.published_at or first.began_at
         times = [format_html('<time datetime="{}">{}</time>', published_at.isoformat(), exact(published_at))]
@@ -67,7 +66,7 @@ class FlowAdmin(PageAdmin):
             "times": times,
             "error": headline(sent.error) if sent and sent.error else "",
             "database": sent.database if sent and sent.database != self.using else "",
-            "elsewhere": _link(message.elsewhere) if message.elsewhere else "",
+            "elsewhere": id_link(address, message.elsewhere) if message.elsewhere else "",
             "effects": [self._effect(leg, published_at) for leg in message.effects],
         }
 
@@ -89,10 +88,6 @@ class FlowAdmin(PageAdmin):
 
     def _url(self, leg: Leg) -> str:
         return message_url(self.admin_site, leg.app, leg.row) if leg.database == self.using else ""
-
-
-def _link(message_id: str) -> SafeString:
-    return format_html('<a href="?{}">{}</a>', urlencode({"id": message_id}), identifier(message_id))
 
 
 def _after(begin: datetime, end: datetime, words: str) -> SafeString:

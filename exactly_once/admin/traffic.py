@@ -37,7 +37,8 @@ class Traffic:
         backlog: the states of messages that wait for their turn.
         counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
         names: those that are known otherwise, up to a number.
-        minutes, lag: its statistics, and the histogram in them that has a duration for each finished message.
+        minutes: its statistics.
+        done, lag: the names in them of the number of finished messages, and of the durations until they were finished.
         depths: the number of messages in the queues of each name, as far as the broker tells.
     """
 
@@ -48,6 +49,7 @@ class Traffic:
     counts: Callable[[str], Mapping[str, Mapping[str, Count]]]
     names: Callable[[str, int], Sequence[str]]
     minutes: Minutes
+    done: str
     lag: str
     paused: Any
     depths: Callable[[], Mapping[str, int] | None]
@@ -112,16 +114,17 @@ class TopicsAndHandlersAdmin(PageAdmin):
         site, messages = self.admin_site.name, f"{label_of(traffic.app)}_{traffic.app}message_changelist"
         address = reverse(f"{site}:{messages}")
         named = {traffic.kind: row.name}
-        histogram: Mapping[int, int] = counted.times.get(traffic.lag, {}) if counted else {}
-        number, paused = sum(histogram.values()), row.paused
+        counted = counted or Counted()
+        histogram: Mapping[int, int] = counted.times.get(traffic.lag, {})
+        paused = row.paused
         return {
             "name": identifier(row.name),
             "url": f"{address}?{urlencode(named)}",
             "backlog": _at_least(row.backlog),
             "oldest": age(row.backlog.oldest, now),
-            "rate": f"{number / (_LATELY / timedelta(minutes=1)):,.1f}",
-            "p50": seconds_text(percentile(histogram, 0.5)) if number else NOTHING,
-            "p95": seconds_text(percentile(histogram, 0.95)) if number else NOTHING,
+            "rate": f"{counted.counts[traffic.done] / (_LATELY / timedelta(minutes=1)):,.1f}",
+            "p50": _seconds(histogram, 0.5),
+            "p95": _seconds(histogram, 0.95),
             "failing": [
                 (label, _at_least(row.counts[state]), f"{address}?{urlencode({**named, 'state': state})}")
                 for state, label in (("retrying", _("retrying")), ("dead", _("dead")))
@@ -155,6 +158,10 @@ class _Row:
         """Those that fail or are paused come first, then those with the largest backlog."""
         failing = self.counts["dead"].number + self.counts["retrying"].number
         return not (failing or self.paused), -failing, -self.backlog.number, self.name
+
+
+def _seconds(histogram: Mapping[int, int], share: float) -> str:
+    return seconds_text(percentile(histogram, share)) if histogram else NOTHING
 
 
 def _at_least(count: Count) -> str:

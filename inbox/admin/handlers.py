@@ -1,18 +1,19 @@
-"""The handlers of the inbox on the page of topics and handlers."""
+"""The handlers of the inbox on the page of topics and handlers, and their runs under leases on the page of what runs now."""
 
 from collections.abc import Mapping
 from functools import cache, partial
 
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.busy import LeasedRun, register_leased
 from exactly_once.admin.traffic import Traffic, register_traffic
 from exactly_once.management_api import QueueDepths
+from exactly_once.operators.minutes import Minutes
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
-from inbox.models import PausedHandler, State
+from inbox.models import InboxMessage, PausedHandler, State
 from inbox.store import figures, operating
-from inbox.store.statistics import minutes
 
 _BACKLOG = (State.RECEIVED, State.WAITING, State.RUNNING)
 _read_depths = cache(QueueDepths)
@@ -33,6 +34,13 @@ def _depths() -> Mapping[str, int] | None:
     return {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
 
 
+def _leased(alias: str, most: int) -> list[LeasedRun]:
+    running = InboxMessage.objects.using(alias).filter(state=State.RUNNING, next_attempt_at__isnull=False)
+    columns = running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")
+    return [LeasedRun(*columns) for columns in columns[:most]]
+
+
+register_leased("inbox", _leased)
 register_traffic(
     Traffic(
         app="inbox",
@@ -41,7 +49,8 @@ register_traffic(
         backlog=_BACKLOG,
         counts=partial(figures.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
         names=_names,
-        minutes=minutes,
+        minutes=Minutes("inbox"),
+        done="handled",
         lag="to_effect",
         paused=PausedHandler.objects,
         depths=_depths,

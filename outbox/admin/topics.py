@@ -5,10 +5,10 @@ from functools import partial
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.traffic import Traffic, register_traffic
+from exactly_once.operators.minutes import Minutes
 from outbox.models import PausedTopic
 from outbox.states import State
 from outbox.store import figures, operating
-from outbox.store.statistics import minutes
 
 _BACKLOG = (State.READY, State.WAITING, State.PAUSED)
 
@@ -20,7 +20,8 @@ register_traffic(
         backlog=_BACKLOG,
         counts=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
         names=operating.topics,
-        minutes=minutes,
+        minutes=Minutes("outbox"),
+        done="published",
         lag="to_broker",
         paused=PausedTopic.objects,
         depths=lambda: None,

@@ -75,27 +75,6 @@ class CreateMessages(migrations.CreateModel):
             schema_editor.execute(statement, params=None)
 
 
-class AddLiveIndex(migrations.AddIndex):
-    """Add an index of messages that are not settled, on PostgreSQL to the live partition only."""
-
-    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        with self._on_live_part(app_label, schema_editor, to_state):
-            super().database_forwards(app_label, schema_editor, from_state, to_state)
-
-    def database_backwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        with self._on_live_part(app_label, schema_editor, from_state):
-            super().database_backwards(app_label, schema_editor, from_state, to_state)
-
-    @contextmanager
-    def _on_live_part(self, app_label: str, schema_editor: Any, state: Any) -> Iterator[None]:
-        if schema_editor.connection.vendor != "postgresql":
-            yield
-            return
-        model = state.apps.get_model(app_label, self.model_name)
-        with _called(model, f"{model._meta.db_table}_live"):
-            yield
-
-
 def partition_plain_table(connection: BaseDatabaseWrapper, table: str) -> None:
     """Partition a table that Django has created without migrations, for example for tests that run without them."""
     with connection.cursor() as cursor, transaction.atomic(using=connection.alias):

@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.models import Lease
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from inbox.webhooks import Endpoint
 from outbox import publish
-from outbox.models import RelayLease
 from outbox.webhooks import StandardWebhooks
 from tests.crash.test_kill_points import COMMIT
 from tests.support.apps.hooked import TOPIC
@@ -91,7 +91,7 @@ def test_a_process_killed_while_it_fans_out_stores_a_row_for_each_endpoint_or_fo
         local.dies_at(point, local.relay)
         stored = [InboxMessage.objects.filter(handler=f"webhook/{name}").count() for name in ("first", "second")]
         assert stored[0] == stored[1]
-        RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+        Lease.objects.all().delete()  # SQLite's, as if it had run out
     local.relay()
     local.command(COMMAND)
     local.wait_until(lambda: handled("first") == handled("second") == len(FANNING_OUT), "all messages are sent")

@@ -6,9 +6,9 @@ import pytest
 from django.contrib import admin
 from django.test import override_settings
 from django.urls import reverse
+from inbox.admin.consumers import ConsumerAdmin
 
 from exactly_once.process.heartbeat import SILENT_AFTER
-from inbox.admin.consumers import ConsumerAdmin
 from inbox.models import ConsumerHeartbeat
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect

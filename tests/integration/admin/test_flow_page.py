@@ -134,7 +134,7 @@ def test_cause_that_is_not_in_the_chain_is_named_with_a_link_to_its_own_flow():
     page = flow(asked.message_id)
 
     assert "Its cause is not in this chain" in page.text
-    assert page.all("a", href="?id=outer-message")
+    assert page.all("a", href=f"{reverse(PAGE)}?id=outer-message")
 
 
 def test_messages_that_name_each_other_as_their_cause_are_shown_once_each():

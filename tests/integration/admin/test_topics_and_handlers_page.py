@@ -7,9 +7,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-import inbox.models
-import outbox.models
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Minute
 from exactly_once.process.clock import utcnow
 from exactly_once.sql import counts
 from exactly_once.telemetry.statistics import bucket_of
@@ -67,10 +65,10 @@ def test_rate_and_percentiles_are_those_of_the_last_ten_minutes():
     now = utcnow()
     for ago, count in ((2, 30), (3, 20), (11, 4_000)):
         times = {"minute": now - ago * MINUTE, "process": "a:1"}
-        outbox.models.MinuteStatistics.objects.create(
-            **times, subject=PLACED, published=count, to_broker={bucket_of(0.5): count}
-        )
-        inbox.models.MinuteStatistics.objects.create(**times, subject=CHARGE, handled=count, to_effect={bucket_of(2): count})
+        sent = {"counts": {"published": count}, "times": {"to_broker": {bucket_of(0.5): count}}}
+        handled = {"counts": {"handled": count}, "times": {"to_effect": {bucket_of(2): count}}}
+        Minute.objects.create(app="outbox", subject=PLACED, **times, **sent)
+        Minute.objects.create(app="inbox", subject=CHARGE, **times, **handled)
 
     found = rows(opened())
 
@@ -167,7 +165,7 @@ def test_hostile_names_and_reasons_add_no_element():
 
 def test_statements_use_indexes_among_many_messages():
     for model, like in (
-        (OutboxMessage, a_message(State.PUBLISHED, settled_at=utcnow())),
+        (OutboxMessage, a_message(State.SCHEDULED)),
         (InboxMessage, a_handled(TEXT, "first")),
     ):
         columns = {field.attname: getattr(like, field.attname) for field in model._meta.concrete_fields}
