@@ -462,9 +462,8 @@ def _decisions() -> None:
             cleared_at=now - 4 * MINUTE if cleared else None,
         )
     for app in ("outbox", "inbox"):
-        Lease.objects.create(
-            name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", expires_at=now + MINUTE, done_at=now
-        )
+        at = {"valid_from": now - MINUTE, "expires_at": now + MINUTE, "done_at": now}
+        Lease.objects.create(name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", **at)
         # "where" of an entry is the admin or the name of a command.
         for action, kind, name, parameters in (
             ("pause", "topic", "shop.review.due", {"reason": "The mail provider asks us to wait until 18:00."}),
