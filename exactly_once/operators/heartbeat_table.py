@@ -104,14 +104,14 @@ class HeartbeatTable:
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
         running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
-        return running.order_by("silent", "-started_at", "id")
+        return running.order_by("silent", "-app", "-started_at", "id")
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
         has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
         found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
-        return found.order_by("has_stopped", "silent", "-started_at", "id")
+        return found.order_by("has_stopped", "silent", "-app", "-started_at", "id")
 
     def _annotated(self, alias: str) -> QuerySet[Any]:
         is_silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
@@ -243,13 +243,13 @@ class ProcessKind:
     Attributes:
         name: "relay", for people.
         heartbeats: its rows.
-        facts: takes a row; what its `facts` say, for people.
+        counts: takes a row; the counts in its `facts`, for people.
         missing: takes a database; the work that no process does there and the consequence, or "".
     """
 
     name: str | Promise
     heartbeats: HeartbeatTable
-    facts: Callable[[Any], Sequence[str]]
+    counts: Callable[[Any], Sequence[str]]
     missing: Callable[[str], str]
 
     @property

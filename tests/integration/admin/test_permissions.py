@@ -17,19 +17,19 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
-from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox.editing import conflict_token
 from inbox.joins.models import Run
-from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
+from inbox.models import InboxMessage, PausedHandler
 from inbox.webhooks import Endpoint
-from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
+from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import a_message, staff_client
 from tests.support.deliveries import deliver, run_to_the_end
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -69,8 +69,7 @@ NEEDED = {
 
 
 EFFECTIVE = {
-    ("outbox.RelayHeartbeat", "resume"): {"mode": "paused"},
-    ("inbox.ConsumerHeartbeat", "resume"): {"mode": "paused"},
+    ("exactly_once.Process", "resume"): {"mode": "paused"},
     ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
     ("inbox.InboxMessage", "run_conflicting"): {
         "conflicts": 1,
@@ -149,8 +148,7 @@ def a_row(handles):
         "exactly_once.AuditEntry": partial(AuditEntry.objects.create, app="outbox", at=DatabaseTime()),
         "outbox.PausedTopic": partial(PausedTopic.objects.create, topic="shop.t", **paused),
         "inbox.PausedHandler": partial(PausedHandler.objects.create, handler="shop.h", **paused),
-        "outbox.RelayHeartbeat": lambda: RelayHeartbeat.objects.get(pk=a_relay().id),
-        "inbox.ConsumerHeartbeat": lambda: ConsumerHeartbeat.objects.get(pk=a_consumer().id),
+        "exactly_once.Process": lambda: Process.objects.get(pk=a_relay().id),
         "outbox.PendingCallback": a_pending_callback,
         "inbox.InboxMessage": a_dead_letter,
         "inbox_joins.Run": a_run,

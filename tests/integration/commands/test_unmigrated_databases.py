@@ -12,7 +12,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
-from outbox.models import RelayHeartbeat
+from exactly_once.models import Process as ProcessRow
 from outbox.states import State
 from outbox.store.dialect import live
 from tests.support.relaying import published, row_of, state_of
@@ -113,7 +113,7 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
 
 
 def test_database_that_is_newer_than_the_code_is_accepted(command):
-    tables = ("outbox_outboxmessage", "outbox_relayheartbeat", "inbox_inboxmessage")
+    tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
         executed(f"ALTER TABLE {table} ADD COLUMN of_the_next_version integer NULL")
     try:
@@ -162,13 +162,13 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
     url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
     with command("outbox_relay", OUTBOX={"BROKER_URL": url}) as relay:
-        relay.until(lambda: "Relaying" in relay.said() and RelayHeartbeat.objects.exclude(last_pass_at=None).exists())
+        relay.until(lambda: "Relaying" in relay.said() and ProcessRow.objects.exclude(last_pass_at=None).exists())
         taken = "inbox_inboxmessage" if broker == "local://" else live(connection)
         message = published(topic="worker.job", payload={}, delay=timedelta(seconds=1))
         executed(f"ALTER TABLE {taken} RENAME TO hidden")
         try:
             relay.until(lambda: LATER in relay.said())
-            relay.until(lambda: RelayHeartbeat.objects.filter(waits_for="the database, which is not migrated").exists())
+            relay.until(lambda: ProcessRow.objects.filter(waits_for="the database, which is not migrated").exists())
         finally:
             executed(f"ALTER TABLE hidden RENAME TO {taken}")
         relay.until(lambda: "is available again after" in relay.said())

@@ -108,6 +108,20 @@ def test_rows_are_written_once_a_minute_and_first_an_empty_one():
     assert tally.ahead is not None
 
 
+def test_statistics_of_a_minute_cost_two_statements(django_assert_num_queries):
+    tally = Tally()
+    writer = MinuteWriter("outbox", "default", tally)
+    writer.write()  # the first write also deletes old rows
+    for topic in (TOPIC, JOB):
+        tally.count(topic, "published")
+
+    with django_assert_num_queries(4) as asked:
+        writer.write()
+
+    statements = [query["sql"] for query in asked if query["sql"] not in {"BEGIN", "COMMIT"}]
+    assert len(statements) == 2, "the time, and one INSERT for all topics"
+
+
 def test_nothing_is_written_inside_a_transaction():
     tally = Tally()
     tally.count(TOPIC, "published")

@@ -123,6 +123,11 @@ class TestLease:
 
         assert state_of(message) == State.READY
 
+    def test_live_lease_is_not_taken_by_a_relay_with_a_shorter_duration(self, ours):
+        take(ours)
+
+        assert take(RelayLease("default", DURATION / 10)) is None
+
     def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
         answers = []
