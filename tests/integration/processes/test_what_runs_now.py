@@ -40,11 +40,6 @@ def said():
     return [run for process in Process.objects.filter(app="inbox", stopped_at=None) for run in process.facts["running"]]
 
 
-def say(process, *runs):
-    facts = Process.objects.get(pk=process.id).facts
-    Process.objects.filter(pk=process.id).update(facts={**facts, "running": list(runs)})
-
-
 @pytest.mark.parametrize("lease", [None, Lease(duration=timedelta(minutes=5))], ids=["transactional", "leased"])
 def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it_has_ended(handles, rabbitmq_url, lease):
     goes_on = threading.Event()
@@ -75,10 +70,9 @@ def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it
 
 @pytest.mark.every_database
 def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
-    consumer = a_consumer(running_for=timedelta(hours=5), silent_for=timedelta(minutes=4))
-    say(consumer, {**RUN, "began": 4 * 3600.0}, {**RUN, "messages": 3, "message": "m-2"})
-    relay = a_relay(host="relay-7")
-    say(relay, {**RUN, "what": "", "message": "", "thread": "lane-1"})
+    runs = [{**RUN, "began": 4 * 3600.0}, {**RUN, "messages": 3, "message": "m-2"}]
+    a_consumer(running_for=timedelta(hours=5), silent_for=timedelta(minutes=4), running=runs)
+    a_relay(host="relay-7", running=[{**RUN, "what": "", "message": "", "thread": "lane-1"}])
 
     text = words()
 
@@ -92,7 +86,7 @@ def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_leas
     ends_at = utcnow() + timedelta(minutes=9, seconds=30)
     for name in ("m-1", "m-2"):
         a_handled(CHARGE, name, state=State.RUNNING, message_id=name, next_attempt_at=ends_at)
-    say(a_consumer(), RUN)
+    a_consumer(running=[RUN])
 
     text = words()
 
@@ -105,7 +99,7 @@ def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_leas
 
 @pytest.mark.every_database
 def test_message_leads_to_its_flow_if_the_user_may_view_that():
-    say(a_consumer(), RUN)
+    a_consumer(running=[RUN])
 
     assert page(*VIEW, "view_flow").all("a", href=f"{reverse(FLOW)}?id=m-1")
     assert not page().all("a", href=f"{reverse(FLOW)}?id=m-1")
@@ -113,7 +107,7 @@ def test_message_leads_to_its_flow_if_the_user_may_view_that():
 
 @pytest.mark.every_database
 def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_the_user_may_not_view():
-    say(a_consumer(host="consumer-9"), RUN)
+    a_consumer(host="consumer-9", running=[RUN])
     a_relay(host="relay-9")
 
     assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
@@ -125,7 +119,7 @@ def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_
 def test_hostile_names_add_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
-        say(a_consumer(host=text), {**RUN, "what": text, "message": text, "thread": text})
+        a_consumer(host=text, running=[{**RUN, "what": text, "message": text, "thread": text}])
         a_handled(text, text, state=State.RUNNING, message_id=f"2{text}", next_attempt_at=utcnow())
         shown = page(*VIEW, "view_flow")
         assert text in shown.text
