@@ -24,9 +24,9 @@ from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.requests import ALLOWED_IN, Mode, Request
 
 _PROCESSES = HeartbeatTable()
-_FACTS_IN_THE_LIST = 5
+_HANDLERS_IN_THE_LIST = 3
 _MODES: dict[str, Any] = {
-    Mode.PAUSED: (_("Paused"), Tone.STOPPED),
+    Mode.PAUSED: (_("Paused"), Tone.LATER),
     Mode.DRAINING: (_("Draining"), Tone.LATER),
     Mode.STOPPING: (_("Stopping"), Tone.LATER),
 }
@@ -60,7 +60,7 @@ class ProcessAdmin(ActingAdmin):
     sortable_by = ()
     list_filter = (AppFilter,)
     list_display = ("process", "state", "times", "work", "resources")
-    fields: ClassVar[Any] = (*("process", "state", "started", "heartbeat", "last_pass", "all_work", "memory", "round_trips"),)
+    fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")
     readonly_fields: ClassVar[Any] = fields
     actions = ("pause", "resume", "drain", "stop")
 
@@ -176,28 +176,17 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("times"))
     def times(self, row: Any) -> SafeString:
-        passed = format_html(gettext("last pass {}"), self.last_pass(row))
-        return stacked(
-            format_html(gettext("started {}"), self.started(row)),
-            format_html(gettext("heartbeat {}"), self.heartbeat(row)),
-            *([passed] if row.last_pass_at else []),
-        )
-
-    @admin.display(description=_("started"))
-    def started(self, row: Any) -> SafeString:
-        return age(row.started_at, row.database_now)
-
-    @admin.display(description=_("last heartbeat"))
-    def heartbeat(self, row: Any) -> SafeString:
-        return age(row.beat_at, row.database_now)
-
-    @admin.display(description=_("last successful pass"))
-    def last_pass(self, row: Any) -> SafeString:
-        return age(row.last_pass_at, row.database_now)
+        lines = [
+            format_html(gettext("started {}"), age(row.started_at, row.database_now)),
+            format_html(gettext("heartbeat {}"), age(row.beat_at, row.database_now)),
+        ]
+        if row.last_pass_at:
+            lines.append(format_html(gettext("last pass {}"), age(row.last_pass_at, row.database_now)))
+        return stacked(*lines)
 
     @admin.display(description=_("work"))
     def work(self, row: Any) -> SafeString:
-        return self._work(row, most=_FACTS_IN_THE_LIST)
+        return self._work(row, most=_HANDLERS_IN_THE_LIST)
 
     @admin.display(description=_("work"))
     def all_work(self, row: Any) -> SafeString:
@@ -206,26 +195,24 @@ class ProcessAdmin(ActingAdmin):
     def _work(self, row: Any, most: int | None = None) -> SafeString:
         # The present rate of a silent process is unknown.
         rate = NOTHING if row.silent or row.stopped_at else f"{row.rate:,.1f}"
-        facts = [fact for kind in process_kinds() if kind.app == row.app for fact in kind.facts(row)]
-        lines = [format_html(gettext("{} per second"), rate), *map(identifier, facts[:most])]
-        if more := len(facts[most:]) if most else 0:
-            lines.append(format_html(gettext("and {} more"), more))
-        return stacked(*lines)
-
-    @admin.display(description=_("memory"))
-    def memory(self, row: Any) -> str:
-        return gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
-
-    @admin.display(description=_("round trips"))
-    def round_trips(self, row: Any) -> SafeString:
+        counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
+        handlers = row.facts.get("handlers", [])
+        more = len(handlers[most:]) if most else 0
         return stacked(
-            format_html(gettext("database {}"), _milliseconds(row.database_ms)),
-            format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
+            *counts,
+            format_html(gettext("{} per second"), rate),
+            *map(identifier, handlers[:most]),
+            *([format_html(gettext("and {} more"), more)] if more else []),
         )
 
     @admin.display(description=_("memory, round trips"))
     def resources(self, row: Any) -> SafeString:
-        return stacked(format_html(gettext("memory {}"), self.memory(row)), self.round_trips(row))
+        memory = gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
+        return stacked(
+            format_html(gettext("memory {}"), memory),
+            format_html(gettext("database {}"), _milliseconds(row.database_ms)),
+            format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
+        )
 
 
 def _milliseconds(value: float | None) -> str:

@@ -202,4 +202,46 @@ class Migration(migrations.Migration):
                 'default_permissions': (),
             },
         ),
+        migrations.CreateModel(
+            name='Flow',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'flow',
+                'verbose_name_plural': 'flow',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
+            name='Busy',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'what runs now',
+                'verbose_name_plural': 'busy',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
+            name='TopicsAndHandlers',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'topics and handlers',
+                'verbose_name_plural': 'topics and handlers',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
     ]

@@ -15,6 +15,7 @@ from django.utils.functional import Promise
 
 from exactly_once.models import Process
 from exactly_once.operators.minutes import MinuteWriter
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import (
     FORGET_SECONDS,
@@ -103,14 +104,14 @@ class HeartbeatTable:
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
         running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
-        return running.order_by("silent", "-started_at", "id")
+        return running.order_by("silent", "-app", "-started_at", "id")
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
         has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
         found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
-        return found.order_by("has_stopped", "silent", "-started_at", "id")
+        return found.order_by("has_stopped", "silent", "-app", "-started_at", "id")
 
     def _annotated(self, alias: str) -> QuerySet[Any]:
         is_silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
@@ -172,7 +173,7 @@ class HeartbeatWriter:
             "rate": self._rate.of(now, done),
             "waits_for": one_line(waits_for),
             "mode": self._stop.mode,
-            "facts": facts,
+            "facts": {**facts, "running": work.running(self._table.app, self._alias, self._started_at)},
         }
         try:
             # On SQLite, each write takes the lock of the only writer.
@@ -242,13 +243,13 @@ class ProcessKind:
     Attributes:
         name: "relay", for people.
         heartbeats: its rows.
-        facts: takes a row; what its `facts` say, for people.
+        counts: takes a row; the counts in its `facts`, for people.
         missing: takes a database; the work that no process does there and the consequence, or "".
     """
 
     name: str | Promise
     heartbeats: HeartbeatTable
-    facts: Callable[[Any], Sequence[str]]
+    counts: Callable[[Any], Sequence[str]]
     missing: Callable[[str], str]
 
     @property

@@ -150,11 +150,10 @@ class RunnerHeartbeats:
         return 0
 
 
-def _facts(row: Any) -> Sequence[str]:
+def _counts(row: Any) -> Sequence[str]:
     return [
         gettext("{} deliveries").format(f"{row.facts['received']:,}"),
         gettext("{} stored run").format(f"{row.facts['ran']:,}"),
-        *row.facts["handlers"],
     ]
 
 
@@ -164,4 +163,4 @@ def _missing(alias: str) -> str:
     return words % {"names": ", ".join(names), "remedy": what_to_start()} if names else ""
 
 
-CONSUMERS = ProcessKind(name=_("consumer"), heartbeats=consumers, facts=_facts, missing=_missing)
+CONSUMERS = ProcessKind(name=_("consumer"), heartbeats=consumers, counts=_counts, missing=_missing)

@@ -134,7 +134,7 @@ class Heartbeat:
         return waits[0] if waits and all(waits) else ""
 
 
-def _facts(row: Any) -> Sequence[str]:
+def _counts(row: Any) -> Sequence[str]:
     shards = row.facts["shards"]
     return [
         gettext("{} published").format(f"{row.facts['published']:,}"),
@@ -150,4 +150,4 @@ def _missing(alias: str) -> str:
     return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": count}
 
 
-RELAYS = ProcessKind(name=_("relay"), heartbeats=heartbeats.relays, facts=_facts, missing=_missing)
+RELAYS = ProcessKind(name=_("relay"), heartbeats=heartbeats.relays, counts=_counts, missing=_missing)

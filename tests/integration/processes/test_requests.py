@@ -103,7 +103,7 @@ class TestRelay:
         assert row.memory_bytes > 10_000_000
         assert 0 < row.database_ms < 10_000
         assert 0 < row.broker_ms < 10_000
-        relay.until(lambda: relay_rows.only.shards == 64)
+        relay.until(lambda: relay_rows.only.facts["shards"] == 64)
 
 
 class TestConsumer:
