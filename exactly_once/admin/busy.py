@@ -48,8 +48,8 @@ class BusyAdmin(PageAdmin):
 
     def content(self, request: HttpRequest) -> dict[str, Any]:
         flow, (aliases, unavailable) = self.flow_url(request), with_table(Process)
-        # Two aliases of one database have the same rows.
-        rows = {row.pk: row for alias in aliases for row in HeartbeatTable().rows(alias)[:_MOST]}
+        # A process has a row in each database that it works for; two aliases of one database have the same row.
+        rows = {(row.pk, row.beat_at): row for alias in aliases for row in HeartbeatTable().rows(alias)[:_MOST]}
         seen = [row for row in rows.values() if may_see_messages(request, row.app)]
         named = {(run["what"], run["message"]) for row in seen for run in row.running}
         leased = {run: now for now, run in self._leased(request, aliases) if (run.handler, run.message) not in named}

@@ -9,6 +9,7 @@ from exactly_once.admin.busy import LeasedRun, register_leased
 from exactly_once.admin.traffic import Traffic, register_traffic
 from exactly_once.management_api import QueueDepths
 from exactly_once.operators.minutes import Minutes
+from exactly_once.sql.connections import with_table
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
@@ -35,6 +36,8 @@ def _depths() -> Mapping[str, int] | None:
 
 
 def _leased(alias: str, most: int) -> list[LeasedRun]:
+    if not with_table(InboxMessage, [alias])[0]:
+        return []
     running = InboxMessage.objects.using(alias).filter(state=State.RUNNING, next_attempt_at__isnull=False)
     columns = running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")
     return [LeasedRun(*columns) for columns in columns[:most]]

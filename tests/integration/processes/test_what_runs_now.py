@@ -12,6 +12,7 @@ from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import InboxMessage, State
+from inbox.store.heartbeats import consumers
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay
@@ -79,6 +80,19 @@ def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
     assert "Silent 4 min ago payments.request_payment m-1 60 min ago worker-3" in text
     assert "m-2 and 2 more" in text
     assert "Relay pass - 4 h ago lane-1" in text
+
+
+@pytest.mark.every_database
+def test_process_that_works_for_two_databases_is_shown_with_what_it_runs_for_each():
+    first = a_consumer(running=[RUN])
+    consumers.write(
+        "other", first, running_for=timedelta(hours=5), waits_for="", facts={}, running=[{**RUN, "what": "elsewhere.handle"}]
+    )
+
+    text = words()
+
+    assert CHARGE in text
+    assert "elsewhere.handle" in text
 
 
 @pytest.mark.every_database
