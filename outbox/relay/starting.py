@@ -151,11 +151,12 @@ class Starter:
 
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
-        rows, are_all = replaying.read_past(self._alias, start.topic, start.read_from, start.round_at, start.position, _BATCH)
+        chosen = (start.topic, start.read_from, start.round_at)
+        rows, position, are_all = replaying.read_past(self._alias, *chosen, start.position, _BATCH)
         before = int(start.handed_over)
         handed = before + self._hand_over(name, rows)
         if not are_all:
-            self._starts.update(start, position=rows[-1].position, handed_over=handed)
+            self._starts.update(start, position=position, handed_over=handed)
         elif self._is_local:
             handed = self._hand_over_last(name, start, handed)
         else:
@@ -168,9 +169,8 @@ class Starter:
         since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
         are_all = False
         while not are_all:
-            rows, are_all = replaying.read_past(self._alias, start.topic, since, None, position, _BATCH)
+            rows, position, are_all = replaying.read_past(self._alias, start.topic, since, None, position, _BATCH)
             handed += self._hand_over(name, rows)
-            position = rows[-1].position if rows else position
             if not are_all and monotonic() >= until:
                 # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.
                 self._starts.update(start, read_from=since, position=position, round_at=DatabaseTime(), handed_over=handed)
