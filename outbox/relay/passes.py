@@ -30,7 +30,7 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.relay.outgoing import outgoing
-from outbox.relay.unsettled import Unsettled
+from outbox.relay.unwritable_rows import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
 from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage

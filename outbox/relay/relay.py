@@ -31,7 +31,7 @@ from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
-from outbox.relay.stuck_rows import StuckRows
+from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, settling
 
 logger = logging.getLogger(__name__)

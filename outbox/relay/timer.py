@@ -31,8 +31,8 @@ from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.turns import Turns
 from outbox.conf import OutboxOptions
-from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
+from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, lease, scheduling
 from outbox.store.scheduling import Offset
 
