@@ -15,6 +15,7 @@ class InboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import ProcessKind, register_process_kind
         from exactly_once.operators.trail import register
@@ -25,6 +26,7 @@ class InboxConfig(AppConfig):
         from inbox.store.heartbeats import consumers
 
         escape_log_lines()
+        register_part("inbox", "inbox.management.part.InboxPart")
         register("inbox", life)
         register_process_kind(ProcessKind(app="inbox", name=_("consumer"), heartbeats=consumers))
         register_conditions("inbox", CONDITIONS)

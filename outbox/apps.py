@@ -19,6 +19,7 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators import dry_run as publishing
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import ProcessKind, register_process_kind
@@ -30,6 +31,7 @@ class OutboxConfig(AppConfig):
         from outbox.store.heartbeats import relays
 
         escape_log_lines()
+        register_part("outbox", "outbox.management.part.OutboxPart")
         register("outbox", life)
         register_process_kind(ProcessKind(app="outbox", name=_("relay"), heartbeats=relays))
         publishing.register("outbox", dry_run)
