@@ -107,7 +107,7 @@ class Part:
         """
         with connections[alias].cursor() as cursor:
             cursor.execute("SELECT 1")
-        if problem := why_unmigrated(alias, self.app):
+        if problem := why_unmigrated(alias, "exactly_once") or why_unmigrated(alias, self.app):
             return [Check(name="database", status=NOT_MIGRATED, detail=problem)]
         rows = self.heartbeats(alias)
         if not everywhere and (pids := {sign.pid for sign in self.life_signs()}):

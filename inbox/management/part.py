@@ -14,6 +14,7 @@ from exactly_once.broker import scheme_of
 from exactly_once.cli.parts import Check, Part, iso, process_as_json, processes, state_of
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.process.life_sign import LifeSign, life_signs
+from inbox import purging
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.dead_letters import letters
@@ -27,14 +28,14 @@ from inbox.store import accounting, heartbeats, operating, pausing, starts
 _CONFLICTS = 50
 _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
 _COLUMNS = (
-    (gettext_lazy("deliveries"), lambda consumer: f"{consumer.received:,}"),
-    (gettext_lazy("stored messages run"), lambda consumer: f"{consumer.ran:,}"),
+    (gettext_lazy("deliveries"), lambda consumer: f"{consumer.facts['received']:,}"),
+    (gettext_lazy("stored messages run"), lambda consumer: f"{consumer.facts['ran']:,}"),
 )
 
 
 class InboxPart(Part):
     app, kind = "inbox", "consumer"
-    letters, store, trail, operations, options = letters, operating, TrailEntry, operations, staticmethod(inbox_options)
+    letters, store, trail, operations, options = letters, purging, TrailEntry, operations, staticmethod(inbox_options)
 
     def retention(self) -> timedelta:
         return inbox_options().RETENTION
@@ -59,7 +60,7 @@ class InboxPart(Part):
 
     def further_checks(self, alias: str, heartbeats: Sequence[Any]) -> list[Check]:
         """Does a live process run each handler of this project on this database?"""
-        attended = {name for row in heartbeats if not row.silent for name in row.handlers}
+        attended = {name for row in heartbeats if not row.silent for name in row.facts["handlers"]}
         handlers = (handler.name for handler in registry.all() if handler.using == alias)
         if missing := sorted(name for name in handlers if name not in attended):
             return [Check(name="handlers", status="unattended", detail=", ".join(missing))]
@@ -177,11 +178,11 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
 
 
 def _state(consumer: Any) -> Line:
-    return state_of(consumer, also=f": {', '.join(consumer.handlers) or _('no handler')}")
+    return state_of(consumer, also=f": {', '.join(consumer.facts['handlers']) or _('no handler')}")
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:
-    return process_as_json(consumer, handlers=consumer.handlers, received=consumer.received, ran=consumer.ran)
+    return process_as_json(consumer, **consumer.facts)
 
 
 def _conflicts(alias: str) -> Table:

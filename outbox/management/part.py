@@ -23,7 +23,7 @@ from outbox.store import heartbeats, history, pausing, pending_callbacks, prepar
 _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW, State.PAUSED: YELLOW}
 _COLUMNS = (
     (gettext_lazy("last pass"), lambda relay: age(relay.last_pass_at, relay.database_now)),
-    (gettext_lazy("published"), lambda relay: f"{relay.published:,}"),
+    (gettext_lazy("published"), lambda relay: f"{relay.facts['published']:,}"),
     # The present rate of a silent relay is unknown.
     (gettext_lazy("per second"), lambda relay: "-" if relay.silent else f"{relay.rate:,.1f}"),
 )
@@ -153,4 +153,4 @@ def _topic_as_json(topic: Any) -> dict[str, Any]:
 
 def _as_json(relay: Any) -> dict[str, Any]:
     rate = None if relay.silent else relay.rate
-    return process_as_json(relay, last_pass=iso(relay.last_pass_at), published=relay.published, rate=rate)
+    return process_as_json(relay, last_pass=iso(relay.last_pass_at), published=relay.facts["published"], rate=rate)

@@ -11,8 +11,7 @@ from django.db import connection
 from django.test import override_settings
 from django.urls import include, path, reverse
 
-from inbox.models import ConsumerHeartbeat
-from outbox.models import RelayHeartbeat
+from exactly_once.models import Process as ProcessRow
 from tests.support import mortal
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import InAThread, at_once
@@ -26,8 +25,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 urlpatterns = [
     path("health/", include("exactly_once.health")),
 ]
-KINDS = {"outbox": ("outbox_relay", RelayHeartbeat), "inbox": ("inbox_consume", ConsumerHeartbeat)}
-BOTH = pytest.mark.parametrize("app", sorted(KINDS))
+COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}
+BOTH = pytest.mark.parametrize("app", sorted(COMMANDS))
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +83,9 @@ def test_without_a_process_a_probe_fails_and_says_which_checks(app, capsys):
 
 @BOTH
 def test_working_process_is_alive_and_ready(app, capsys, running, rabbitmq_url):
-    command, table = KINDS[app]
-    with running(command, rabbitmq_url) as process:
-        process.until(lambda: table.objects.filter(waits_for="").exists() and probe(capsys, app, "--ready")[0] == 0)
+    working = ProcessRow.objects.filter(app=app, waits_for="")
+    with running(COMMANDS[app], rabbitmq_url) as process:
+        process.until(lambda: working.exists() and probe(capsys, app, "--ready")[0] == 0)
         code, checks = probe(capsys, app)
 
     assert code == 0
@@ -95,8 +94,8 @@ def test_working_process_is_alive_and_ready(app, capsys, running, rabbitmq_url):
 
 @BOTH
 def test_process_without_its_broker_is_alive_and_not_ready(app, capsys, running):
-    with running(KINDS[app][0], "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: KINDS[app][1].objects.filter(waits_for__startswith="the broker").exists())
+    with running(COMMANDS[app], "amqp://guest:hidden@127.0.0.1:1//") as process:
+        process.until(lambda: ProcessRow.objects.filter(app=app, waits_for__startswith="the broker").exists())
         assert probe(capsys, app, "--live")[0] == 0
         code, checks = probe(capsys, app, "--ready")
 
@@ -109,8 +108,8 @@ def test_process_without_its_database_is_alive_and_not_ready(
     app, capsys, running, process_environment, mortal_postgres, mortal_database, rabbitmq_url, tmp_path
 ):
     migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
-    with running(KINDS[app][0], rabbitmq_url, DATABASE_URL=mortal_database) as process:
-        process.until(KINDS[app][1].objects.exists)
+    with running(COMMANDS[app], rabbitmq_url, DATABASE_URL=mortal_database) as process:
+        process.until(ProcessRow.objects.filter(app=app).exists)
         mortal_postgres.kill()
         process.until(lambda: "is unavailable" in process.said())
 
@@ -123,8 +122,8 @@ def test_process_without_its_database_is_alive_and_not_ready(
 
 @BOTH
 def test_killed_process_is_not_alive(app, capsys, running, rabbitmq_url):
-    with running(KINDS[app][0], rabbitmq_url) as process:
-        process.until(KINDS[app][1].objects.exists)
+    with running(COMMANDS[app], rabbitmq_url) as process:
+        process.until(ProcessRow.objects.filter(app=app).exists)
         process.kill()
         process.ends()
 
@@ -161,7 +160,7 @@ def test_views_answer_503_and_name_the_failing_checks(app, client):
 @override_settings(ROOT_URLCONF=__name__)
 def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
     with running("outbox_relay", "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: RelayHeartbeat.objects.filter(waits_for__startswith="the broker").exists())
+        process.until(lambda: ProcessRow.objects.filter(app="outbox", waits_for__startswith="the broker").exists())
         response = client.get(reverse("exactly_once_health:ready", args=["outbox"]))
 
     assert response.status_code == 503
@@ -172,7 +171,7 @@ def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
 @override_settings(ROOT_URLCONF=__name__)
 def test_view_is_ready_while_a_relay_works(client, running, rabbitmq_url):
     with running("outbox_relay", rabbitmq_url) as process:
-        process.until(lambda: RelayHeartbeat.objects.filter(waits_for="").exists())
+        process.until(lambda: ProcessRow.objects.filter(waits_for="").exists())
 
         assert ready(client, "outbox") == {"database": "ok", "relays": "ok", "broker": "ok"}
 

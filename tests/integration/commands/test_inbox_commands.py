@@ -1,32 +1,23 @@
-"""The commands of the inbox: inbox_status, inbox_retry, inbox_purge."""
+"""The command of the inbox that retries dead messages."""
 
 from __future__ import annotations
 
 import io
-import json
-from datetime import timedelta
 
 import pytest
 from django.core.management import CommandError, call_command
 
-from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
-LONG_AGO = timedelta(days=400)
-
 
 def run(command, *arguments, **options):
     out = io.StringIO()
     call_command(command, *arguments, stdout=out, **options)
     return out.getvalue().strip()
-
-
-def status(**options):
-    return json.loads(run("inbox_status", json=True, **options))
 
 
 def fails(message):
@@ -47,10 +38,6 @@ def dead(handles):
         return envelope.id
 
     return make
-
-
-def make_every_row_old():
-    InboxMessage.objects.update(settled_at=utcnow() - LONG_AGO, received_at=utcnow() - LONG_AGO)
 
 
 class TestRetry:

@@ -11,9 +11,9 @@ from datetime import timedelta
 import pytest
 from django.core.management import CommandError, call_command
 
+from exactly_once.models import Lease
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
-from outbox.models import RelayLease
 from outbox.relay.service import serve
 from outbox.states import RESTORE, State
 from outbox.store import pausing
@@ -231,7 +231,7 @@ class TestRelayProcess:
 
 def expire_the_relay_lease():
     """On SQLite the lease of a killed relay ends by time only."""
-    RelayLease.objects.using("other").update(expires_at=DatabaseTime())
+    Lease.objects.using("other").update(expires_at=DatabaseTime())
 
 
 @pytest.mark.parametrize("command", ["outbox_relay", "exactly_once_status", "exactly_once_purge", "exactly_once_health"])

@@ -11,6 +11,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
+from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.sql.now import DatabaseTime
@@ -19,7 +20,6 @@ from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from outbox.models import RelayHeartbeat
 from outbox.states import State
 from tests.support.deliveries import an_envelope, deliver, run_to_the_end, the_effect, the_row
 from tests.support.heartbeats import a_relay
@@ -186,9 +186,9 @@ class TestRelays:
 
     def test_status_without_the_relay_table_says_to_run_migrate(self):
         with connection.cursor() as cursor:
-            cursor.execute(f"DROP TABLE {RelayHeartbeat._meta.db_table}")
+            cursor.execute(f"DROP TABLE {Process._meta.db_table}")
 
-        with pytest.raises(CommandError, match=r"no table outbox_relayheartbeat\. Run `python manage\.py migrate outbox`"):
+        with pytest.raises(CommandError, match=r"no table exactly_once_process\. Run `python manage\.py migrate exactly_once`"):
             run(app="outbox")
 
 
