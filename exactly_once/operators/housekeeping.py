@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import DatabaseError, InterfaceError, connections
-from django.db.models import Model
+from django.db.models import Model, QuerySet
+from django.utils.translation import gettext as _
 
 from exactly_once.models import AuditEntry
 from exactly_once.operators.leases import TableLease
@@ -32,6 +33,22 @@ CHUNK = 500
 _ROUND_SECONDS = 60.0
 _PAUSE_SECONDS = 0.02
 """After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+
+
+class OldRows(NamedTuple):
+    """Rows of one kind that are older than their retention, and the field of their order."""
+
+    name: str
+    rows: QuerySet[Any]
+    by: str = "at"
+
+
+def old_rows(app: str, alias: str, trail: type[Model], operations: OperationTable, options: Any) -> Iterator[OldRows]:
+    """What is deleted besides messages."""
+    audited = older_entries(AuditEntry, alias, options.AUDIT_RETENTION).filter(app=app)
+    yield OldRows(_("entries of the trail"), older_entries(trail, alias, options.TRAIL_RETENTION))
+    yield OldRows(_("entries of the audit log"), audited)
+    yield OldRows(_("bulk operations"), operations.ended(alias, options.OPERATION_RETENTION), by="ended_at")
 
 
 class Housekeeping:
@@ -77,17 +94,13 @@ class Housekeeping:
 
     def _delete_entries(self, trail: type[Model], operations: OperationTable, options: Any, stop: StopRequest) -> None:
         """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""
-        old = older_entries(trail, self._alias, options.TRAIL_RETENTION)
-        self._delete(delete_in_chunks(old, by="at", chunk=CHUNK), stop)
-        audited = older_entries(AuditEntry, self._alias, options.AUDIT_RETENTION).filter(app=self.app)
-        self._delete(delete_in_chunks(audited, by="at", chunk=CHUNK), stop)
-        ended = operations.ended(self._alias, options.OPERATION_RETENTION)
-        self._delete(delete_in_chunks(ended, by="ended_at", chunk=CHUNK), stop)
+        for old in old_rows(self.app, self._alias, trail, operations, options):
+            self._delete(delete_in_chunks(old.rows, by=old.by, chunk=CHUNK), stop)
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:
         """Delete them chunk by chunk. False: it was interrupted."""
         renew_at = monotonic() + _ROUND_SECONDS
-        for _ in chunks:
+        for _deleted in chunks:
             if stop.wait(_PAUSE_SECONDS):
                 return False
             if monotonic() >= renew_at:

@@ -104,7 +104,7 @@ def arguments(command):
 
 
 def command_pages():
-    names = ["console-commands.md"]
+    names = ["console-commands.md", "status-commands.md"]
     names += [f"{side}/{name}.md" for side in SIDES for name in ("process-commands", "message-commands")]
     return {name: page(f"reference/{name}") for name in names}
 

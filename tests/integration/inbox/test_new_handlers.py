@@ -55,7 +55,7 @@ def relay_all():
 
 def status(**options):
     output = io.StringIO()
-    call_command("inbox_status", stdout=output, **options)
+    call_command("exactly_once_status", stdout=output, **options)
     return output.getvalue()
 
 
@@ -228,7 +228,7 @@ class TestLocally:
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
         assert waiting_among("default", [handler]) == {"new"}
 
-        (shown,) = json.loads(status(json=True))["starting_handlers"]
+        (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
 
         assert (shown["handler"], shown["topic"], shown["handed_over"]) == ("new", TOPIC, 0)
         assert "waits for its past" in status()
@@ -352,7 +352,7 @@ class TestFromABroker:
             wait_until(lambda: starts.waiting("default") == ["new"])
             wait_until(lambda: "no relay has begun to hand over the past of new" in caplog.text)
             assert "No relay has begun to hand over the past of: new." in status()
-            assert [shown["begun"] for shown in json.loads(status(json=True))["starting_handlers"]] == [False]
+            assert [shown["begun"] for shown in json.loads(status(json=True))["inbox"]["starting_handlers"]] == [False]
             published_many(3, since=3)
             from_here = StopRequest()
             # A pass of a relay that knows nothing of the inbox's starts.
