@@ -23,7 +23,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.editing import conflict_token
 from inbox.joins.models import Run
 from inbox.models import InboxMessage, PausedHandler
-from inbox.webhooks import Endpoint
+from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
@@ -33,7 +33,7 @@ from tests.support.heartbeats import a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
 ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
 PERMISSION = {
@@ -84,7 +84,7 @@ EFFECTIVE = {
             "created_at": None,
         },
     },
-    ("inbox_webhooks.Endpoint", "enable"): {"state": "disabled"},
+    ("inbox_outgoing_webhooks.Endpoint", "enable"): {"state": "disabled"},
 }
 """Columns with which an action has an effect on the row of its page."""
 
@@ -152,7 +152,7 @@ def a_row(handles):
         "outbox.PendingCallback": a_pending_callback,
         "inbox.InboxMessage": a_dead_letter,
         "inbox_joins.Run": a_run,
-        "inbox_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
+        "inbox_outgoing_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
     }
 
     # A page without rows of its own, such as the overview, has a list only.
@@ -253,7 +253,7 @@ def forms_beside_the_actions(a_row):
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
     yield (
-        url_of("inbox_webhooks.Endpoint", "add"),
+        url_of("inbox_outgoing_webhooks.Endpoint", "add"),
         {"name": "h", "url": "https://example.com", "topics": "[]", "concurrency": 2},
     )
 

@@ -13,7 +13,7 @@ from exactly_once.models import Process as ProcessRow
 from exactly_once.sql.now import DatabaseTime
 from inbox.joins.models import Run
 from inbox.models import InboxMessage, PausedHandler
-from inbox.webhooks import Endpoint
+from inbox.outgoing_webhooks import Endpoint
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
@@ -30,7 +30,7 @@ from tests.support.workers import Process
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
 PROCESSES = {"inbox": "consumer", "outbox": "relay"}
-OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 EVERY = {
     (model._meta.label, action)
     for model, model_admin in admin.site._registry.items()
@@ -122,7 +122,7 @@ def rows_to_act_on():
         found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
     for action in ("test", "edit", "rotate", "enable", "disable"):
         state = "disabled" if action == "enable" else "active"
-        found["inbox_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
+        found["inbox_outgoing_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
     return found
 
 

@@ -20,7 +20,9 @@ from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
-NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_webhooks")}
+NEWEST = {
+    app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
+}
 
 
 def migrate_to(*targets):
@@ -101,7 +103,7 @@ def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(comma
         with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
             assert relay.ends() == 0, relay.said()
     finally:
-        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_webhooks"])
+        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_outgoing_webhooks"])
 
 
 def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_to_run(command):

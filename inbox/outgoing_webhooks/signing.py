@@ -1,7 +1,7 @@
 """The signature of a request, by the Standard Webhooks specification with a symmetric secret (`v1`).
 
-The receiver verifies the id, the time and the body, see `outbox.webhooks.StandardWebhooks`. The id is the same in every
-attempt, so the receiver deduplicates on it. The time is that of the attempt.
+The receiver verifies the id, the time and the body, see `outbox.incoming_webhooks.StandardWebhooks`. The id is the same in
+every attempt, so the receiver deduplicates on it. The time is that of the attempt.
 """
 
 from __future__ import annotations

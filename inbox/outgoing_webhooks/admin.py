@@ -33,10 +33,10 @@ from exactly_once.display import (
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
-from inbox.webhooks import endpoints
-from inbox.webhooks.fanning_out import fan_outs, send_test
-from inbox.webhooks.models import Endpoint, State
-from inbox.webhooks.urls import shown
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
+from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.outgoing_webhooks.urls import shown
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
 _APP = "inbox"
@@ -87,8 +87,8 @@ class EndpointAdmin(ActingAdmin):
     nouns = _("endpoints")
     nothing = _("There is no endpoint.")
     hint = _(
-        "The process inbox_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused and tried "
-        "again later; its messages wait. A disabled endpoint gets no new messages."
+        "The process inbox_outgoing_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused "
+        "and tried again later; its messages wait. A disabled endpoint gets no new messages."
     )
     large_columns = ("secret", "old_secret")
     actions = ("test", "edit", "rotate", "enable", "disable")
@@ -147,7 +147,7 @@ class EndpointAdmin(ActingAdmin):
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
-        # The query of a URL may be a secret.
+        # Parts of a URL may be secrets.
         given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
         record(_APP, alias, actor_of(request), action, [subject], given)
 
@@ -299,4 +299,7 @@ class EndpointAdmin(ActingAdmin):
 
     @admin.display(description=_("secret"))
     def shown_secret(self, row: Any) -> SafeString:
-        return folded(gettext("Show the secret"), format_html("<p>{}</p>", identifier(row.secret)))
+        return folded(
+            gettext("Show the URL and the secret"),
+            format_html("<p>{}</p><p>{}</p>", identifier(row.url), identifier(row.secret)),
+        )

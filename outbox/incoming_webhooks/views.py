@@ -19,9 +19,9 @@ from django.views.generic import View
 
 from outbox.conf import outbox_options
 from outbox.errors import PayloadTooLarge
-from outbox.webhooks.endpoint import Endpoint, Event, Read, Unreadable
-from outbox.webhooks.signals import conflicting_event
-from outbox.webhooks.signatures import InvalidSignature, Verify
+from outbox.incoming_webhooks.endpoint import Endpoint, Event, Read, Unreadable
+from outbox.incoming_webhooks.signals import conflicting_event
+from outbox.incoming_webhooks.signatures import InvalidSignature, Verify
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from django.utils.translation import gettext
 
+from exactly_once.masking import masked_path
 from exactly_once.wire.text import why_unfit
 
 LONGEST = 2000
@@ -37,6 +38,6 @@ def port_of(parts: SplitResult) -> int:
 
 
 def shown(url: str) -> str:
-    """The URL without its query, which may contain a secret."""
+    """The URL without what may be a secret: its query, and parts of its path."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}{parts.path}{'?…' if parts.query else ''}"
+    return f"{parts.scheme}://{parts.netloc}{masked_path(parts.path)}{'?…' if parts.query else ''}"

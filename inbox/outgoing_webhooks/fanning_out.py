@@ -23,12 +23,12 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import State as MessageState
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import NewRow
 from inbox.store.trail import record
-from inbox.webhooks import endpoints
-from inbox.webhooks.models import Endpoint, State
 
 Payload = Callable[[Message], Any]
 Wanted = Callable[[Message, Endpoint], bool]

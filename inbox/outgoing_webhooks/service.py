@@ -21,11 +21,11 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.service import run_on_threads
 from inbox.handlers.handler import Handler
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.delivering import handler_of
+from inbox.outgoing_webhooks.models import Endpoint
 from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from inbox.webhooks import endpoints
-from inbox.webhooks.delivering import handler_of
-from inbox.webhooks.models import Endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@ import django.core.validators
 import django.db.models.functions.datetime
 from django.db import migrations, models
 
-import inbox.webhooks.models
-import inbox.webhooks.signing
+import inbox.outgoing_webhooks.models
+import inbox.outgoing_webhooks.signing
 from exactly_once.sql.labels import label_of
 
 
@@ -21,10 +21,10 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
                 ('name', models.CharField(help_text='It cannot be changed later.', max_length=64, unique=True, validators=[django.core.validators.RegexValidator('\\A[a-z0-9][a-z0-9._-]*\\Z', "Use lower-case letters, digits, '.', '_' and '-'.")])),
-                ('url', models.CharField(max_length=2000, validators=[inbox.webhooks.models.valid_url], verbose_name='URL')),
-                ('topics', models.JSONField(blank=True, default=list, help_text='A list, ["shop.order.placed"]. [] means all.', validators=[inbox.webhooks.models.valid_topics])),
+                ('url', models.CharField(max_length=2000, validators=[inbox.outgoing_webhooks.models.valid_url], verbose_name='URL')),
+                ('topics', models.JSONField(blank=True, default=list, help_text='A list, ["shop.order.placed"]. [] means all.', validators=[inbox.outgoing_webhooks.models.valid_topics])),
                 ('concurrency', models.PositiveSmallIntegerField(default=2, help_text='The maximum number of requests at a time in one process.', validators=[django.core.validators.MinValueValidator(1), django.core.validators.MaxValueValidator(64)])),
-                ('secret', models.CharField(default=inbox.webhooks.signing.new_secret, max_length=255)),
+                ('secret', models.CharField(default=inbox.outgoing_webhooks.signing.new_secret, max_length=255)),
                 ('old_secret', models.CharField(blank=True, db_default='', default='', max_length=255)),
                 ('old_secret_until', models.DateTimeField(blank=True, null=True)),
                 ('state', models.CharField(choices=[('active', 'Active'), ('paused', 'Paused'), ('disabled', 'Disabled')], default='active', max_length=8)),

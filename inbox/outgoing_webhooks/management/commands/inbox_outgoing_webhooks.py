@@ -11,8 +11,8 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_schema
 from inbox.conf import inbox_options
-from inbox.webhooks.fanning_out import aliases
-from inbox.webhooks.service import THREADS, serve
+from inbox.outgoing_webhooks.fanning_out import aliases
+from inbox.outgoing_webhooks.service import THREADS, serve
 
 
 class Command(TranslatedCommand):

@@ -19,8 +19,8 @@ from exactly_once.wire.context import Cause, caused_by
 from exactly_once.wire.text import why_no_topic, why_unfit
 from outbox.api import PublishedMessage, publish
 from outbox.errors import InvalidMessage, PayloadTooLarge
+from outbox.incoming_webhooks.signatures import Verify
 from outbox.store.unique import has_payload
-from outbox.webhooks.signatures import Verify
 
 
 class Unreadable(Exception):

@@ -24,9 +24,9 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
+from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.outgoing_webhooks.signing import new_secret
 from inbox.store import due
-from inbox.webhooks.models import Endpoint, State
-from inbox.webhooks.signing import new_secret
 
 logger = logging.getLogger(__name__)
 
