@@ -34,9 +34,12 @@ class Process(models.Model):
     # The time of the last heartbeat's statement and its commit, as the process saw it.
     database_ms = models.FloatField(_("database round trip in ms"), null=True)
     broker_ms = models.FloatField(_("broker round trip in ms"), null=True)
+    running = models.JSONField(default=list)
+    """What its threads run now, see `process.work`."""
     facts = models.JSONField(default=dict)
-    """What only its kind reports. A relay: `published` since its start, and the `shards` that it tries in one pass. A consumer:
-    the names of its `handlers` on this database; deliveries `received`, and stored messages that it `ran`, since its start.
+    """What only its kind reports. A relay: `published` since its
+    start, and the `shards` that it tries in one pass. A consumer: the names of its `handlers` on this database; deliveries
+    `received`, and stored messages that it `ran`, since its start.
     """
     mode = models.CharField(
         max_length=12,
@@ -337,3 +340,33 @@ class FailureNote(models.Model):
 
     def __str__(self) -> str:
         return self.error_class
+
+
+class Flow(AuditEntry):
+    """The page of a chain of messages. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("flow")
+        verbose_name_plural = _("flow")
+        default_permissions = ("view",)
+
+
+class Busy(AuditEntry):
+    """The page of what runs now. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("what runs now")
+        verbose_name_plural = _("busy")
+        default_permissions = ("view",)
+
+
+class TopicsAndHandlers(AuditEntry):
+    """The page of topics and handlers. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("topics and handlers")
+        verbose_name_plural = _("topics and handlers")
+        default_permissions = ("view",)

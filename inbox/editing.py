@@ -145,7 +145,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             counted = int(first.conflicting_id != first.message_id)
             InboxMessage.objects.using(alias).filter(pk=pk).update(
                 conflicting_attributes=None,
-                conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it is kept from now on
+                conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
                 conflicts=F("conflicts") - 1,
                 duplicates=F("duplicates") - counted,
             )

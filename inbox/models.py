@@ -33,6 +33,9 @@ DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
 SETTLED = (State.DONE, State.SKIPPED, State.SHED)
 """Final states: no attempt and no decision is pending, so these rows may be purged."""
 
+CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
+"""Messages of a chain but for its first, whose correlation id is its own message id."""
+
 
 class InboxMessage(models.Model):
     """One message in one handler, and its outcome."""
@@ -135,6 +138,7 @@ class InboxMessage(models.Model):
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
+            models.Index(fields=["correlation_id", "id"], name="inbox_chain", condition=CHAINED),
             models.Index(
                 "handler",
                 "key",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
+from django.db.models.functions import Cast
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
@@ -21,6 +22,9 @@ STREAM = Q(state="ready", priority=0, available_at=models.F("created_at"))
 """Ready messages that have been ready since their insert, and have no priority."""
 SECONDARY = Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at")))
 """All other ready messages: prioritised, once delayed, retried, released."""
+
+CHAINED = ~Q(correlation_id=Cast("message_id", models.CharField()))
+"""Messages of a chain but for its first, whose correlation id is its own message id. On SQLite it is true of all of them."""
 
 
 class OutboxMessage(models.Model):
@@ -108,6 +112,7 @@ class OutboxMessage(models.Model):
             # For a paused topic: the oldest messages to probe or to resume, and whether one of its messages is retrying.
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
+            models.Index(fields=["correlation_id", "id"], name="outbox_chain", condition=CHAINED),
             models.Index(
                 fields=["error_class", "topic", "failing_since"],
                 name="outbox_failures",

@@ -43,6 +43,7 @@ class Migration(migrations.Migration):
                 ('memory_bytes', models.PositiveBigIntegerField(null=True, verbose_name='resident memory in bytes')),
                 ('database_ms', models.FloatField(null=True, verbose_name='database round trip in ms')),
                 ('broker_ms', models.FloatField(null=True, verbose_name='broker round trip in ms')),
+                ('running', models.JSONField(default=list)),
                 ('facts', models.JSONField(default=dict)),
                 ('mode', models.CharField(choices=[('running', 'running'), ('paused', 'paused'), ('draining', 'draining'), ('stopping', 'stopping')], db_default='running', default='running', max_length=12)),
                 ('stopped_at', models.DateTimeField(null=True, verbose_name='stopped')),
@@ -201,5 +202,47 @@ class Migration(migrations.Migration):
             options={
                 'default_permissions': (),
             },
+        ),
+        migrations.CreateModel(
+            name='Flow',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'flow',
+                'verbose_name_plural': 'flow',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
+            name='Busy',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'what runs now',
+                'verbose_name_plural': 'busy',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
+            name='TopicsAndHandlers',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'topics and handlers',
+                'verbose_name_plural': 'topics and handlers',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
         ),
     ]

@@ -15,6 +15,7 @@ from django.utils.functional import Promise
 
 from exactly_once.models import Process
 from exactly_once.operators.minutes import MinuteWriter
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import (
     FORGET_SECONDS,
@@ -173,6 +174,7 @@ class HeartbeatWriter:
             "waits_for": one_line(waits_for),
             "mode": self._stop.mode,
             "facts": facts,
+            "running": work.running(self._table.app, self._alias, self._started_at),
         }
         try:
             # On SQLite, each write takes the lock of the only writer.

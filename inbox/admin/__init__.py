@@ -2,6 +2,7 @@
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
     failures,
+    handlers,
     health,
     messages,
     overview,

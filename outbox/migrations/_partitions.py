@@ -49,6 +49,7 @@ def partitioning(table: str) -> list[str]:
         "FOR VALUES FROM (1) TO (MAXVALUE) PARTITION BY RANGE (day)",
         f"CREATE INDEX outbox_history_message_id ON {history} (message_id)",
         f"CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",
+        f"CREATE INDEX outbox_history_chain ON {history} (correlation_id, id) WHERE correlation_id <> message_id::varchar",
         # A published message is found by its message id or biz-id. Only messages that can be restored need a fast search by id.
         f"CREATE INDEX outbox_history_given_up ON {history} (id) WHERE state <> 'published'",
         f"CREATE INDEX outbox_history_id ON {history} USING brin (id) WITH (pages_per_range = 32, autosummarize = on)",

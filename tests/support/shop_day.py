@@ -122,11 +122,18 @@ def _processes() -> None:
             **{"host": f"shop-worker-{number}", "pid": 900 + 2 * number, "handlers": names, "mode": mode, **measured},
             received=730_114 // number,
             ran=2_310 // number,
+            running=[a_run(name, f"worker-{thread}") for thread, name in enumerate(names)] if mode == "running" else [],
             rate=0.0 if mode == "paused" else 131.4 / number,
         )
     Process.objects.filter(app="inbox", mode="paused").update(
         requested="pause", requested_by="ada in the admin", requested_at=utcnow() - 9 * MINUTE, acknowledged_at=utcnow()
     )
+
+
+def a_run(what: str, thread: str, *, message: str = "") -> dict[str, Any]:
+    """What a thread runs, as a heartbeat has it."""
+    given = {"what": what, "message": message or str(uuid.uuid4()), "messages": 1, "thread": thread}
+    return {**given, "began": 5 * HOUR.total_seconds() - 3}
 
 
 # ----------------------------------------------------------------------------------------------------------------- outbox
@@ -248,6 +255,23 @@ def _inbox() -> None:
     )
     _endpoints()
     _a_life()
+    _a_chain()
+
+
+def _a_chain() -> None:
+    """An order with its effects, of which one fails, and what their handlers published. Its correlation id is "cart-7299"."""
+    cause = ""
+    for number, (topic, handlers) in enumerate(((PLACED, (RESERVE, CHARGE)), (PAID, (PARCEL,)), (SHIPPED, ()))):
+        ids = {"correlation_id": "cart-7299", "causation_id": cause}
+        at = (40 - number) * SECOND
+        row = a_message(State.PUBLISHED, topic=topic, biz_id=_order(99), ago=at, settled_at=utcnow() - at + SECOND / 50, **ids)
+        cause = str(row.message_id)
+        for handler in handlers:
+            received = {"ago": at - SECOND / 10, "message_id": cause, "topic": topic, **ids}
+            if handler == CHARGE:
+                failing(handler, _order(99), TIMEOUT, attempts=2, **received)
+            else:
+                a_handled(handler, _order(99), **received)
 
 
 def _endpoints() -> None:
@@ -506,7 +530,7 @@ def hostile_rows(text: str) -> None:
     Endpoint.objects.create(name=text[:64], url=text, topics=[text], state="disabled", state_since=now, reason=text)
     asked = {"requested": "pause", "requested_by": text, "requested_at": now}
     a_relay(host=text, waits_for=text)
-    a_consumer(host=text, waits_for=text, handlers=[text])
+    a_consumer(host=text, waits_for=text, handlers=[text], running=[a_run(text, text, message=text)])
     Process.objects.filter(host=text).update(**asked)
     received = failing(
         text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=json.dumps({text: text}).encode(),
