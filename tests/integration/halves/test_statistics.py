@@ -119,7 +119,7 @@ def test_statistics_of_a_minute_cost_the_time_and_one_insert():
     with CaptureQueriesContext(connection) as asked:
         writer.write()
 
-    statements = [query["sql"].split()[0] for query in asked if query["sql"] not in {"BEGIN", "COMMIT"}]
+    statements = [verb for query in asked if (verb := query["sql"].split()[0]) not in {"BEGIN", "COMMIT"}]
     assert statements == (["SELECT", "INSERT"] if connection.vendor == "postgresql" else ["INSERT"])
 
 
