@@ -25,7 +25,7 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from django.core import mail
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 from django.db.models import Model
 from django.dispatch import Signal
 
@@ -120,10 +120,7 @@ class Evaluator:
 
     def release(self) -> None:
         """Let another process evaluate at once."""
-        try:
-            self._lease.release()
-        except (DatabaseError, InterfaceError) as error:
-            logger.debug("The lease of the alerts was not released: %s", error)
+        self._lease.release()
 
     def _send(self, given: AlertOptions) -> None:
         for alert in self._table.unsent(self._alias)[:_MOST_SENT]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 from django.db.models import Model, QuerySet
 from django.utils.translation import gettext as _
 
@@ -115,7 +115,4 @@ class Housekeeping:
 
     def release_lease(self) -> None:
         """Let another process take it at once."""
-        try:
-            self._lease.release()
-        except (DatabaseError, InterfaceError) as error:
-            logger.debug("The housekeeping's lease was not released: %s", error)
+        self._lease.release()

@@ -5,15 +5,19 @@ The alerts of an app and its housekeeping; on SQLite all relaying, on PostgreSQL
 
 from __future__ import annotations
 
+import logging
 import uuid
 from datetime import timedelta
 
+from django.db import DatabaseError, InterfaceError
 from django.db.models import Q, QuerySet
 
 from exactly_once.models import Lease
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
+
+logger = logging.getLogger(__name__)
 
 
 class TableLease:
@@ -49,8 +53,11 @@ class TableLease:
         self._own().update(done_at=DatabaseTime())
 
     def release(self) -> None:
-        """Let another process take it at once."""
-        self._own().update(expires_at=DatabaseTime())
+        """Let another process take it at once. It never raises: a lease that is not released expires."""
+        try:
+            self._own().update(expires_at=DatabaseTime())
+        except (DatabaseError, InterfaceError) as error:
+            logger.debug("The lease %r on %r was not released: %s", self._name, self._alias, error)
 
     def _own(self) -> QuerySet[Lease]:
         return self._rows().filter(token=self._token)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 
 from exactly_once.broker import REFUSAL_REMEDY, describe_refusal
 from exactly_once.process import work
@@ -327,8 +327,5 @@ class Relay:
             connections[self._alias].close()
 
     def _release_all(self) -> None:
-        try:
-            self._pass.close()
-        except (DatabaseError, InterfaceError) as error:
-            logger.debug("The lease was not released: %s", error)
+        self._pass.close()
         self._transport.close()

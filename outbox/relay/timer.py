@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 
-from django.db import Error, connections
+from django.db import connections
 
 from exactly_once.operators.leases import TableLease
 from exactly_once.process.clock import monotonic
@@ -138,10 +138,7 @@ class Timer:
 
     def _give_up_lease(self) -> None:
         if self._lease is not None and self._holds:
-            try:
-                self._lease.release()
-            except Error as error:
-                logger.debug("The timer's lease was not released: %s", error)
+            self._lease.release()
 
     def _new_table(self) -> Timetable:
         return Timetable(slots=self._options.WHEEL_SLOTS, tick=self._options.WHEEL_TICK.total_seconds(), now=monotonic())

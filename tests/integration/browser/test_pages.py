@@ -14,7 +14,8 @@ from tests.support.shop_day import TOPIC_OF, a_busy_day, hostile_rows
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
 
-OURS = [model for model in admin.site._registry if model._meta.app_label in {"outbox", "inbox", "inbox_outgoing_webhooks"}]
+APPS = {"exactly_once", "outbox", "inbox", "inbox_outgoing_webhooks"}
+OURS = [model for model in admin.site._registry if model._meta.app_label in APPS]
 MESSAGES = (OutboxMessage, InboxMessage)
 HOSTILE = f"{NASTY}{'W' * 120}"
 SAFE = {"auth_user", "django_session", "django_migrations", "django_content_type", "auth_permission"}
