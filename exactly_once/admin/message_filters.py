@@ -17,7 +17,8 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.message_search import newest
 from exactly_once.display import duration, visible
-from exactly_once.operators.failure_groups import FailureGroups
+from exactly_once.operators.actions import operated
+from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
 
@@ -123,13 +124,12 @@ class ErrorClassFilter(ValueFilter):
 
     title = _("error class")
     parameter_name = "error"
-    groups: ClassVar[FailureGroups]
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return self.groups.classes(model_admin.using)
+        return operated[model_admin.package].groups.classes(model_admin.using)
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(self.groups.of_class(value))
+        return queryset.filter(operated[package_of(queryset.model)].groups.of_class(value))
 
 
 class UnindexedFilter(admin.SimpleListFilter):

@@ -25,6 +25,7 @@ from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
 from exactly_once.admin.timeline import timeline
 from exactly_once.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, visible
+from exactly_once.operators.actions import Action
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.redaction import Redaction
@@ -114,8 +115,6 @@ class MessageAdmin(ActingAdmin):
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     nothing = _("No messages.")
-    allowed_in: ClassVar[Mapping[str, Sequence[str]]]
-    """By action: the states from which it is allowed."""
     age_column: ClassVar[str] = "id"
     """It grows with time, and has an index."""
     born_column: ClassVar[str]
@@ -316,16 +315,9 @@ class MessageAdmin(ActingAdmin):
         except NoReverseMatch:
             return ""
 
-    def offers(self, action: str, row: Any) -> bool:
-        return row.state in self.allowed_in.get(action, ())
-
-    def has_export_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.export_{self.letters.app}message")
-
-    @admin.action(permissions=["export"], description=_("Export dead letters"))
     def export(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
         """A file with the dead letters among the selected messages, of any number: see `dead_letters`."""
-        rows = queryset.filter(state__in=self.allowed_in["export"])
+        rows = queryset.filter(state__in=EXPORT.sources)
         total = rows.count()
         if not total:
             self.message_user(request, gettext("Nothing was exported: none of the messages is a dead letter."), messages.ERROR)
@@ -340,12 +332,10 @@ class MessageAdmin(ActingAdmin):
         response["Cache-Control"] = "no-store"
         return response
 
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        row = self.everything(request).using(alias).filter(pk=pk).only("state").first()
-        if row is None:
-            return gettext("it no longer exists")
-        allowed = row.state in self.allowed_in.get(request.POST.get("action", ""), ())
-        state = row.get_state_display().lower()
-        if allowed:
-            return gettext("it is %(state)s now, and a process is working on it; try again") % {"state": state}
-        return gettext("it is %(state)s now") % {"state": state}
+
+EXPORT = Action(
+    name="export",
+    label=_("Export dead letters"),
+    sources=("dead",),
+    respond=lambda model_admin, request, queryset, given: model_admin.export(request, queryset),
+)

@@ -12,6 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, by
 from exactly_once.display import age, as_text, headline, moment, visible
+from exactly_once.operators.actions import permission
 
 
 class PausedAdmin(ActingAdmin):
@@ -27,13 +28,12 @@ class PausedAdmin(ActingAdmin):
     add_form_template = "admin/change_form.html"
     sortable_by = ()
     list_filter = ()
-    actions = ("resume",)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(permission(self.model, "pause"))
 
     def pause(self, row: Any, by: str) -> None:
         """Pause what the new row names."""
-        raise NotImplementedError
-
-    def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:

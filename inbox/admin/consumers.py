@@ -10,7 +10,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.admin.processes import ProcessAdmin, requests
 from exactly_once.display import NOTHING, identifier, stacked
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.models import ConsumerHeartbeat
@@ -21,6 +21,7 @@ _HANDLERS_IN_THE_LIST = 3
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
     title = _("Consumers")
+    actions = requests(ConsumerHeartbeat)
     list_display = ("process", "state", "times", "some_handlers", "counts", "resources")
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count"),

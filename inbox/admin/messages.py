@@ -7,32 +7,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.db.models import BigIntegerField, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
+from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import by, counted
+from exactly_once.admin.acting import counted
 from exactly_once.admin.attempts import attempts
-from exactly_once.admin.failures import failure_text
+from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.message_filters import (
     AgeFilter,
     AttemptsFilter,
+    ErrorClassFilter,
     HostFilter,
     StateFilter,
     StuckFilter,
     TopicFilter,
     ValueFilter,
 )
-from exactly_once.admin.messages import Counterpart, MessageAdmin
+from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -49,25 +48,19 @@ from exactly_once.display import (
     warning,
 )
 from exactly_once.failures import DEFERRED
+from exactly_once.operators.actions import Action, OperatedMessages, permission, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import COMPRESSION
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
-from inbox.admin.dry_run import DRY_RUN, shown_dry_run
-from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
-from inbox.admin.forms import ConflictForm, DryRunForm, EditForm, OverrideForm, SkipForm
+from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.dead_letters import letters
-from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
-from inbox.dry_run import why_not as why_not_dry
-from inbox.editing import conflict_token, replace_message, run_conflicting
-from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
-from inbox.leases.operating import once_ended
-from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
-from inbox.resending import resending
+from inbox.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
 from inbox.store import heartbeats, operating
+from inbox.store.groups import groups, notes
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -78,6 +71,11 @@ _PROGRESS = _("Progress")
 _NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
+register_messages(
+    OperatedMessages(
+        model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, place_label=_("Place"), who_label=_("Handlers")
+    )
+)
 IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
 """Its handler deferred it. That is not a failure."""
 
@@ -166,26 +164,17 @@ class InboxMessageAdmin(MessageAdmin):
     }
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
     counterpart = Counterpart(app="outbox", model="outboxmessage", title=_("outbox messages"))
-    planner = planner
     letters = letters
-    refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
-    allowed_in: ClassVar[Any] = {
-        "retry": operating.RETRYABLE,
-        "edit": (State.DEAD,),
-        "skip": operating.SKIPPABLE,
-        "override_maximum_age": (State.DEAD,),
-        "run_conflicting": tuple(State),
-        "dry_run": RUNNABLE,
-        "export": (State.DEAD,),
-    }
+    refusals = REFUSALS
+    actions = (RETRY, EDIT, DRY_RUN, SKIP, OVERRIDE, RUN_CONFLICTING, EXPORT)
 
     list_display = ("state_badges", "summary", "age", "error_headline")
     list_display_links = ("summary",)
     list_filter = (
         InboxStuckFilter,
         InboxStateFilter,
-        InboxErrorClassFilter,
-        InboxFailureFilter,
+        ErrorClassFilter,
+        FailureFilter,
         TopicFilter,
         HandlerFilter,
         DuplicatesFilter,
@@ -199,7 +188,6 @@ class InboxMessageAdmin(MessageAdmin):
         "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
         "headers.tenant:acme."
     )
-    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "run_conflicting", "export")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -276,27 +264,10 @@ class InboxMessageAdmin(MessageAdmin):
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
         return by_name | Q(handler=term) | named
 
-    def offers(self, action: str, row: Any) -> bool:
-        if action == "dry_run":
-            return not why_not_dry(row)
-        if action == "run_conflicting":
-            return row.conflicting_attributes is not None
-        if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
-            return bool(row.quarantined == (action == "override_maximum_age"))
-        if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
-            return False
-        return super().offers(action, row)
-
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        action = request.POST.get("action")
-        row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
-        if row is not None and row.quarantined and action == "retry":
-            return gettext("it is in quarantine; use “Retry past the maximum message age…”")
-        if row is not None and not row.quarantined and action == "override_maximum_age":
-            return gettext("it is not in quarantine; use “Retry now”")
-        if action == "run_conflicting":
-            return gettext("no other content is stored with it, or it was run")
-        return super().why_not(request, alias, pk)
+    def permits(self, request: HttpRequest, action: Action) -> bool:
+        """The page of a correction shows the payload as it is stored."""
+        may_see = action is not EDIT or not self.redaction() or request.user.has_perm(permission(self.model, "unredacted"))
+        return may_see and super().permits(request, action)
 
     # display
 
@@ -530,155 +501,6 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("next attempt, or end of its lease"))
     def next_attempt(self, row: Any) -> SafeString:
         return moment(row.next_attempt_at, row.database_now)
-
-    def has_retry_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.retry_inboxmessage")
-
-    def has_edit_permission(self, request: HttpRequest) -> bool:
-        """The page of a correction shows the payload as it is stored."""
-        may_see = not self.redaction() or request.user.has_perm(f"{self.opts.app_label}.unredacted_inboxmessage")
-        return may_see and request.user.has_perm(f"{self.opts.app_label}.edit_inboxmessage")
-
-    def has_override_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.override_inboxmessage")
-
-    def has_skip_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.skip_inboxmessage")
-
-    @admin.action(permissions=["retry"], description=_("Retry now"))
-    def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        retry = partial(operating.retry, reason=by(request))
-        return self.carry_out(request, queryset, done=gettext("due for a retry now"), transition=once_ended(resending(retry)))
-
-    @admin.action(permissions=["edit"], description=_("Edit and retry…"))
-    def edit(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        """Edit the payload of one message, then show the changes for confirmation."""
-        picked = self._picked(request, queryset) or {}
-        if len(picked) != 1:
-            self.message_user(request, gettext("Nothing was changed: select one message to edit."), messages.ERROR)
-            return None
-        ((pk, row),) = picked.items()
-        if row is None:
-            self.message_user(request, gettext("Message number %(number)s no longer exists.") % {"number": pk}, messages.ERROR)
-            return None
-        stored = InboxMessage.objects.using(queryset.db).get(pk=pk)
-        try:
-            form = EditForm(stored, request.POST if self.is_confirmed(request) else None)
-        except NotEditable as error:
-            self.message_user(
-                request,
-                gettext("Message %(message)s: not edited: %(reason)s")
-                % {
-                    "message": self.subject(row),
-                    "reason": visible(str(error)),
-                },
-                messages.ERROR,
-            )
-            return HttpResponseRedirect(self.own_url(pk)) if request.POST.get("own_page") else None
-        if form.is_valid() and form.is_agreed:
-
-            def replace(alias: str, pk: int) -> bool:
-                return replace_message(alias, pk, form.cleaned_data["payload"], by=by(request)) is not None
-
-            return self.carry_out(request, queryset, done=gettext("replaced by a corrected message"), transition=replace)
-        return self.ask(
-            request,
-            queryset,
-            action="edit",
-            question=gettext("Replace this message with the corrected one?")
-            if form.changes
-            else gettext("Edit the payload of this message"),
-            button=gettext("Replace the message and run it") if form.changes else gettext("Show the changes"),
-            form=form,
-        )
-
-    @admin.action(permissions=["dry_run"], description=_("Dry run…"))
-    def dry_run(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        """Of one message: what its handler would write and publish; nothing is stored."""
-        picked = self._picked(request, queryset) or {}
-        row = next(iter(picked.values()), None)
-        if len(picked) != 1 or row is None:
-            self.message_user(request, _("Nothing was run: choose one message."), messages.ERROR)
-            return None
-        form = DryRunForm(request.POST if self.is_confirmed(request) else None)
-        if not form.is_valid():
-            return self.ask(
-                request,
-                queryset,
-                action="dry_run",
-                question=str(_("Run the handler without its effect?")),
-                button=str(_("Run it dry")),
-                form=form,
-            )
-        try:
-            result = dry_run(queryset.db, row.pk, timedelta(seconds=form.cleaned_data["seconds"]))
-        except DryRunRefused as refused:
-            words = _("Message %(message)s: not run: %(why)s") % {"message": self.subject(row), "why": refused}
-            self.message_user(request, visible(words), messages.ERROR)
-            return HttpResponseRedirect(self.own_url(row.pk))
-        self.log_change(request, row, f"Dry run: {result.outcome}.")
-        self.audit(request, queryset.db, "dry_run", row)
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            **shown_dry_run(result, self.redaction()),
-            "title": _("Dry run"),
-            "opts": self.opts,
-            "media": self.media,
-            "subject": self.subject(row),
-            "message_url": self.own_url(row.pk),
-            "changelist_url": self._changelist_url(),
-        }
-        return TemplateResponse(request, DRY_RUN, context)
-
-    def has_dry_run_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.dry_run_inboxmessage")
-
-    def has_run_conflicting_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.run_conflicting_inboxmessage")
-
-    @admin.action(permissions=["run_conflicting"], description=_("Run the different content as its own message…"))
-    def run_conflicting(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        asked = () if self.is_confirmed(request) else (self._picked(request, queryset) or {}).values()
-        shown = " ".join(conflict_token(row) for row in asked if row is not None)
-        return self.once_confirmed(
-            request,
-            queryset,
-            partial(ConflictForm, initial={"shown": shown}),
-            action="run_conflicting",
-            question=gettext("Run the different content of these messages as messages of their own?"),
-            button=gettext("Run as own messages"),
-            done=gettext("different content due now, as its own message"),
-            transition=lambda given: partial(
-                run_conflicting, confirmed=given["shown"].split(), by=by(request, given["reason"])
-            ),
-        )
-
-    @admin.action(permissions=["skip"], description=_("Skip…"))
-    def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            SkipForm,
-            action="skip",
-            question=gettext("Skip these messages? Their effect will not happen."),
-            button=gettext("Skip the messages"),
-            done=gettext("skipped"),
-            transition=lambda given: once_ended(partial(operating.skip, reason=given["reason"], by=by(request))),
-        )
-
-    @admin.action(permissions=["override"], description=_("Retry past the maximum message age…"))
-    def override_maximum_age(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            OverrideForm,
-            action="override_maximum_age",
-            question=gettext("Run these messages although they may have been handled before?"),
-            button=gettext("Run the messages"),
-            done=gettext("due now, past the maximum message age"),
-            transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
-        )
 
 
 def _is_deferred(row: InboxMessage) -> bool:

@@ -1,6 +1,5 @@
 """The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
 
-from outbox.admin import failures as failures
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin

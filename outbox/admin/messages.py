@@ -17,19 +17,22 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
-from exactly_once.admin.failures import failure_text
+from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.message_filters import (
     MOST_OFFERED,
     AgeFilter,
     AttemptsFilter,
+    ErrorClassFilter,
     HostFilter,
     StateFilter,
     StuckFilter,
     TopicFilter,
 )
+from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
     NOTHING,
+    Tone,
     age,
     as_json,
     as_text,
@@ -41,18 +44,31 @@ from exactly_once.display import (
     stacked,
     warning,
 )
+from exactly_once.operators.actions import Action, OperatedMessages, by_name, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.plurals import ngettext
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
-from outbox.admin.deciding import DecidingAdmin
-from outbox.admin.failures import OutboxErrorClassFilter, OutboxFailureFilter
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
+from outbox.dead_letters import letters
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
+from outbox.operations import (
+    ACTIONS,
+    ASK_AGAIN,
+    CANCEL_THEM,
+    COMMIT_THEM,
+    PUBLISH_THEM_NOW,
+    RESCHEDULE_THEM,
+    RESTORE_THEM,
+    ROLL_THEM_BACK,
+    is_overdue,
+)
+from outbox.relay.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, heartbeats, operating
+from outbox.store import figures, heartbeats, operating, unique
+from outbox.store.groups import groups, notes
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY
@@ -60,6 +76,16 @@ _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=St
 """Those that may be overdue without having failed. Each alternative has a partial index."""
 
 
+register_messages(
+    OperatedMessages(
+        model=OutboxMessage,
+        actions={**ACTIONS, **by_name(REPLAY)},
+        groups=groups,
+        notes=notes,
+        place_label=_("Topic"),
+        who_label=_("Topics"),
+    )
+)
 _CALLBACKS = 20
 _CALLBACKS_PART = _("Callbacks")
 
@@ -91,18 +117,37 @@ class OutboxStateFilter(StateFilter):
 
 
 @admin.register(OutboxMessage)
-class OutboxMessageAdmin(DecidingAdmin):
+class OutboxMessageAdmin(MessageAdmin):
     """The list of all messages, and the page of each message."""
 
-    large_columns = (*DecidingAdmin.large_columns, "wire")
+    large_columns = (*MessageAdmin.large_columns, "wire")
+    tones: ClassVar[Any] = {
+        State.PREPARED: Tone.LATER,
+        State.STUCK: Tone.STOPPED,
+        State.SCHEDULED: Tone.LATER,
+        State.READY: Tone.OPEN,
+        State.RETRYING: Tone.FAILING,
+        State.WAITING: Tone.LATER,
+        State.PAUSED: Tone.LATER,
+        State.PUBLISHED: Tone.DONE,
+        State.DEAD: Tone.STOPPED,
+        State.EXPIRED: Tone.OVER,
+        State.CANCELLED: Tone.OVER,
+        State.ROLLED_BACK: Tone.OVER,
+    }
+    letters = letters
+    counterpart = Counterpart(app="inbox", model="inboxmessage", title=_("inbox messages"))
+    actions: Any = (
+        *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),
+    )
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
-        OutboxErrorClassFilter,
-        OutboxFailureFilter,
+        ErrorClassFilter,
+        FailureFilter,
         TopicFilter,
         AgeFilter,
         AttemptsFilter,
@@ -147,6 +192,21 @@ class OutboxMessageAdmin(DecidingAdmin):
         (_("Routing"), {"fields": ("priority", "shard", "is_unique")}),
         (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
+
+    def is_here(self, where: str) -> bool:
+        return where == "outbox"
+
+    def remark(self, action: Action, row: Any) -> SafeString | str:
+        words = super().remark(action, row)
+        if words:
+            return words
+        if action is RESTORE_THEM:
+            if row.is_unique and unique.is_replaced(self.using, row.pk):
+                return gettext("A later message has replaced it: it is not changed.")
+            if is_overdue(row):
+                return gettext("Overdue: it is sent at once.")
+            return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
+        return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
 
     def stuck_after(self) -> timedelta:
         return outbox_options().STUCK_AFTER

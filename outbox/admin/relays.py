@@ -11,7 +11,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
-from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.admin.processes import ProcessAdmin, requests
 from exactly_once.display import NOTHING, age, stacked
 from outbox.models import SHARDS, OutboxMessage, RelayHeartbeat
 from outbox.states import State
@@ -22,6 +22,7 @@ class RelayAdmin(ProcessAdmin):
     title = _("Relays")
     kind = "relay"
     noun = _("relay")
+    actions = requests(RelayHeartbeat)
     list_display = ("process", "state", "times", "messages", "resources")
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now"),

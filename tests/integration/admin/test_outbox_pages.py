@@ -22,6 +22,7 @@ from exactly_once.process.heartbeat import SILENT_AFTER
 from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, RelayHeartbeat
+from outbox.operations import RESTORE_THEM
 from outbox.states import State
 from outbox.store import operating, restoring
 from tests.support.admin_pages import (
@@ -576,7 +577,7 @@ def test_admin_of_another_database_lists_and_restores_messages_of_that_database(
     queryset = other_admin.get_queryset(request)
 
     assert [row.message_id for row in queryset] == [there.message_id]
-    other_admin.restore(request, queryset)
+    RESTORE_THEM(other_admin, request, queryset)
 
     assert OutboxMessage.objects.using("other").get(pk=there.pk).state == State.READY
     assert state_of(here) == State.DEAD

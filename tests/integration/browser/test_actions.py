@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
 OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
 EVERY = {
-    (model._meta.label, action)
+    (model._meta.label, action.name)
     for model, model_admin in admin.site._registry.items()
     if model._meta.app_label in OURS
     for action in model_admin.actions or ()
