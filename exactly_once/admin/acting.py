@@ -107,6 +107,15 @@ def counted(rows: QuerySet[Any]) -> str:
 class LeanChangeList(ChangeList):
     """A list that does not load the large columns."""
 
+    @property
+    def filter_bar(self) -> list[tuple[Any, list[Any], Any]]:
+        """For the template: each filter's title, its choices, and the chosen one; None if that is the first, which is all."""
+        bar = []
+        for spec in self.filter_specs:
+            choices: list[Any] = list(spec.choices(self))
+            bar.append((spec.title, choices, next((each["display"] for each in choices[1:] if each["selected"]), None)))
+        return bar
+
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         model_admin: Any = self.model_admin
         return super().get_queryset(request, exclude_parameters).defer(*model_admin.large_columns)

@@ -22,7 +22,7 @@ from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
 
-_FAILING = ("retrying", "dead")
+FAILING = ("retrying", "dead")
 MOST_OFFERED = 30
 """Values in the sidebar. A list can be filtered by any other in its URL."""
 
@@ -143,7 +143,7 @@ class UnindexedFilter(admin.SimpleListFilter):
 
     def failing(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Those that are retrying or dead, which are few, unless the operator has chosen a state."""
-        chosen = queryset if request.GET.get(StateFilter.parameter_name) else queryset.filter(in_states(_FAILING))
+        chosen = queryset if request.GET.get(StateFilter.parameter_name) else queryset.filter(in_states(FAILING))
         return newest(request, chosen, self._column)
 
 
@@ -214,5 +214,5 @@ class HostFilter(UnindexedFilter, ValueFilter):
         value = self.value()
         if not value:
             return queryset
-        attempts = self._trail().filter(became__in=_FAILING, process__startswith=f"{fit(value)}:")
+        attempts = self._trail().filter(became__in=FAILING, process__startswith=f"{fit(value)}:")
         return self.failing(request, queryset).filter(Exists(attempts))

@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_POST
 
-from exactly_once.admin.acting import ReadOnlyAdmin
+from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import AppFilter, app_name
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, moment, note, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
@@ -49,15 +49,14 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(Operation)
-class OperationAdmin(ReadOnlyAdmin):
+class OperationAdmin(ActingAdmin):
     """The operations of the apps whose messages the user may view, the latest first."""
 
     change_form_template = "exactly_once/operation.html"
     ordering = ("-id",)
     sortable_by = ()
     actions = None
-    show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER
+    nothing = _("No operation was planned yet. An action on all messages of a list or of a failure group becomes one.")
     list_display = ("state_badge", "what", "progress", "planned_by")
     list_display_links = ("what",)
     list_filter = (StateFilter, AppFilter)

@@ -57,7 +57,7 @@ from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.dead_letters import letters
 from inbox.handlers.registry import registry
-from inbox.models import SETTLED, InboxMessage, State, TrailEntry
+from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
 from inbox.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
 from inbox.store import heartbeats, operating
 from inbox.store.groups import groups, notes
@@ -76,6 +76,15 @@ register_messages(
         model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, place_label=_("Place"), who_label=_("Handlers")
     )
 )
+_WHY = {
+    State.RECEIVED: _("It is stored. A process that runs its handler runs it when it is due."),
+    State.RETRYING: _("Its last attempt failed. It is run again when it is due."),
+    State.DEAD: _("It is not run again unless an operator retries it."),
+    State.DONE: _("Its handler has run, and its effect is committed."),
+    State.SKIPPED: _("It was skipped: its effect does not happen, for the reason below."),
+    State.SHED: _("It was not run, because its handler sheds messages."),
+}
+"""Why a message is in its state, if nothing else is known."""
 IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
 """Its handler deferred it. That is not a failure."""
 
@@ -185,48 +194,21 @@ class InboxMessageAdmin(MessageAdmin):
     born_column = "received_at"
     unsettled = Q(state__in=(*_HEADS, State.WAITING))
     search_help_text = _(
-        "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
-        "headers.tenant:acme."
-    )
-    readonly_fields: ClassVar[Any] = (
-        "state_explained",
-        "handler_name",
-        "topic_name",
-        "biz_id_name",
-        "message_id_name",
-        "key_name",
-        "replaced_row",
-        "replacing_row",
-        "attempts",
-        "error_text",
-        "failing",
-        "failed_attempts",
-        "content_type",
-        "payload",
-        "headers_text",
-        "steps_text",
-        "result_text",
-        "created",
-        "received",
-        "next_attempt",
-        "settled",
-        "further_deliveries",
-        "conflict",
-        "source_name",
-        "correlation_id_name",
-        "causation_id_name",
-        "traceparent_name",
+        "An exact message id, biz-id, topic or handler, or a part of an error; a prefix of a topic or biz-id with a * at the "
+        "end; key:customer-4 or headers.tenant:acme."
     )
     fieldsets = (
-        (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Attempts"), {"fields": ("attempts", "error_text", "failing", "failed_attempts")}),
+        (None, {"fields": ("state_explained", "error_text", "failing")}),
+        (_("Content"), {"fields": ("payload", "headers_text", "content_type")}),
+        (_("Attempts"), {"fields": ("attempts", "failed_attempts")}),
         (_CORRECTION, {"fields": ("replaced_row", "replacing_row")}),
         (_FURTHER, {"fields": ("further_deliveries", "conflict")}),
-        (_("Content"), {"fields": ("content_type", "payload", "headers_text")}),
         (_PROGRESS, {"fields": ("steps_text", "result_text")}),
+        (_("Message"), {"fields": ("handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         (_("Times"), {"fields": ("created", "received", "next_attempt", "settled")}),
         (_("Origin"), {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
+    nothing = _("No messages yet. Every message that a handler of this database receives is listed here, the newest first.")
 
     def stuck_after(self) -> timedelta:
         return inbox_options().STUCK_AFTER
@@ -318,8 +300,16 @@ class InboxMessageAdmin(MessageAdmin):
             return self._lease(row)
         if row.ordered and row.state in _HEADS:
             waiting = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
-            return note(gettext("The later messages of its ordering key wait for it: %(count)s.") % {"count": counted(waiting)})
-        return format_html("{}", "")
+            held = gettext("The later messages of its ordering key wait for it: %(count)s.") % {"count": counted(waiting)}
+            return format_html("{}{}", self._why(row), note(held))
+        return self._why(row)
+
+    def _why(self, row: Any) -> SafeString:
+        if row.state in DUE and PausedHandler.objects.using(self.using).filter(handler=row.handler).exists():
+            return note(gettext("Its handler is paused. It is run when the handler is resumed."))
+        if _is_deferred(row):
+            return note(gettext("Its handler has deferred it, for the reason below. It is run again when it is due."))
+        return note(_WHY[row.state])
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
@@ -359,19 +349,19 @@ class InboxMessageAdmin(MessageAdmin):
     def source_name(self, row: Any) -> SafeString:
         return identifier(row.source)
 
-    @admin.display(description=_("topic, handler, biz-id"))
+    @admin.display(description=_("topic, biz-id, handler"))
     def summary(self, row: Any) -> SafeString:
-        return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
+        return stacked(format_html("{} {}", identifier(row.topic), identifier(row.biz_id)), identifier(row.handler))
 
     @admin.display(description=_("age, attempts"), ordering="id")
     def age(self, row: Any) -> SafeString:
-        received = age(row.received_at, row.database_now)
+        received = format_html("{} {}", age(row.received_at, row.database_now), self.attempts_line(row))
         if row.next_attempt_at is None:
-            return stacked(received, self.attempts_line(row))
+            return stacked(received)
         prefix = gettext("due ")
         if row.state == State.RUNNING:
             prefix = gettext("lease ends ") if row.next_attempt_at > row.database_now else gettext("lease ended ")
-        return stacked(received, age(row.next_attempt_at, row.database_now, prefix), self.attempts_line(row))
+        return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
 
     @admin.display(description=_("duplicates"))
     def further_deliveries(self, row: Any) -> SafeString:
@@ -492,7 +482,7 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("failed attempts"))
     def failed_attempts(self, row: Any) -> SafeString:
         """Each with its traceback, the newest first."""
-        return attempts(row.failures) if row.failures else as_text(row.traceback).as_html()
+        return attempts(row.failures, row.last_error) if row.failures else as_text(row.traceback).as_html()
 
     @admin.display(description=_("received"))
     def received(self, row: Any) -> SafeString:

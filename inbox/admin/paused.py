@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -17,6 +16,7 @@ from exactly_once.admin.paused import PausedAdmin
 from exactly_once.display import Tone, badge, identifier, stacked
 from exactly_once.operators.actions import Action, Given
 from inbox.errors import UnknownHandler
+from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.pausing import alias_of, pause_handler, resume_handler
 
@@ -80,10 +80,8 @@ class PausedHandlerAdmin(PausedAdmin):
     list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
     shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
 
-    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        form.using = self.using
-        return form
+    def known(self) -> list[str]:
+        return sorted(handler.name for handler in registry.all() if handler.using == self.using)
 
     def pause(self, row: Any, by: str) -> None:
         pause_handler(row.handler, reason=row.reason, by=by, using=self.using)

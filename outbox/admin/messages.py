@@ -86,6 +86,17 @@ register_messages(
         who_label=_("Topics"),
     )
 )
+_WHY = {
+    State.READY: _("A relay sends it in its next pass."),
+    State.SCHEDULED: _("It is sent when it is due."),
+    State.RETRYING: _("It could not be sent. A relay tries again when it is due."),
+    State.DEAD: _("It could not be sent, and no relay tries again unless an operator restores it."),
+    State.PUBLISHED: _("The broker has confirmed it."),
+    State.EXPIRED: _("It expired before it was sent."),
+    State.CANCELLED: _("It was cancelled and is not sent."),
+    State.ROLLED_BACK: _("Its effect has not happened, so it is not sent."),
+}
+"""Why a message is in its state, if nothing else is known."""
 _CALLBACKS = 20
 _CALLBACKS_PART = _("Callbacks")
 
@@ -158,40 +169,16 @@ class OutboxMessageAdmin(MessageAdmin):
     unsettled = Q(day=LIVE)
     # They grow with time, and history has no index by position.
     ordering: ClassVar[Any] = ("-message_id",)
-    readonly_fields: ClassVar[Any] = (
-        "state_explained",
-        "topic_name",
-        "biz_id_name",
-        "message_id_name",
-        "key_name",
-        "attempts",
-        "payload",
-        "headers_text",
-        "form_text",
-        "error_text",
-        "failing",
-        "callbacks",
-        "created",
-        "deliver",
-        "due_exactly",
-        "expires",
-        "settled",
-        "priority",
-        "shard",
-        "is_unique",
-        "correlation_id_name",
-        "causation_id_name",
-        "traceparent_name",
-    )
     fieldsets = (
-        (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Failure"), {"fields": ("attempts", "error_text", "failing")}),
+        (None, {"fields": ("state_explained", "error_text", "failing")}),
         (_("Content"), {"fields": ("payload", "headers_text", "form_text")}),
+        (_("Message"), {"fields": ("topic_name", "biz_id_name", "message_id_name", "key_name", "attempts")}),
         (_CALLBACKS_PART, {"fields": ("callbacks",)}),
         (_("Times"), {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
         (_("Routing"), {"fields": ("priority", "shard", "is_unique")}),
         (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
+    nothing = _("No messages yet. Every message that publish() stores is listed here, the newest first.")
 
     def is_here(self, where: str) -> bool:
         return where == "outbox"
@@ -261,7 +248,7 @@ class OutboxMessageAdmin(MessageAdmin):
                 "count": counted(held)
             }
             return format_html("{}{}", self.badge_of(row), note(words))
-        return self.badge_of(row)
+        return format_html("{}{}", self.badge_of(row), note(_WHY[row.state]))
 
     def _behind(self, row: Any) -> SafeString:
         stopping = (*IN_TROUBLE, State.PAUSED)
@@ -289,11 +276,11 @@ class OutboxMessageAdmin(MessageAdmin):
 
     @admin.display(description=_("age, attempts"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
-        created = age(row.created_at, row.database_now)
+        created = format_html("{} {}", age(row.created_at, row.database_now), self.attempts_line(row))
         if row.state not in _DUE:
-            return stacked(created, self.attempts_line(row))
+            return stacked(created)
         prefix = gettext("check due ") if row.state == State.PREPARED else gettext("due ")
-        return stacked(created, age(row.available_at, row.database_now, prefix), self.attempts_line(row))
+        return stacked(created, age(row.available_at, row.database_now, prefix))
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from django import forms
@@ -12,6 +13,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
+from exactly_once.admin.message_filters import MOST_OFFERED
 from exactly_once.admin.paused import PausedAdmin
 from exactly_once.display import NOTHING, Tone, age, badge, identifier
 from exactly_once.operators.actions import Action, Given, ReasonForm
@@ -19,6 +21,7 @@ from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
 from outbox.states import State
+from outbox.store import operating
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -81,6 +84,9 @@ class PausedTopicAdmin(PausedAdmin):
     ordering = ("topic",)
     list_display = ("topic_name", "state_badge", "messages", "since", "by_whom", "why")
     shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
+
+    def known(self) -> Sequence[str]:
+        return operating.topics(self.using, MOST_OFFERED)
 
     def pause(self, row: Any, by: str) -> None:
         pause(row.topic, reason=row.reason, by=by, using=self.using)

@@ -62,7 +62,7 @@ def test_page_of_a_dead_message_offers_to_edit_it_with_the_permission_only(dead)
     row = dead()
 
     def offered(*permissions):
-        return {button["value"] for button in own_page(staff_client(VIEW, *permissions), row).all("input", name="action")}
+        return {button["value"] for button in own_page(staff_client(VIEW, *permissions), row).all("button", name="action")}
 
     assert offered(EDIT) == {"edit"}
     assert offered(RETRY, SKIP) == {"retry", "skip"}

@@ -266,7 +266,7 @@ class TestDetailPage:
 
     def test_detail_page_offers_only_actions_that_state_and_permissions_allow(self):
         def offered(state, *codenames):
-            return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
+            return {found["value"] for found in self.page(a_message(state), *codenames).all("button", name="action")}
 
         assert offered(State.DEAD, RESTORE, CANCEL) == {"restore", "cancel"}
         assert offered(State.DEAD, CANCEL) == {"cancel"}
@@ -338,7 +338,7 @@ class TestBlockedOrderingKey:
     def test_waiting_message_can_be_cancelled_from_its_page(self):
         a_message(State.DEAD, key="a")
         row = a_message(State.WAITING, key="a")
-        assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
+        assert {found["value"] for found in self.page(row).all("button", name="action")} == {"cancel"}
 
         act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 

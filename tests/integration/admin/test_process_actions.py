@@ -147,7 +147,7 @@ class TestRequests:
 
         page = Page(client.get(reverse(RELAY, args=[relay.id])))
 
-        assert {field["value"] for field in page.all("input", name="action")} == {"resume", "drain", "stop"}
+        assert {field["value"] for field in page.all("button", name="action")} == {"resume", "drain", "stop"}
 
 
 on_handlers = partial(act, page=HANDLERS)
