@@ -15,6 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.display import exact
 from exactly_once.operators.actions import Action, Canary, Given, Judgement, Perform, ReasonForm, by_name
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
 from outbox import doorbell
 from outbox.api import due
@@ -25,6 +26,8 @@ from outbox.store import bulk, operating, preparing, restoring, unique
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
 
 operations = OperationTable("outbox")
+CLIENT, TOPIC = "the HTTP client ", "topic "
+"""What the requester and the selection of an operation of an HTTP client begin with."""
 
 _WHY = {
     LOCKED: "another transaction has locked it, or it no longer exists",
@@ -295,3 +298,17 @@ ASK_AGAIN = Action(
 )
 ACTIONS = by_name(RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)
 """Those that can be operations."""
+MANAGE = "manage"
+"""The permission of an operation that a client of the HTTP API has planned: its scope for the topic."""
+
+
+def why_not(operation: Any) -> str:
+    """Why the user or client that planned an operation may no longer do so; "" if it may."""
+    if operation.permission != MANAGE:
+        return why_not_permitted(operation)
+    # The settings of a relay may have no tokens.
+    clients, topic = outbox_options().http.clients, operation.selection.removeprefix(TOPIC)
+    name = operation.requested_by.removeprefix(CLIENT)
+    if not clients or any(client.name == name and client.may(topic, MANAGE) for client in clients):
+        return ""
+    return f"{operation.requested_by} no longer has the scope {MANAGE}:{topic}"

@@ -116,7 +116,7 @@ def check_database(alias: str, app: str) -> Check:
     """
     with connections[alias].cursor() as cursor:
         cursor.execute("SELECT 1")
-    problem = why_unmigrated(alias, app)
+    problem = why_unmigrated(alias, "exactly_once") or why_unmigrated(alias, app)
     return Check(name="database", status=NOT_MIGRATED, detail=problem) if problem else Check(name="database")
 
 

@@ -59,8 +59,10 @@ class Operations:
         table: OperationTable,
         actions: Mapping[str, Action],
         on_batch: Callable[[Any], object] = _do_nothing,
+        why_not: Callable[[Any], str] | None = None,
     ) -> None:
         self._on_batch = on_batch
+        self._why_not = why_not or why_not_permitted
         self._component = component
         self._aliases = aliases
         self._table = table
@@ -190,8 +192,7 @@ class Operations:
             return len(outcomes)
 
     def _goes_on(self, alias: str, operation: Any, canary: Canary | None) -> bool:
-        if operation.permission and not _is_permitted(operation.requested_by, operation.permission):
-            because = f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"
+        if because := self._why_not(operation):
             self._table.end(alias, operation, OperationState.STOPPED, because)
             logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
             return False
@@ -221,11 +222,15 @@ class Operations:
         return True
 
 
-def _is_permitted(username: str, permission: str) -> bool:
-    """May this user still act in the admin with this permission?"""
+def why_not_permitted(operation: Any) -> str:
+    """Why the user who planned an operation may no longer do so; "" if they may, or if it needs no permission."""
+    if not operation.permission:
+        return ""
     model: Any = get_user_model()
-    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: username}).first()
-    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
+    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: operation.requested_by}).first()
+    if user is not None and user.is_active and user.is_staff and user.has_perm(operation.permission):
+        return ""
+    return f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"
 
 
 def _size(operation: Any) -> int:

@@ -1,7 +1,7 @@
 """The inbox in Django's admin."""
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
-    consumers,
+    handlers,
     health,
     messages,
     overview,

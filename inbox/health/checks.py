@@ -33,7 +33,7 @@ def _checks(alias: str, *, everywhere: bool) -> list[Check]:
 
 def _check_handlers(alias: str, rows: Sequence[Any]) -> Check:
     """Does a live process run each handler of this project on this database?"""
-    attended = {name for row in rows if not row.silent for name in row.handlers}
+    attended = {name for row in rows if not row.silent for name in row.facts["handlers"]}
     missing = sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
     if not missing:
         return Check(name="handlers")

@@ -19,7 +19,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
-from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
+from exactly_once.display import NOTHING, Tone, age, badge, flow_link, folded, headline, identifier, moment, stacked, visible
 from exactly_once.operators.actions import Action, ActionForm, reason_field
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.redaction import Redaction
@@ -210,7 +210,7 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("run id"))
     def run_id_name(self, row: Any) -> SafeString:
-        return identifier(row.run_id)
+        return flow_link(row, row.run_id)
 
     @admin.display(description=_("waits for"))
     def waits_for(self, row: Any) -> SafeString:
@@ -246,7 +246,7 @@ class RunAdmin(ActingAdmin):
         lines = (
             (
                 identifier(part.topic),
-                identifier(part.message_id),
+                flow_link(row, part.message_id),
                 age(part.stored_at, row.database_now),
                 visible(part.entered_by),
                 self._shown(part) if part.body else "",

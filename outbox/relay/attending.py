@@ -28,6 +28,7 @@ from typing import Protocol
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage, OutageLog
@@ -228,6 +229,7 @@ class Attendant:
 
     def _run(self, running: _Running) -> None:
         running.thread, running.since = threading.get_ident(), awake()
+        before = work.begin("outbox", self._alias, running.call.group)
         try:
             drop_unusable_connections()
             running.call.run()
@@ -240,6 +242,7 @@ class Attendant:
                     "Unexpected error in %s: the result of %s was not stored; it is called again.", self._name, running.call
                 )
         finally:
+            work.end(before)
             with self._changing:
                 self._running.remove(running)
             self._bell.ring()

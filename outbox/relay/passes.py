@@ -123,7 +123,7 @@ class Pass:
         self.unsettled = Unsettled(alias)
         # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
-        self._lease = lease.Lease(alias, 3 * options.BATCH_DEADLINE)
+        self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
 
     def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
         """Relay up to `limit` ready messages of those of the `shards` shards that are free.

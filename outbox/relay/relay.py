@@ -14,6 +14,7 @@ from functools import partial
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.broker import REFUSAL_REMEDY, describe_refusal
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
@@ -244,7 +245,11 @@ class Relay:
         unconfirmed = len(self._transport.unconfirmed())
         limit = max(self._size.now - unconfirmed, self._size.now // 4, 1) if unconfirmed < 2 * self._options.BATCH_SIZE else 1
         # A pass reads at least one row of each shard.
-        report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
+        before = work.begin("outbox", self._alias, "")
+        try:
+            report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
+        finally:
+            work.end(before)
         self._share.record(report.refused)
         self._floors.saw(report.highest)
         return report

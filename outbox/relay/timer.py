@@ -27,6 +27,7 @@ from functools import partial
 
 from django.db import Error, connections
 
+from exactly_once.operators.leases import TableLease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
@@ -37,7 +38,7 @@ from exactly_once.wire.retry import Pause
 from outbox.conf import OutboxOptions
 from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
-from outbox.store import claiming, lease, scheduling
+from outbox.store import claiming, scheduling
 from outbox.store.scheduling import Offset
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Timer:
         self._watchdog = watchdog
         self._ring = ring
         # On a database with one writer only one relay is active.
-        self._lease = lease.Lease(alias, _LEASE, name="timer") if claiming.claims_by_locks(alias) else None
+        self._lease = TableLease(alias, "outbox: timer") if claiming.claims_by_locks(alias) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
         self._database = Outage("the database", log=database_log)
@@ -154,7 +155,7 @@ class Timer:
 
     def _is_mine(self) -> bool:
         if self._lease is not None and (now := monotonic()) >= self._ask_for_lease_at:
-            self._holds = self._lease.take()
+            self._holds = self._lease.take(_LEASE)
             self._ask_for_lease_at = now + (_RENEW_SECONDS if self._holds else _LEASE.total_seconds() / 3)
         return self._holds
 

@@ -4,10 +4,10 @@ from django.core.management.base import CommandError
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.purge import PurgeCommand
+from inbox import purging
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
 from inbox.operations import operations
-from inbox.store import operating
 
 
 class Command(PurgeCommand):
@@ -16,7 +16,7 @@ class Command(PurgeCommand):
         "INBOX['TRAIL_RETENTION'], the audit log older than INBOX['AUDIT_RETENTION'], and bulk operations that ended before "
         "INBOX['OPERATION_RETENTION']. Open and dead messages stay."
     )
-    app, store, trail, operations, configured = "inbox", operating, TrailEntry, operations, staticmethod(inbox_options)
+    app, store, trail, operations, configured = "inbox", purging, TrailEntry, operations, staticmethod(inbox_options)
     older_than_help = gettext_lazy("delete only messages older than this; not shorter than INBOX['RETENTION']")
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:

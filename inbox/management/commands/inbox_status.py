@@ -17,8 +17,8 @@ from inbox.store import accounting, heartbeats, operating, pausing, starts
 
 _CONFLICTS = 50
 _COLUMNS = (
-    (_("deliveries"), lambda consumer: f"{consumer.received:,}"),
-    (_("stored messages run"), lambda consumer: f"{consumer.ran:,}"),
+    (_("deliveries"), lambda consumer: f"{consumer.facts['received']:,}"),
+    (_("stored messages run"), lambda consumer: f"{consumer.facts['ran']:,}"),
 )
 
 
@@ -151,12 +151,12 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
 
 
 def _state(consumer: Any) -> str:
-    handlers = ", ".join(consumer.handlers) or gettext("no handler")
+    handlers = ", ".join(consumer.facts["handlers"]) or gettext("no handler")
     return f"{state_of(consumer)}: {handlers}"
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:
-    return process_as_json(consumer, handlers=consumer.handlers, received=consumer.received, ran=consumer.ran)
+    return process_as_json(consumer, **consumer.facts)
 
 
 def _conflicts(alias: str) -> str:

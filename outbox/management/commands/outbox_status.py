@@ -15,7 +15,7 @@ from outbox.store import heartbeats, history, pausing, pending_callbacks, prepar
 
 _COLUMNS = (
     (_("last pass"), lambda relay: age(relay.last_pass_at, relay.database_now)),
-    (_("published"), lambda relay: f"{relay.published:,}"),
+    (_("published"), lambda relay: f"{relay.facts['published']:,}"),
     # The present rate of a silent relay is unknown.
     (_("per second"), lambda relay: "-" if relay.silent else f"{relay.rate:,.1f}"),
 )
@@ -147,4 +147,4 @@ def _topic_as_json(topic: Any) -> dict[str, Any]:
 
 def _as_json(relay: Any) -> dict[str, Any]:
     rate = None if relay.silent else relay.rate
-    return process_as_json(relay, last_pass=iso(relay.last_pass_at), published=relay.published, rate=rate)
+    return process_as_json(relay, last_pass=iso(relay.last_pass_at), published=relay.facts["published"], rate=rate)

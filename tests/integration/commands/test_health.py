@@ -11,8 +11,7 @@ from django.db import connection
 from django.test import override_settings
 from django.urls import include, path, reverse
 
-from inbox.models import ConsumerHeartbeat
-from outbox.models import RelayHeartbeat
+from exactly_once.models import Process as ProcessRow
 from tests.support import mortal
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import InAThread, at_once
@@ -27,7 +26,7 @@ urlpatterns = [
     path("health/outbox/", include("outbox.health.urls")),
     path("health/inbox/", include("inbox.health.urls")),
 ]
-KINDS = {"outbox_health": ("outbox_relay", RelayHeartbeat), "inbox_health": ("inbox_consume", ConsumerHeartbeat)}
+KINDS = {"outbox_health": ("outbox_relay", "outbox"), "inbox_health": ("inbox_consume", "inbox")}
 BOTH = pytest.mark.parametrize("name", sorted(KINDS))
 
 
@@ -84,9 +83,11 @@ def test_without_a_process_a_probe_fails_and_says_which_checks(name, capsys):
 
 @BOTH
 def test_working_process_is_alive_and_ready(name, capsys, running, rabbitmq_url):
-    command, table = KINDS[name]
+    command, app = KINDS[name]
     with running(command, rabbitmq_url) as process:
-        process.until(lambda: table.objects.filter(waits_for="").exists() and probe(capsys, name, "--ready")[0] == 0)
+        process.until(
+            lambda: ProcessRow.objects.filter(app=app, waits_for="").exists() and probe(capsys, name, "--ready")[0] == 0
+        )
         code, checks = probe(capsys, name)
 
     assert code == 0
@@ -96,7 +97,7 @@ def test_working_process_is_alive_and_ready(name, capsys, running, rabbitmq_url)
 @BOTH
 def test_process_without_its_broker_is_alive_and_not_ready(name, capsys, running):
     with running(KINDS[name][0], "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: KINDS[name][1].objects.filter(waits_for__startswith="the broker").exists())
+        process.until(lambda: ProcessRow.objects.filter(app=KINDS[name][1], waits_for__startswith="the broker").exists())
         assert probe(capsys, name, "--live")[0] == 0
         code, checks = probe(capsys, name, "--ready")
 
@@ -110,7 +111,7 @@ def test_process_without_its_database_is_alive_and_not_ready(
 ):
     migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
     with running(KINDS[name][0], rabbitmq_url, DATABASE_URL=mortal_database) as process:
-        process.until(KINDS[name][1].objects.exists)
+        process.until(ProcessRow.objects.filter(app=KINDS[name][1]).exists)
         mortal_postgres.kill()
         process.until(lambda: "is unavailable" in process.said())
 
@@ -124,7 +125,7 @@ def test_process_without_its_database_is_alive_and_not_ready(
 @BOTH
 def test_killed_process_is_not_alive(name, capsys, running, rabbitmq_url):
     with running(KINDS[name][0], rabbitmq_url) as process:
-        process.until(KINDS[name][1].objects.exists)
+        process.until(ProcessRow.objects.filter(app=KINDS[name][1]).exists)
         process.kill()
         process.ends()
 
@@ -147,7 +148,7 @@ def test_views_answer_503_and_name_the_failing_checks(app, client):
 @override_settings(ROOT_URLCONF=__name__)
 def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
     with running("outbox_relay", "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: RelayHeartbeat.objects.filter(waits_for__startswith="the broker").exists())
+        process.until(lambda: ProcessRow.objects.filter(waits_for__startswith="the broker").exists())
         response = client.get(reverse("outbox_health:ready"))
 
     assert response.status_code == 503
@@ -158,7 +159,7 @@ def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
 @override_settings(ROOT_URLCONF=__name__)
 def test_view_is_ready_while_a_relay_works(client, running, rabbitmq_url):
     with running("outbox_relay", rabbitmq_url) as process:
-        process.until(lambda: RelayHeartbeat.objects.filter(waits_for="").exists())
+        process.until(lambda: ProcessRow.objects.filter(waits_for="").exists())
 
         assert ready(client, "outbox") == {"database": "ok", "relays": "ok", "broker": "ok"}
 

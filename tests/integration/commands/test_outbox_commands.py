@@ -12,10 +12,11 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
+from exactly_once.models import Lease, Process
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
-from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
+from outbox.models import OutboxMessage
 from outbox.relay.service import serve
 from outbox.states import RESTORE, State
 from outbox.store import history, pausing
@@ -218,9 +219,9 @@ class TestRelayStatus:
 
     def test_status_without_the_relay_table_says_to_run_migrate(self):
         with connection.cursor() as cursor:
-            cursor.execute(f"DROP TABLE {RelayHeartbeat._meta.db_table}")
+            cursor.execute(f"DROP TABLE {Process._meta.db_table}")
 
-        with pytest.raises(CommandError, match=r"no table outbox_relayheartbeat\. Run `python manage\.py migrate outbox`"):
+        with pytest.raises(CommandError, match=r"no table exactly_once_process\. Run `python manage\.py migrate exactly_once`"):
             run("outbox_status")
 
 
@@ -397,7 +398,7 @@ class TestRelayProcess:
 
 def expire_the_relay_lease():
     """On SQLite the lease of a killed relay ends by time only."""
-    RelayLease.objects.using("other").update(expires_at=DatabaseTime())
+    Lease.objects.using("other").update(expires_at=DatabaseTime())
 
 
 @pytest.mark.parametrize("command", ["outbox_relay", "outbox_status", "outbox_purge", "inbox_status", "inbox_purge"])

@@ -12,7 +12,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
-from outbox.models import RelayHeartbeat
+from exactly_once.models import Process as ProcessRow
 from outbox.states import State
 from outbox.store.dialect import live
 from tests.support.relaying import published, row_of, state_of
@@ -20,7 +20,9 @@ from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
-NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_webhooks")}
+NEWEST = {
+    app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
+}
 
 
 def migrate_to(*targets):
@@ -101,7 +103,7 @@ def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(comma
         with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
             assert relay.ends() == 0, relay.said()
     finally:
-        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_webhooks"])
+        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_outgoing_webhooks"])
 
 
 def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_to_run(command):
@@ -113,7 +115,7 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
 
 
 def test_database_that_is_newer_than_the_code_is_accepted(command):
-    tables = ("outbox_outboxmessage", "outbox_relayheartbeat", "inbox_inboxmessage")
+    tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
         executed(f"ALTER TABLE {table} ADD COLUMN of_the_next_version integer NULL")
     try:
@@ -162,13 +164,13 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
     url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
     with command("outbox_relay", OUTBOX={"BROKER_URL": url}) as relay:
-        relay.until(lambda: "Relaying" in relay.said() and RelayHeartbeat.objects.exclude(last_pass_at=None).exists())
+        relay.until(lambda: "Relaying" in relay.said() and ProcessRow.objects.exclude(last_pass_at=None).exists())
         taken = "inbox_inboxmessage" if broker == "local://" else live(connection)
         message = published(topic="worker.job", payload={}, delay=timedelta(seconds=1))
         executed(f"ALTER TABLE {taken} RENAME TO hidden")
         try:
             relay.until(lambda: LATER in relay.said())
-            relay.until(lambda: RelayHeartbeat.objects.filter(waits_for="the database, which is not migrated").exists())
+            relay.until(lambda: ProcessRow.objects.filter(waits_for="the database, which is not migrated").exists())
         finally:
             executed(f"ALTER TABLE hidden RENAME TO {taken}")
         relay.until(lambda: "is available again after" in relay.said())

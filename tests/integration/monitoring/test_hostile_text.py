@@ -16,11 +16,11 @@ from exactly_once.process.loop import StopRequest
 from inbox.handlers.registry import registry
 from inbox.http import subscribe
 from inbox.models import InboxMessage
+from inbox.outgoing_webhooks import Endpoint, send_webhooks
+from inbox.outgoing_webhooks.service import EndpointHandlers
 from inbox.runner import Runner
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
-from inbox.webhooks import Endpoint, send_webhooks
-from inbox.webhooks.service import EndpointHandlers
 from tests.support.admin_pages import Page, act, staff_client
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, options
 from tests.support.fakes.receiver import Receiver, Reply

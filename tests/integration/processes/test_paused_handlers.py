@@ -150,7 +150,7 @@ class TestConsuming:
 
         assert service.waiting(OF_THE_WORKERS) == 1
         assert not Effect.objects.exists()
-        assert consumer_rows.only.handlers == ["testworker.chained", "testworker.named", WORK]
+        assert consumer_rows.only.facts["handlers"] == ["testworker.chained", "testworker.named", WORK]
 
     def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
         service = service(rabbitmq_url)

@@ -1,0 +1,258 @@
+"""The endpoints of webhooks in the admin: how they fare, what waits for them, and the operators' decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Count, OuterRef, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce, Concat
+from django.forms import Media
+from django.http import HttpRequest
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_text,
+    badge,
+    folded,
+    headline,
+    identifier,
+    moment,
+    stacked,
+    visible,
+)
+from exactly_once.operators.actions import Action, ActionForm, reason_field
+from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
+from inbox.models import DUE, InboxMessage
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
+from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.outgoing_webhooks.urls import shown
+
+_TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
+_APP = "inbox"
+"""Its style sheet and its audit log are those of the endpoints."""
+
+
+class AddForm(forms.ModelForm):  # type: ignore[type-arg]
+    class Meta:
+        model = Endpoint
+        fields = ("name", "url", "topics", "concurrency")
+
+
+class EndpointForm(ActionForm):
+    reason = reason_field(_("The reason is stored in the admin log."))
+
+
+class EditForm(EndpointForm):
+    """What is left empty stays as it is."""
+
+    url = forms.CharField(label="URL", required=False, widget=forms.TextInput(attrs={"class": "vTextField"}))
+    topics = forms.JSONField(label=_("Topics"), required=False, help_text=_('A list, ["shop.order.placed"]. [] means all.'))
+    concurrency = forms.IntegerField(label=_("Concurrency"), required=False)
+    field_order = ("url", "topics", "concurrency", "reason")
+
+    def clean(self) -> None:
+        for name, value in changes(self.cleaned_data).items():
+            column: Any = Endpoint._meta.get_field(name)
+            try:
+                column.clean(value, None)
+            except forms.ValidationError as error:
+                self.add_error(name, error)
+
+
+def changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns to change: what was not left empty."""
+    return {name: given[name] for name in ("url", "topics", "concurrency") if given.get(name) is not None and given[name] != ""}
+
+
+TEST = Action(
+    name="test",
+    label=_("Send a test message"),
+    done=_("a test message is on its way; the inbox messages show what becomes of it"),
+    run=lambda alias, pk, given: send_test(alias, pk),
+    offered=lambda row: row.state != State.DISABLED,
+    question=_("Send a message of the topic webhook.test to these endpoints?"),
+    button=_("Send the test messages"),
+    form=EndpointForm,
+)
+EDIT = Action(
+    name="edit",
+    label=_("Change the URL, the topics or the concurrency"),
+    done=_("changed"),
+    run=lambda alias, pk, given: endpoints.edit(alias, pk, **changes(given.values)),
+    question=_("Change these endpoints? What is left empty stays as it is."),
+    button=_("Change the endpoints"),
+    form=EditForm,
+)
+ROTATE = Action(
+    name="rotate",
+    label=_("Make a new secret"),
+    done=_("has a new secret"),
+    run=lambda alias, pk, given: endpoints.rotate(alias, pk),
+    question=_("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
+    button=_("Make new secrets"),
+    form=EndpointForm,
+)
+ENABLE = Action(
+    name="enable",
+    label=_("Enable"),
+    done=_("enabled"),
+    run=lambda alias, pk, given: endpoints.enable(alias, pk),
+    offered=lambda row: row.state != State.ACTIVE,
+    question=_("Enable these endpoints? The messages that wait for them are sent."),
+    button=_("Enable the endpoints"),
+    form=EndpointForm,
+)
+DISABLE = Action(
+    name="disable",
+    label=_("Disable"),
+    done=_("disabled"),
+    run=lambda alias, pk, given: endpoints.disable(alias, pk, reason=given.reason),
+    offered=lambda row: row.state != State.DISABLED,
+    question=_("Disable these endpoints? They get no new messages; those that are stored wait."),
+    button=_("Disable the endpoints"),
+    form=EndpointForm,
+)
+
+
+@admin.register(Endpoint)
+class EndpointAdmin(ActingAdmin):
+    """By name. An endpoint is not deleted but disabled, because its messages refer to it."""
+
+    kind = "endpoint"
+    noun = _("endpoint")
+    nouns = _("endpoints")
+    nothing = _("There is no endpoint.")
+    hint = _(
+        "The process inbox_outgoing_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused "
+        "and tried again later; its messages wait. A disabled endpoint gets no new messages."
+    )
+    large_columns = ("secret", "old_secret")
+    actions = (TEST, EDIT, ROTATE, ENABLE, DISABLE)
+    add_form_template = "admin/change_form.html"
+    form = AddForm
+    ordering = ("name",)
+    sortable_by = ()
+    list_filter = ()
+    list_display = ("state_badge", "name_and_url", "waiting", "since", "last_failure")
+    list_display_links = ("name_and_url",)
+    shown = (
+        "state_badge",
+        "endpoint_name",
+        "shown_url",
+        "shown_topics",
+        "concurrency",
+        "waiting",
+        "since",
+        "next_try",
+        "why",
+        "shown_secret",
+    )
+
+    @property
+    def media(self) -> Media:
+        """The admin's media and the style sheet of the inbox."""
+        return super(ReadOnlyAdmin, self).media + Media(css={"all": ["exactly_once/admin.css"]})
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        if obj is None:
+            return AddForm.Meta.fields
+        may_see = request.user.has_perm(f"{self.opts.app_label}.secret_endpoint")
+        return [name for name in self.shown if may_see or name != "shown_secret"]
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return () if obj is None else self.shown
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
+        if obj is None:
+            offered = ", ".join(sorted(handler.topic for handler in fan_outs())) or NOTHING
+            form.base_fields["topics"].help_text = (
+                _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % offered
+            )
+        return form
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        of_it = InboxMessage.objects.filter(handler=Concat(Value(WEBHOOK_HANDLERS), OuterRef("name")), state__in=DUE).order_by()
+        counted = Subquery(of_it.values("handler").annotate(messages=Count("pk")).values("messages"))
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(messages=Coalesce(counted, 0))
+        return rows
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
+        obj.save(using=self.using, force_insert=True)
+        self.audit(request, self.using, "add", obj)
+
+    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
+        subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
+        # Parts of a URL may be secrets.
+        given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
+        record(_APP, alias, actor_of(request), action, [subject], given)
+
+    def subject(self, row: Any) -> str:
+        return visible(row.name)
+
+    def badge_of(self, row: Any) -> SafeString:
+        return badge(row.get_state_display(), _TONES[row.state])
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(f"{self.opts.app_label}.add_endpoint")
+
+    # display
+
+    @admin.display(description=_("state"))
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description=_("name, URL"))
+    def name_and_url(self, row: Any) -> SafeString:
+        return stacked(identifier(row.name), identifier(shown(row.url)))
+
+    @admin.display(description=_("name"))
+    def endpoint_name(self, row: Any) -> SafeString:
+        return identifier(row.name)
+
+    @admin.display(description="URL")
+    def shown_url(self, row: Any) -> SafeString:
+        return identifier(shown(row.url))
+
+    @admin.display(description=_("topics"))
+    def shown_topics(self, row: Any) -> SafeString | str:
+        return stacked(*map(identifier, row.topics)) if row.topics else gettext("all")
+
+    @admin.display(description=_("messages that wait"))
+    def waiting(self, row: Any) -> str:
+        return f"{row.messages:,}"
+
+    @admin.display(description=_("since"))
+    def since(self, row: Any) -> SafeString:
+        return age(row.state_since, row.database_now)
+
+    @admin.display(description=_("next try"))
+    def next_try(self, row: Any) -> SafeString:
+        return moment(row.probe_at, row.database_now)
+
+    @admin.display(description=_("last failure"))
+    def last_failure(self, row: Any) -> SafeString:
+        return headline(row.reason)
+
+    @admin.display(description=_("why"))
+    def why(self, row: Any) -> SafeString:
+        return as_text(row.reason).as_html()
+
+    @admin.display(description=_("secret"))
+    def shown_secret(self, row: Any) -> SafeString:
+        return folded(
+            gettext("Show the URL and the secret"),
+            format_html("<p>{}</p><p>{}</p>", identifier(row.url), identifier(row.secret)),
+        )
