@@ -22,23 +22,23 @@ def attempts(failures: Sequence[Any], error: str = "") -> SafeString:
         error: is shown above.
     """
     found = [failure for failure in reversed(failures) if isinstance(failure, Mapping)]
-    told = [error, *(str(failure.get("error", "")) for failure in found)]
-    parts = ((_attempt(failure, told[: number + 1]),) for number, failure in enumerate(found))
+    earlier = [error, *(str(failure.get("error", "")) for failure in found)]
+    parts = ((_attempt(failure, earlier[: number + 1]),) for number, failure in enumerate(found))
     return format_html('<div class="message-block">{}</div>', format_html_join("", "{}", parts))
 
 
-def _attempt(failure: Mapping[str, Any], told: Sequence[str]) -> SafeString:
+def _attempt(failure: Mapping[str, Any], earlier: Sequence[str]) -> SafeString:
     error = str(failure.get("error", ""))
     own, complete = (_without(error, str(failure.get(name, ""))) for name in ("own", "traceback"))
     place = failure.get("place")
     return format_html(
         '<details class="message-attempt"{}><summary>{} {}: {}{}</summary>{}{}{}</details>',
-        SafeString(" open") if len(told) == 1 else "",
+        SafeString(" open") if len(earlier) == 1 else "",
         _("Attempt %(number)s") % {"number": failure.get("attempt", "?")},
         format_html('<span class="message-quiet message-age">{}</span>', _instant(str(failure.get("at", "")))),
         identifier(str(failure.get("class", ""))),
         format_html(" {} {}", _("in"), identifier(str(place))) if place else "",
-        reason(error, told) if error else "",
+        reason(error, earlier) if error else "",
         as_text(own).as_html() if own else "",
         format_html(
             '<details class="message-frames"><summary>{}</summary>{}</details>',

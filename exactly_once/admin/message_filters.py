@@ -24,7 +24,7 @@ from exactly_once.wire.text import fit
 
 FAILING = ("retrying", "dead")
 MOST_OFFERED = 30
-"""Values in the sidebar. A list can be filtered by any other in its URL."""
+"""Values in a menu. A list can be filtered by any other in its URL."""
 
 
 def in_states(states: Iterable[str]) -> Q:
@@ -86,7 +86,7 @@ class StuckFilter(admin.SimpleListFilter):
 
 
 class ValueFilter(admin.SimpleListFilter):
-    """By the value of a column. The sidebar offers known values; the URL may have any other."""
+    """By the value of a column. The menu offers known values; the URL may have any other."""
 
     def known(self, model_admin: Any) -> Sequence[str]:
         raise NotImplementedError

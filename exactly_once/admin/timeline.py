@@ -68,7 +68,7 @@ def timeline(
 
 def _entries(moments: Sequence[Moment], error: str) -> Iterator[SafeString]:
     before: datetime | None = None
-    told = [error]
+    earlier = [error]
     for moment in moments:
         yield format_html(
             '<span class="message-when"><time datetime="{}">{}</time>{}</span>'
@@ -82,15 +82,15 @@ def _entries(moments: Sequence[Moment], error: str) -> Iterator[SafeString]:
             format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
             if moment.process
             else "",
-            reason(moment.reason, told) if moment.reason else "",
+            reason(moment.reason, earlier) if moment.reason else "",
         )
-        told.append(moment.reason)
+        earlier.append(moment.reason)
         before = moment.at
 
 
-def reason(text: str, told: Sequence[str]) -> SafeString:
+def reason(text: str, earlier: Sequence[str]) -> SafeString:
     """The text, or a remark if it has been shown already, perhaps with the class of the exception before it."""
-    if any(each and (each.endswith(text) or text.endswith(each)) for each in told):
+    if any(each and (each.endswith(text) or text.endswith(each)) for each in earlier):
         return format_html('<span class="message-line message-quiet">{}</span>', gettext("The same error as above."))
     return as_text(text).as_html()
 
