@@ -1,21 +1,29 @@
-"""Bulk operations on messages of the outbox: restore, cancel and publish now, in batches."""
+"""What operators can do to messages of the outbox, and how an operation does it in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
+from django import forms
+from django.utils import timezone
+from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.display import exact
+from exactly_once.operators.actions import Action, Canary, Given, Judgement, Perform, ReasonForm, by_name
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.operators.operations import BulkAction, Canary, Judgement, Perform, why_not_permitted
+from exactly_once.operators.operations import why_not_permitted
+from exactly_once.process.clock import utcnow
 from outbox import doorbell
-from outbox.conf import outbox_options
-from outbox.states import CANCEL, PUBLISH_NOW, RESTORE, State, Transition
-from outbox.store import bulk, operating
-from outbox.store.restoring import LOCKED, OVERDUE, REPLACED, restore_some
+from outbox.api import due
+from outbox.conf import outbox_options, span_of
+from outbox.errors import InvalidMessage
+from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
+from outbox.store import bulk, operating, preparing, restoring, unique
+from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
 
 operations = OperationTable("outbox")
 CLIENT, TOPIC = "the HTTP client ", "topic "
@@ -23,8 +31,8 @@ CLIENT, TOPIC = "the HTTP client ", "topic "
 
 _WHY = {
     LOCKED: "another transaction has locked it, or it no longer exists",
-    OVERDUE: "it is overdue, and overdue messages were not selected",
-    REPLACED: "it was published with unique=True, and so was a later message with its topic and biz-id",
+    OVERDUE: gettext_noop("it is overdue, and overdue messages were not selected"),
+    REPLACED: gettext_noop("it was published with unique=True, and so was a later message with its topic and biz-id"),
 }
 
 
@@ -33,7 +41,9 @@ def restore(
 ) -> Sequence[RowOutcome]:
     """Restore messages with a full set of attempts."""
     names = bulk.names_of(alias, rows)
-    restored = restore_some(alias, rows, states=sources, overdue=bool(given.get("overdue", True)), reason=_told(by, reason))
+    restored = restoring.restore_some(
+        alias, rows, states=sources, overdue=bool(given.get("overdue", True)), reason=_told(by, reason)
+    )
     if restored.ready:
         doorbell.ring_after_commit(alias)
     return [
@@ -85,36 +95,211 @@ def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
     return Judgement(pending=since.pending, succeeded=since.succeeded, failed=since.failed)
 
 
-RESTORE_THEM = BulkAction(
+# ------------------------------------------------------------------------------------------------------------------ forms
+
+
+class RestoreForm(ReasonForm):
+    overdue = forms.BooleanField(
+        required=False,
+        initial=True,
+        label=_("Include overdue messages"),
+        help_text=_("Messages whose time has passed are sent at once. Otherwise they are not changed."),
+    )
+    field_order = ("overdue", "reason")
+
+
+class RescheduleForm(ReasonForm):
+    """Either a duration from now, or an instant."""
+
+    delay = forms.CharField(
+        required=False, label=_("In"), widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
+    )
+    deliver_at = forms.DateTimeField(
+        required=False,
+        label=_("Or at"),
+        widget=forms.DateTimeInput(attrs={"type": "datetime-local", "step": "1"}, format="%Y-%m-%dT%H:%M:%S"),
+    )
+    field_order = ("delay", "deliver_at", "reason")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        levels = ", ".join(outbox_options().delays)
+        self.fields["delay"].help_text = gettext(
+            "From the moment you confirm: a number and s, m, h or d, as in 90s or 30m. Delay levels: %(levels)s."
+        ) % {"levels": levels}
+        self.fields["deliver_at"].help_text = gettext("In the time zone %(zone)s.") % {
+            "zone": timezone.get_current_timezone_name()
+        }
+
+    def clean_delay(self) -> timedelta | None:
+        text = "".join(self.cleaned_data["delay"].split()).lower()
+        if not text:
+            return None
+        levels = outbox_options().delays
+        try:
+            delay = levels[text] if text in levels else span_of(text)
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from error
+        _must_be_near(delay)
+        return delay
+
+    def clean_deliver_at(self) -> datetime | None:
+        instant: datetime | None = self.cleaned_data["deliver_at"]
+        if instant is None:
+            return None
+        if timezone.is_naive(instant):
+            instant = timezone.make_aware(instant)
+        if instant <= utcnow():
+            raise forms.ValidationError(gettext("It is in the past. To send the messages at once, choose “Publish now…”."))
+        _must_be_near(instant)
+        return instant
+
+    def clean(self) -> dict[str, Any]:
+        given: dict[str, Any] = super().clean() or self.cleaned_data
+        if self.errors:
+            return given
+        times = [given[name] for name in ("delay", "deliver_at") if given.get(name) is not None]
+        if len(times) != 1:
+            raise forms.ValidationError(gettext("Fill in either “In” or “Or at”, not both."))
+        self.done = gettext("rescheduled, due %(when)s") % {"when": _in_words(times[0])}
+        return {**given, "due": times[0]}
+
+
+def _must_be_near(at: timedelta | datetime) -> None:
+    """Apply the limit of `publish`, whose error would name the arguments of `publish`."""
+    try:
+        due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
+    except InvalidMessage as error:
+        raise forms.ValidationError(gettext("This is too far in the future: the maximum is ten years.")) from error
+
+
+def _in_words(at: timedelta | datetime) -> str:
+    if isinstance(at, datetime):
+        return gettext("at %(instant)s") % {"instant": exact(at)}
+    return gettext("in %(time)s") % {"time": at}
+
+
+# ---------------------------------------------------------------------------------------------------------------- actions
+
+
+def is_overdue(row: Any) -> bool:
+    """Would a restored message be sent at once?"""
+    return row.deliver_at is None or row.deliver_at <= row.database_now
+
+
+def _ringing(transition: Callable[[str, Any, Given], bool]) -> Callable[[str, Any, Given], bool]:
+    """The transition; it rings the doorbell if it was made."""
+
+    def decide(alias: str, position: Any, given: Given) -> bool:
+        done = transition(alias, position, given)
+        if done:
+            doorbell.ring_after_commit(alias)
+        return done
+
+    return decide
+
+
+def _ask_again(alias: str, position: Any, given: Given) -> bool:
+    """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
+    return preparing.resume(alias, position, reason=given.text) or preparing.make_check_due(alias, position)
+
+
+def _why_not_restored(row: Any, given: Given) -> str:
+    if unique.is_replaced(row._state.db, row.pk):
+        return gettext(_WHY[REPLACED])
+    left_out = row.state in RESTORE.sources and is_overdue(row) and not given.values["overdue"]
+    return gettext(_WHY[OVERDUE]) if left_out else ""
+
+
+RESTORE_THEM = Action(
     name="restore",
     label=_("Restore"),
     done=_("restored"),
-    permission="restore_outboxmessage",
     sources=RESTORE.sources,
+    run=_ringing(lambda alias, row, given: restoring.restore(alias, row, overdue=given.values["overdue"], reason=given.text)),
+    why_not=_why_not_restored,
+    form=RestoreForm,
+    question=_("Restore these messages? They get a full set of attempts, and the same time until they expire again."),
+    button=_("Restore the messages"),
     perform=restore,
     canary=Canary(failures=bulk.failures_of, judge=_judge),
 )
-CANCEL_THEM = BulkAction(
+CANCEL_THEM = Action(
     name="cancel",
     label=_("Cancel"),
     done=_("cancelled"),
-    permission="cancel_outboxmessage",
     sources=CANCEL.sources,
+    run=_ringing(lambda alias, row, given: operating.cancel(alias, row, reason=given.text)),
+    form=ReasonForm,
+    question=_(
+        "Cancel these messages? No relay will send them any more. The broker may already have a message whose "
+        "confirmation is outstanding."
+    ),
+    button=_("Cancel the messages"),
     perform=cancel,
-    warning=_("These messages are not sent any more. A message whose last outcome is unknown may already be in the broker."),
 )
-PUBLISH_THEM_NOW = BulkAction(
+PUBLISH_THEM_NOW = Action(
     name="publish_now",
     label=_("Publish now"),
     done=_("to be published now"),
-    permission="reschedule_outboxmessage",
+    permission="reschedule",
     sources=PUBLISH_NOW.sources,
+    run=_ringing(lambda alias, row, given: _publish_now(alias, row, reason=given.text)),
+    form=ReasonForm,
+    question=_("Publish these messages now? A sent message cannot be taken back."),
+    button=_("Publish the messages now"),
     perform=publish_now,
-    warning=_("A message that was sent cannot be taken back."),
 )
+RESCHEDULE_THEM = Action(
+    name="reschedule",
+    label=_("Reschedule"),
+    sources=RESCHEDULE.sources,
+    run=lambda alias, row, given: operating.reschedule(alias, row, given.values["due"], reason=given.text),
+    form=RescheduleForm,
+    question=_(
+        "Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays the same."
+    ),
+    button=_("Reschedule the messages"),
+)
+COMMIT_THEM = Action(
+    name="commit",
+    label=_("Commit, so that it is sent"),
+    done=_("committed"),
+    permission="decide",
+    sources=COMMIT.sources,
+    run=_ringing(lambda alias, row, given: preparing.commit_prepared(alias, row, reason=given.text)),
+    form=ReasonForm,
+    question=_(
+        "Commit these prepared messages? This states that their effect has happened. They are sent, and a sent message "
+        "cannot be taken back."
+    ),
+    button=_("Commit the messages"),
+)
+ROLL_THEM_BACK = Action(
+    name="roll_back",
+    label=_("Roll back"),
+    done=_("rolled back"),
+    permission="decide",
+    sources=ROLL_BACK.sources,
+    run=lambda alias, row, given: preparing.roll_back_prepared(alias, row, reason=given.text),
+    form=ReasonForm,
+    question=_(
+        "Roll back these prepared messages? This states that their effect has not happened and never will. They are never sent."
+    ),
+    button=_("Roll back the messages"),
+)
+ASK_AGAIN = Action(
+    name="ask_again",
+    label=_("Ask the checker again"),
+    done=_("to be asked about at once"),
+    permission="decide",
+    sources=UNDECIDED,
+    run=_ask_again,
+)
+ACTIONS = by_name(RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)
+"""Those that can be operations."""
 MANAGE = "manage"
 """The permission of an operation that a client of the HTTP API has planned: its scope for the topic."""
-ACTIONS = {action.name: action for action in (RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)}
 
 
 def why_not(operation: Any) -> str:

@@ -10,8 +10,8 @@ This module contains no model: its subclasses declare theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
@@ -30,13 +30,14 @@ from django.utils.text import capfirst
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.planning import Planner
+from exactly_once.admin.planning import plan
 from exactly_once.display import visible
+from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 
 if TYPE_CHECKING:
-    from django.forms import Form
     from django_stubs_ext import StrOrPromise
 
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -46,8 +47,6 @@ else:
     _Paginator = Paginator
 
 
-Transition = Callable[[str, Any], bool]
-"""Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
 _CONFIRM = "exactly_once/confirm.html"
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
@@ -108,6 +107,15 @@ def counted(rows: QuerySet[Any]) -> str:
 class LeanChangeList(ChangeList):
     """A list that does not load the large columns."""
 
+    @property
+    def filter_bar(self) -> list[tuple[Any, list[Any], Any]]:
+        """For the template: each filter's title, its choices, and the chosen one; None if that is the first, which is all."""
+        bar = []
+        for spec in self.filter_specs:
+            choices: list[Any] = list(spec.choices(self))
+            bar.append((spec.title, choices, next((each["display"] for each in choices[1:] if each["selected"]), None)))
+        return bar
+
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         model_admin: Any = self.model_admin
         return super().get_queryset(request, exclude_parameters).defer(*model_admin.large_columns)
@@ -118,7 +126,7 @@ class LeanChangeList(ChangeList):
         return url
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ActionResult:
     """The result of an action for one selected row.
 
@@ -150,7 +158,7 @@ class ReadOnlyAdmin(_ModelAdmin):
     @property
     def package(self) -> str:
         """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
-        return str(self.opts.app_config.name.partition(".")[0])
+        return package_of(self.model)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         """The row for its page, with the address of the page that shows the flow of a message, see `display.flow_link`."""
@@ -189,9 +197,6 @@ class ActingAdmin(ReadOnlyAdmin):
     hint: ClassVar[Any] = ""
     """An explanation of the list's order and columns."""
 
-    planner: ClassVar[Planner | None] = None
-    """Makes operations of the actions on all matching rows; None refuses them above the limit."""
-
     ACTION_LIMIT: ClassVar[int] = 500
     """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
     LINE_LIMIT: ClassVar[int] = 20
@@ -211,17 +216,33 @@ class ActingAdmin(ReadOnlyAdmin):
     def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
 
-    def offers(self, action: str, row: Any) -> bool:
-        """Is this action available for the row in its present state?"""
-        raise NotImplementedError
-
-    def remark(self, action: str, row: Any) -> SafeString | str:
+    def remark(self, action: Action, row: Any) -> SafeString | str:
         """The effect of the action on the row, where it is not obvious."""
-        return "" if self.offers(action, row) else gettext("In this state it is not changed.")
+        return "" if action.is_offered(row) else gettext("In this state it is not changed.")
 
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        """Why the requested action did not change this row."""
-        raise NotImplementedError
+    def state_of(self, row: Any) -> str:
+        return str(row.get_state_display().lower())
+
+    def why_not(self, action: Action, row: Any, given: Given) -> str:
+        """Why the action did not change this row."""
+        if words := action.why_not(row, given):
+            return words
+        state = {"state": self.state_of(row)}
+        if action.sources and row.state in action.sources:
+            return gettext("it is %(state)s now, and a process is working on it; try again") % state
+        return gettext("it is %(state)s now") % state
+
+    def permits(self, request: HttpRequest, action: Action) -> bool:
+        return request.user.has_perm(action.codename(self.model))
+
+    def get_actions(self, request: HttpRequest) -> Any:
+        """Those that the user has the permission for. A project may have added others to its site, as functions."""
+        found: Any = super().get_actions(request)
+        return {name: each for name, each in found.items() if not isinstance(each[0], Action) or self.permits(request, each[0])}
+
+    def permitted(self, request: HttpRequest) -> dict[str, Action]:
+        """The declared actions that the user has the permission for, by name."""
+        return {name: action for name, (action, *_rest) in self.get_actions(request).items() if isinstance(action, Action)}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
@@ -249,18 +270,17 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
-        context["message_actions"] = [
-            choice for choice in self.get_action_choices(request, []) if row is not None and self.offers(choice[0], row)
-        ]
-        context["changelist_url"] = self._changelist_url()
+        actions = self.permitted(request).values() if row is not None else ()
+        context["message_actions"] = [action for action in actions if action.is_offered(row)]
+        context["changelist_url"] = self.changelist_url
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
         """On all matching rows, plan an operation, if the action can be one."""
-        action = self.planner and self.planner.actions.get(request.POST.get("action", ""))
-        if action and self.planner and request.POST.get("select_across") == "1" and action.name in self.get_actions(request):
-            return self.planner.respond(self, request, queryset, action, self.selection_text(request), request.get_full_path())
+        action = self.permitted(request).get(request.POST.get("action", ""))
+        if action and action.perform and request.POST.get("select_across") == "1":
+            return plan(self, request, queryset, action, self.selection_text(request), request.get_full_path())
         return super().response_action(request, queryset, *args, **kwargs)
 
     def selection_text(self, request: HttpRequest) -> str:
@@ -268,92 +288,65 @@ class ActingAdmin(ReadOnlyAdmin):
         given = [f"{name} {value}" for name, value in request.GET.items() if value and name not in _NO_FILTERS]
         return visible(_("all messages with %s") % ", ".join(given)) if given else str(_("all messages"))
 
-    def is_confirmed(self, request: HttpRequest) -> bool:
-        return request.POST.get("confirmed") == "yes"
-
-    def ask(
-        self,
-        request: HttpRequest,
-        queryset: QuerySet[Any],
-        *,
-        action: str,
-        question: str,
-        button: str,
-        form: Form | None = None,
-    ) -> HttpResponse | None:
-        """The confirmation page of an action, with all rows that it will act on."""
-        picked = self._picked(request, queryset)
+    def take(self, action: Action, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
+        """Ask, if the action asks, and carry it out on the selected rows once the operator has confirmed it."""
+        given = Given(by=by(request))
+        if action.respond and not action.question:
+            return action.respond(self, request, queryset, given)
+        picked = self._picked(request, queryset, action)
         if picked is None:
             return None
+        rows = [row for row in picked.values() if row is not None]
+        is_confirmed, form = request.POST.get("confirmed") == "yes", None
+        if action.form:
+            try:
+                form = action.form(request.POST if is_confirmed else None, rows=rows)
+            except self.refusals as error:
+                refused = ActionResult(self.subject(rows[0]), visible(str(error)), is_error=True)
+                self._report(request, str(action.done), [refused])
+                return self._back(request, queryset, picked)
+        if action.question and not (is_confirmed and (form is None or form.is_valid())):
+            return self._ask(request, action, picked, form)
+        if form is not None:
+            values = dict(form.cleaned_data)
+            given = replace(given, reason=values.pop("reason", ""), values=values)
+        if action.respond:
+            return action.respond(self, request, rows, given)
+        done = str((form and form.done) or action.done)
+        outcomes = [self._carry_out_one(request, queryset.db, pk, row, action, given, done) for pk, row in picked.items()]
+        self._report(request, done, outcomes)
+        return self._back(request, queryset, picked)
+
+    def _back(self, request: HttpRequest, queryset: QuerySet[Any], picked: Mapping[Any, Any]) -> HttpResponse | None:
+        """To the row's own page, if the action was chosen there and the row still exists."""
+        if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
+            return HttpResponseRedirect(self.own_url(next(iter(picked))))
+        return None
+
+    def _ask(self, request: HttpRequest, action: Action, picked: Mapping[Any, Any], form: ActionForm | None) -> HttpResponse:
+        """The confirmation page, with all rows that the action will act on."""
+        rows = [row for row in picked.values() if row is not None]
         context = {
             **self.admin_site.each_context(request),
-            "title": question,
+            "title": (form and form.question) or action.question,
             "opts": self.opts,
             "media": self.media,
-            "rows": [
-                (row, self.badge_of(row), self.subject(row), self.remark(action, row))
-                for row in picked.values()
-                if row is not None
-            ],
+            "rows": [(row, self.badge_of(row), self.subject(row), self.remark(action, row)) for row in rows],
             "noun": self.noun,
-            "applies": sum(row is not None and self.offers(action, row) for row in picked.values()),
+            "applies": sum(action.is_offered(row) for row in rows),
             "selected": len(picked),
-            "action": action,
-            "button": button,
+            "action": action.name,
+            "button": (form and form.button) or action.button,
             "form": form,
             "own_page": request.POST.get("own_page", ""),
-            "changelist_url": self._changelist_url(),
+            "changelist_url": self.changelist_url,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
         request.current_app = self.admin_site.name
         return TemplateResponse(request, _CONFIRM, context)
 
-    def once_confirmed(
-        self,
-        request: HttpRequest,
-        queryset: QuerySet[Any],
-        form: Callable[..., Form],
-        *,
-        action: str,
-        question: str,
-        button: str,
-        done: str,
-        transition: Callable[[Mapping[str, Any]], Transition],
-    ) -> HttpResponse | None:
-        """Ask with a form that has a reason, then carry out the transition that `transition` builds from the form's data."""
-        filled = form(request.POST if self.is_confirmed(request) else None)
-        if filled.is_valid():
-            given = filled.cleaned_data
-            return self.carry_out(request, queryset, done=done, transition=transition(given), reason=given["reason"])
-        return self.ask(request, queryset, action=action, question=question, button=button, form=filled)
-
-    def carry_out(
-        self,
-        request: HttpRequest,
-        queryset: QuerySet[Any],
-        *,
-        done: str,
-        transition: Transition,
-        reason: str = "",
-    ) -> HttpResponse | None:
-        """Try the transition on each selected row, and report the result for each.
-
-        Args:
-            done: the past participle of the action, "restored".
-            reason: the operator's, for the log.
-        """
-        picked = self._picked(request, queryset)
-        if picked is None:
-            return None
-        entry = f"{capfirst(done)}: {reason}" if reason else f"{capfirst(done)}."
-        outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
-        self._report(request, done, outcomes)
-        if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
-            return HttpResponseRedirect(self.own_url(next(iter(picked))))
-        return None
-
-    def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[Any, Any] | None:
-        """The selected rows by primary key, in its order; None for a row that no longer exists. None if there are too many."""
+    def _picked(self, request: HttpRequest, queryset: QuerySet[Any], action: Action) -> dict[Any, Any] | None:
+        """The selected rows by primary key, in its order; None for a row that no longer exists. None if they are too many."""
         if request.POST.get("select_across") == "1":
             keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
         else:
@@ -368,34 +361,32 @@ class ActingAdmin(ReadOnlyAdmin):
             return None
         fresh = self.everything(request).using(queryset.db).defer(*self.large_columns)
         found = {row.pk: row for row in fresh.filter(pk__in=keys)}
+        if action.is_single and (len(keys) != 1 or not found):
+            words = gettext("Nothing was changed: select one %(noun)s.") % {"noun": self.noun}
+            self.message_user(request, words, messages.ERROR)
+            return None
         return {key: found.get(key) for key in keys}
 
     def _carry_out_one(
-        self,
-        request: HttpRequest,
-        alias: str,
-        pk: Any,
-        row: Any,
-        transition: Transition,
-        entry: str,
+        self, request: HttpRequest, alias: str, pk: Any, row: Any, action: Action, given: Given, done: str
     ) -> ActionResult:
         if row is None:
-            return ActionResult(subject=gettext("number %(number)s") % {"number": pk}, failed=gettext("it no longer exists"))
+            return ActionResult(gettext("number %(number)s") % {"number": pk}, gettext("it no longer exists"))
         subject = self.subject(row)
         try:
             with transaction.atomic(using=alias):
-                if transition(alias, pk):
-                    self.log_change(request, row, entry)
-                    self.audit(request, alias, request.POST.get("action", ""), row)
-                    return ActionResult(subject=subject)
-            return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
+                if action.run is not None and action.run(alias, pk, given):
+                    self.log_change(request, row, f"{capfirst(done)}: {given.reason}" if given.reason else f"{capfirst(done)}.")
+                    self.audit(request, alias, action.name, row)
+                    return ActionResult(subject)
+            now = self.everything(request).using(alias).defer(*self.large_columns).filter(pk=pk).first()
+            return ActionResult(subject, gettext("it no longer exists") if now is None else self.why_not(action, now, given))
         except DatabaseError as error:
             # The rows before this one are committed, so the operator must get a report, not an error page.
-            return ActionResult(
-                subject=subject, failed=visible(gettext("the database reported %(error)s") % {"error": error}), is_error=True
-            )
+            failed = visible(gettext("the database reported %(error)s") % {"error": error})
+            return ActionResult(subject, failed, is_error=True)
         except self.refusals as error:
-            return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
+            return ActionResult(subject, visible(str(error)), is_error=True)
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
@@ -440,7 +431,8 @@ class ActingAdmin(ReadOnlyAdmin):
             else:
                 self.message_user(request, f"{capfirst(self.noun)} {outcome.subject}: {done}", messages.SUCCESS)
 
-    def _changelist_url(self) -> str:
+    @property
+    def changelist_url(self) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")
 
     def own_url(self, pk: Any) -> str:

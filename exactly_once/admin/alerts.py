@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, by
+from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import APPS, AppFilter, app_name
 from exactly_once.display import (
     NOTHING,
@@ -31,6 +30,7 @@ from exactly_once.display import (
     warning,
 )
 from exactly_once.models import Alert, Lease
+from exactly_once.operators.actions import Action
 from exactly_once.operators.alert_table import acknowledge
 from exactly_once.operators.alerts import lease_name
 from exactly_once.sql.now import DatabaseTime
@@ -65,6 +65,16 @@ class AlertStateFilter(admin.SimpleListFilter):
                 return queryset.filter(state=_State.RAISED)
 
 
+ACKNOWLEDGE = Action(
+    name="acknowledge",
+    label=_("Acknowledge"),
+    done=_("acknowledged"),
+    run=lambda alias, pk, given: acknowledge(alias, pk, given.who) is not None,
+    offered=lambda row: row.state == _State.RAISED and row.acknowledged_at is None,
+    why_not=lambda row, given: gettext("it is cleared, or acknowledged already"),
+)
+
+
 @admin.register(Alert)
 class AlertAdmin(ActingAdmin):
     """The alerts, the latest first."""
@@ -80,7 +90,7 @@ class AlertAdmin(ActingAdmin):
     ordering = (F("raised_at").desc(nulls_last=True), "-id")
     sortable_by = ()
     list_filter = (AlertStateFilter, AppFilter)
-    actions = ("acknowledge",)
+    actions = (ACKNOWLEDGE,)
     list_display = ("status", "what", "report")
     list_display_links = ("what",)
     fields: ClassVar[Any] = (
@@ -110,20 +120,6 @@ class AlertAdmin(ActingAdmin):
         if row.state == _State.CLEARED:
             return badge(gettext("Cleared"), Tone.DONE)
         return badge(gettext("Acknowledged"), Tone.LATER) if row.acknowledged_at else badge(gettext("Raised"), Tone.STOPPED)
-
-    def offers(self, action: str, row: Any) -> bool:
-        return row.state == _State.RAISED and row.acknowledged_at is None
-
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return gettext("it is cleared, or acknowledged already")
-
-    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("exactly_once.acknowledge_alert")
-
-    @admin.action(permissions=["acknowledge"], description=_("Acknowledge"))
-    def acknowledge(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        transition = partial(_acknowledge, by(request).removeprefix("by "))
-        return self.carry_out(request, queryset, done=gettext("acknowledged"), transition=transition)
 
     @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:
@@ -194,7 +190,3 @@ class AlertAdmin(ActingAdmin):
     @admin.display(description=_("last error of a notification"))
     def error_text(self, row: Any) -> SafeString:
         return as_text(row.send_error).as_html()
-
-
-def _acknowledge(by: str, alias: str, pk: Any) -> bool:
-    return acknowledge(alias, pk, by) is not None

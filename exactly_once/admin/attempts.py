@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -10,27 +11,34 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin.timeline import reason
 from exactly_once.display import as_text, exact, identifier, visible
 
 
-def attempts(failures: Sequence[Any]) -> SafeString:
-    """Each failed attempt as a part that can be unfolded; the newest is unfolded."""
+def attempts(failures: Sequence[Any], error: str = "") -> SafeString:
+    """Each failed attempt as a part that can be unfolded; the newest is unfolded. An error is shown once.
+
+    Args:
+        error: is shown above.
+    """
     found = [failure for failure in reversed(failures) if isinstance(failure, Mapping)]
-    parts = format_html_join("", "{}", ((_attempt(failure, first=number == 0),) for number, failure in enumerate(found)))
-    return format_html('<div class="message-block">{}</div>', parts)
+    earlier = [error, *(str(failure.get("error", "")) for failure in found)]
+    parts = ((_attempt(failure, earlier[: number + 1]),) for number, failure in enumerate(found))
+    return format_html('<div class="message-block">{}</div>', format_html_join("", "{}", parts))
 
 
-def _attempt(failure: Mapping[str, Any], *, first: bool) -> SafeString:
-    own, complete = str(failure.get("own", "")), str(failure.get("traceback", ""))
+def _attempt(failure: Mapping[str, Any], earlier: Sequence[str]) -> SafeString:
+    error = str(failure.get("error", ""))
+    own, complete = (_without(error, str(failure.get(name, ""))) for name in ("own", "traceback"))
     place = failure.get("place")
     return format_html(
         '<details class="message-attempt"{}><summary>{} {}: {}{}</summary>{}{}{}</details>',
-        SafeString(" open") if first else "",
+        SafeString(" open") if len(earlier) == 1 else "",
         _("Attempt %(number)s") % {"number": failure.get("attempt", "?")},
         format_html('<span class="message-quiet message-age">{}</span>', _instant(str(failure.get("at", "")))),
         identifier(str(failure.get("class", ""))),
         format_html(" {} {}", _("in"), identifier(str(place))) if place else "",
-        as_text(str(failure.get("error", ""))).as_html(),
+        reason(error, earlier) if error else "",
         as_text(own).as_html() if own else "",
         format_html(
             '<details class="message-frames"><summary>{}</summary>{}</details>',
@@ -40,6 +48,12 @@ def _attempt(failure: Mapping[str, Any], *, first: bool) -> SafeString:
         if complete
         else "",
     )
+
+
+def _without(error: str, frames: str) -> str:
+    """The frames of a traceback without the line that names the exception."""
+    text = error.partition(": ")[2] or error
+    return re.sub(rf"\n[^\n]*{re.escape(text)}\s*\Z", "", frames) if text else frames
 
 
 def _instant(text: str) -> str:

@@ -102,9 +102,6 @@ class AuditAdmin(ActingAdmin):
     def subject(self, row: Any) -> str:
         return visible(str(row))
 
-    def offers(self, action: str, row: Any) -> bool:
-        return False
-
     def has_export_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("exactly_once.export_auditentry")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from django import forms
 from django.contrib import admin, messages
@@ -22,13 +21,14 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ReadOnlyAdmin
 from exactly_once.admin.by_app import app_name
-from exactly_once.admin.planning import Planner
+from exactly_once.admin.planning import plan
 from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, stacked
 from exactly_once.models import FailureNote
+from exactly_once.operators.actions import Action, OperatedMessages, operated
 from exactly_once.operators.audit import Subject, actor_of, record
-from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup, FailureGroups, Notes
-from exactly_once.operators.operations import BulkAction
+from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.labels import package_of
 
 _GROUPS = "exactly_once/failure_groups.html"
 _GROUP = "exactly_once/failure_group.html"
@@ -58,7 +58,6 @@ class FailureFilter(admin.SimpleListFilter):
 
     title = _("failure group")
     parameter_name = "failure"
-    groups: ClassVar[FailureGroups]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         chosen = request.GET.get(self.parameter_name)
@@ -72,51 +71,7 @@ class FailureFilter(admin.SimpleListFilter):
         if not value:
             return queryset
         error_class, _separator, place = value.partition(_SEPARATOR)
-        return queryset.filter(self.groups.condition(error_class, place))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailingMessages:
-    """The messages of one app that fail, for the page.
-
-    Attributes:
-        model: of the messages.
-        place_label, who_label: what the groups call the place of a failure, and the names of those that fail.
-    """
-
-    groups: FailureGroups
-    notes: Notes
-    planner: Planner
-    model: Any
-    place_label: Any
-    who_label: Any
-
-    @property
-    def app(self) -> str:
-        return self.notes.app
-
-    def page(self, name: str) -> str:
-        """The name of a page of the messages in an admin site."""
-        return f"{self.model._meta.app_label}_{self.model._meta.model_name}_{name}"
-
-    def is_visible(self, user: Any) -> bool:
-        return bool(user.has_perm(f"{self.model._meta.app_label}.view_{self.model._meta.model_name}"))
-
-    def permits(self, user: Any, action: BulkAction) -> bool:
-        return bool(user.has_perm(f"{self.model._meta.app_label}.{action.permission}"))
-
-    def of(self, alias: str, error_class: str, place: str) -> QuerySet[Any]:
-        """The messages of one group."""
-        found: QuerySet[Any] = self.model.objects.using(alias).filter(self.groups.condition(error_class, place))
-        return found
-
-
-_failing: dict[str, FailingMessages] = {}
-
-
-def register_failing(failing: FailingMessages) -> None:
-    """Register the failing messages of an app. A second call for an app replaces the first."""
-    _failing[failing.app] = failing
+        return queryset.filter(operated[package_of(queryset.model)].groups.condition(error_class, place))
 
 
 @admin.register(FailureNote)
@@ -126,7 +81,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     actions = None
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return any(failing.is_visible(request.user) for failing in _failing.values())
+        return any(failing.is_visible(request.user) for failing in operated.values())
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
@@ -141,11 +96,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
-        found: list[tuple[FailingMessages, FailureGroup]] = []
-        for failing in _failing.values():
+        found: list[tuple[OperatedMessages, FailureGroup]] = []
+        for failing in operated.values():
             if failing.is_visible(request.user):
                 found += [(failing, group) for group in failing.groups.all(self.using)]
-        notes = {app: failing.notes.all(self.using) for app, failing in _failing.items()}
+        notes = {app: failing.notes.all(self.using) for app, failing in operated.items()}
         found.sort(key=lambda each: -each[1].count)
         context = {
             **self._context(request, _("Failure groups")),
@@ -164,7 +119,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
 
     def group_view(self, request: HttpRequest) -> HttpResponse:
         """One group: its figures, its note, its latest messages, and what can be done with all of them."""
-        failing = _failing.get(request.GET.get("app", ""))
+        failing = operated.get(request.GET.get("app", ""))
         if failing is None:
             raise Http404
         if not failing.is_visible(request.user):
@@ -196,7 +151,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
         return TemplateResponse(request, _GROUP, context)
 
-    def _act(self, request: HttpRequest, failing: FailingMessages, error_class: str, place: str) -> HttpResponse | None:
+    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == "note":
@@ -215,18 +170,18 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         action = self._offered(request, failing).get(chosen)
         if action is None:
             raise PermissionDenied
-        rows = failing.of(self.using, error_class, place)
+        rows = failing.failing(self.using, error_class, place)
         selection = _("failure group %(class)s %(place)s") % {"class": error_class, "place": place}
-        return failing.planner.respond(self, request, rows, action, str(selection), url)
+        return plan(self, request, rows, action, str(selection), url)
 
-    def _offered(self, request: HttpRequest, failing: FailingMessages) -> Mapping[str, BulkAction]:
+    def _offered(self, request: HttpRequest, failing: OperatedMessages) -> Mapping[str, Action]:
         return {
             name: action
-            for name, action in failing.planner.actions.items()
-            if failing.permits(request.user, action) and {"dead", "retrying"} & {*map(str, action.sources)}
+            for name, action in failing.actions.items()
+            if failing.permits(request.user, name) and {"dead", "retrying"} & {*map(str, action.sources)}
         }
 
-    def _row(self, failing: FailingMessages, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    def _row(self, failing: OperatedMessages, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
         note: Any = notes.get((group.error_class, group.place))
         named = [identifier(name) for name in group.who[:_MOST_NAMED]]
         if len(group.who) > _MOST_NAMED:
@@ -248,9 +203,9 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
 
     def _latest(
-        self, failing: FailingMessages, error_class: str, place: str
+        self, failing: OperatedMessages, error_class: str, place: str
     ) -> list[tuple[str, SafeString, SafeString, SafeString]]:
-        rows = failing.of(self.using, error_class, place)
+        rows = failing.failing(self.using, error_class, place)
         name = f"{self.admin_site.name}:{failing.page('change')}"
         return [
             (
@@ -262,7 +217,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             for row in rows.order_by("-failing_since").only("topic", "biz_id", "failed_at", "last_error")[:_LATEST]
         ]
 
-    def _messages_url(self, failing: FailingMessages, error_class: str, place: str) -> str:
+    def _messages_url(self, failing: OperatedMessages, error_class: str, place: str) -> str:
         address = reverse(f"{self.admin_site.name}:{failing.page('changelist')}")
         return f"{address}?{urlencode({'failure': encoded(error_class, place)})}"
 

@@ -17,13 +17,14 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.message_search import newest
 from exactly_once.display import duration, visible
-from exactly_once.operators.failure_groups import FailureGroups
+from exactly_once.operators.actions import operated
+from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
 
-_FAILING = ("retrying", "dead")
+FAILING = ("retrying", "dead")
 MOST_OFFERED = 30
-"""Values in the sidebar. A list can be filtered by any other in its URL."""
+"""Values in a menu. A list can be filtered by any other in its URL."""
 
 
 def in_states(states: Iterable[str]) -> Q:
@@ -85,7 +86,7 @@ class StuckFilter(admin.SimpleListFilter):
 
 
 class ValueFilter(admin.SimpleListFilter):
-    """By the value of a column. The sidebar offers known values; the URL may have any other."""
+    """By the value of a column. The menu offers known values; the URL may have any other."""
 
     def known(self, model_admin: Any) -> Sequence[str]:
         raise NotImplementedError
@@ -123,13 +124,12 @@ class ErrorClassFilter(ValueFilter):
 
     title = _("error class")
     parameter_name = "error"
-    groups: ClassVar[FailureGroups]
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return self.groups.classes(model_admin.using)
+        return operated[model_admin.package].groups.classes(model_admin.using)
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(self.groups.of_class(value))
+        return queryset.filter(operated[package_of(queryset.model)].groups.of_class(value))
 
 
 class UnindexedFilter(admin.SimpleListFilter):
@@ -143,7 +143,7 @@ class UnindexedFilter(admin.SimpleListFilter):
 
     def failing(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Those that are retrying or dead, which are few, unless the operator has chosen a state."""
-        chosen = queryset if request.GET.get(StateFilter.parameter_name) else queryset.filter(in_states(_FAILING))
+        chosen = queryset if request.GET.get(StateFilter.parameter_name) else queryset.filter(in_states(FAILING))
         return newest(request, chosen, self._column)
 
 
@@ -214,5 +214,5 @@ class HostFilter(UnindexedFilter, ValueFilter):
         value = self.value()
         if not value:
             return queryset
-        attempts = self._trail().filter(became__in=_FAILING, process__startswith=f"{fit(value)}:")
+        attempts = self._trail().filter(became__in=FAILING, process__startswith=f"{fit(value)}:")
         return self.failing(request, queryset).filter(Exists(attempts))

@@ -1,12 +1,12 @@
 """What the search box of a message list understands.
 
-    order-17                 an exact name: a message id, biz-id, topic or handler
+    order-17                 an exact name: a message id, biz-id, topic or handler; if nothing has it, a part of an error
     order-1*                 topics and biz-ids that begin with it
     key:customer-4           an ordering key
     headers.tenant:acme      a value in the headers; a dot leads into a nested object. "header tenant=acme" is the same
 
-An exact name has an index. For the others there is none, and they are searched among the newest messages only: see `newest`. A
-path and its value are parameters of the statement.
+An exact name has an index. For the others there is none, and they are searched among the newest messages only: see `newest`;
+an error among those that are retrying or dead. A path and its value are parameters of the statement.
 """
 
 from __future__ import annotations

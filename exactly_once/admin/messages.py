@@ -24,8 +24,10 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
+from exactly_once.admin.message_filters import FAILING, in_states
 from exactly_once.admin.timeline import timeline
 from exactly_once.display import NOTHING, Tone, as_json, as_text, badge, flow_link, headline, identifier, moment, visible
+from exactly_once.operators.actions import Action
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.redaction import Redaction
@@ -114,9 +116,6 @@ class MessageAdmin(ActingAdmin):
     counterpart: ClassVar[Counterpart]
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
-    nothing = _("No messages.")
-    allowed_in: ClassVar[Mapping[str, Sequence[str]]]
-    """By action: the states from which it is allowed."""
     age_column: ClassVar[str] = "id"
     """It grows with time, and has an index."""
     born_column: ClassVar[str]
@@ -148,8 +147,8 @@ class MessageAdmin(ActingAdmin):
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
     search_help_text = _(
-        "An exact message id, biz-id or topic; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
-        "headers.tenant:acme."
+        "An exact message id, biz-id or topic, or a part of an error; a prefix of a topic or biz-id with a * at the end; "
+        "key:customer-4 or headers.tenant:acme."
     )
 
     def stuck_after(self) -> timedelta:
@@ -182,6 +181,12 @@ class MessageAdmin(ActingAdmin):
             "most": f"{searching.MOST_SEARCHED:,}",
         }
 
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        """With a link to the same search in the other app."""
+        term = request.GET.get(SEARCH_VAR, "").strip()
+        found = {"counterpart": self.counterpart, "elsewhere_url": self._counterpart_url(request, term) if term else ""}
+        return super().changelist_view(request, {**found, **(extra_context or {})})
+
     def subject(self, row: Any) -> str:
         """The name of a message in a report."""
         return visible(f"{row.message_id} ({row.topic} {row.biz_id})")
@@ -198,7 +203,8 @@ class MessageAdmin(ActingAdmin):
 
     def _found(self, request: HttpRequest, rows: QuerySet[Any], search: searching.Search) -> QuerySet[Any]:
         if search.name:
-            return rows.filter(self.called(search.name))
+            named = rows.filter(self.called(search.name))
+            return named if named.exists() else self._failing_with(request, rows, search.name)
         if search.beginning:
             condition = Q(topic__startswith=search.beginning) | Q(biz_id__startswith=search.beginning)
         elif search.key:
@@ -208,6 +214,11 @@ class MessageAdmin(ActingAdmin):
         else:
             return rows
         return searching.newest(request, rows, self.age_column).filter(condition)
+
+    def _failing_with(self, request: HttpRequest, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
+        """The messages that are retrying or dead, and whose last error has this text."""
+        failing = rows.filter(in_states(FAILING))
+        return searching.newest(request, failing, self.age_column).filter(last_error__icontains=text)
 
     def called(self, term: str) -> Q:
         """The messages that `term` names, by columns with an index."""
@@ -247,6 +258,9 @@ class MessageAdmin(ActingAdmin):
     @admin.display(description=_("traceparent"))
     def traceparent_name(self, row: Any) -> SafeString:
         return identifier(row.traceparent)
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return [name for _title, options in self.fieldsets or () for name in options["fields"]]
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Without the optional fields that have no value."""
@@ -292,6 +306,7 @@ class MessageAdmin(ActingAdmin):
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
+        context["has_reason"] = True
         if row is not None and row.message_id:
             if request.user.has_perm(f"{self.opts.app_label}.view_trailentry"):
                 context["life"] = self._timeline(request, row)
@@ -307,27 +322,21 @@ class MessageAdmin(ActingAdmin):
             partial(flow_link, row),
             gettext("Users with the permission to view %(what)s see more of its history here.")
             % {"what": self.counterpart.title},
+            row.last_error,
         )
 
-    def _counterpart_url(self, request: HttpRequest, message_id: str) -> str:
-        """The URL of the other app's rows of this message; "" if this site does not have them or the user may not view them."""
+    def _counterpart_url(self, request: HttpRequest, term: str) -> str:
+        """The URL of a search in the other app's list; "" if this site does not have it or the user may not view it."""
         if not request.user.has_perm(self.counterpart.permission):
             return ""
         try:
-            return f"{reverse(f'{self.admin_site.name}:{self.counterpart.changelist}')}?{urlencode({'q': message_id})}"
+            return f"{reverse(f'{self.admin_site.name}:{self.counterpart.changelist}')}?{urlencode({SEARCH_VAR: term})}"
         except NoReverseMatch:
             return ""
 
-    def offers(self, action: str, row: Any) -> bool:
-        return row.state in self.allowed_in.get(action, ())
-
-    def has_export_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.export_{self.letters.app}message")
-
-    @admin.action(permissions=["export"], description=_("Export dead letters"))
     def export(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
         """A file with the dead letters among the selected messages, of any number: see `dead_letters`."""
-        rows = queryset.filter(state__in=self.allowed_in["export"])
+        rows = queryset.filter(state__in=EXPORT.sources)
         total = rows.count()
         if not total:
             self.message_user(request, gettext("Nothing was exported: none of the messages is a dead letter."), messages.ERROR)
@@ -342,12 +351,10 @@ class MessageAdmin(ActingAdmin):
         response["Cache-Control"] = "no-store"
         return response
 
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        row = self.everything(request).using(alias).filter(pk=pk).only("state").first()
-        if row is None:
-            return gettext("it no longer exists")
-        allowed = row.state in self.allowed_in.get(request.POST.get("action", ""), ())
-        state = row.get_state_display().lower()
-        if allowed:
-            return gettext("it is %(state)s now, and a process is working on it; try again") % {"state": state}
-        return gettext("it is %(state)s now") % {"state": state}
+
+EXPORT = Action(
+    name="export",
+    label=_("Export dead letters"),
+    sources=("dead",),
+    respond=lambda model_admin, request, queryset, given: model_admin.export(request, queryset),
+)

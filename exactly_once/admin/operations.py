@@ -17,13 +17,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_POST
 
-from exactly_once.admin.acting import ReadOnlyAdmin
+from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import AppFilter, app_name
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, moment, note, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
+from exactly_once.operators.actions import operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import UNCHANGED_KEPT, OperationTable
-from exactly_once.operators.operations import bulk_actions
 from exactly_once.sql.now import DatabaseTime
 
 _TONES = {
@@ -49,15 +49,14 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(Operation)
-class OperationAdmin(ReadOnlyAdmin):
+class OperationAdmin(ActingAdmin):
     """The operations of the apps whose messages the user may view, the latest first."""
 
     change_form_template = "exactly_once/operation.html"
     ordering = ("-id",)
     sortable_by = ()
     actions = None
-    show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER
+    nothing = _("No operation was planned yet. An action on all messages of a list or of a failure group becomes one.")
     list_display = ("state_badge", "what", "progress", "planned_by")
     list_display_links = ("what",)
     list_filter = (StateFilter, AppFilter)
@@ -110,8 +109,8 @@ class OperationAdmin(ReadOnlyAdmin):
 
     def may_cancel(self, request: HttpRequest, operation: Any) -> bool:
         """Users who may plan the action may cancel it."""
-        registered = bulk_actions().get(operation.app)
-        return registered is not None and registered.permits(request.user, operation.action)
+        of = operated.get(operation.app)
+        return of is not None and of.permits(request.user, operation.action)
 
     def get_urls(self) -> list[URLPattern]:
         cancel = path(
@@ -175,8 +174,8 @@ class OperationAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("action"))
     def action_label(self, row: Any) -> str:
-        registered = bulk_actions().get(row.app)
-        action = registered and registered.actions.get(row.action)
+        of = operated.get(row.app)
+        action = of and of.actions.get(row.action)
         label = str(action.label) if action else str(row.action)
         return _("%s, as a canary") % label if row.is_canary else label
 
@@ -279,4 +278,4 @@ class OperationAdmin(ReadOnlyAdmin):
 
 
 def _visible_apps(request: HttpRequest) -> list[str]:
-    return [app for app, registered in bulk_actions().items() if request.user.has_perm(registered.view)]
+    return [app for app, of in operated.items() if of.is_visible(request.user)]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from django import forms
 from django.contrib import admin
 from django.db import transaction
 from django.http import HttpRequest
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, by
 from exactly_once.display import age, as_text, headline, moment, visible
+from exactly_once.operators.actions import permission
+
+
+class KnownNames(forms.TextInput):
+    """A text with proposals. Any other name may be written."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(attrs={"class": "vTextField", "list": "known-names", "autofocus": True})
+        self._names = names
+
+    def render(self, *args: Any, **options: Any) -> SafeString:
+        known = format_html_join("", '<option value="{}"></option>', ((name,) for name in self._names))
+        return format_html('{}<datalist id="known-names">{}</datalist>', super().render(*args, **options), known)
 
 
 class PausedAdmin(ActingAdmin):
@@ -27,13 +43,23 @@ class PausedAdmin(ActingAdmin):
     add_form_template = "admin/change_form.html"
     sortable_by = ()
     list_filter = ()
-    actions = ("resume",)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm(permission(self.model, "pause"))
+
+    def known(self) -> Iterable[str]:
+        """The names to propose."""
+        raise NotImplementedError
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
+        form.using = self.using
+        if obj is None:
+            form.base_fields[self.named_by].widget = KnownNames(self.known())
+        return form
 
     def pause(self, row: Any, by: str) -> None:
         """Pause what the new row names."""
-        raise NotImplementedError
-
-    def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:

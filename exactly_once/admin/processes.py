@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin
@@ -15,10 +14,11 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, by
+from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import AppFilter
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, stacked, visible, warning
 from exactly_once.models import Process
+from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.requests import ALLOWED_IN, Mode, Request
@@ -32,12 +32,17 @@ _MODES: dict[str, Any] = {
 }
 
 
-_ASKED = {
-    Request.PAUSE: _("asked to pause"),
-    Request.RESUME: _("asked to resume"),
-    Request.DRAIN: _("asked to drain"),
-    Request.STOP: _("asked to stop"),
-}
+def _action(asked: Request, label: Any, done: Any, question: Any = "", button: Any = "") -> Action:
+    return Action(
+        name=asked,
+        label=label,
+        done=done,
+        run=lambda alias, pk, given: _PROCESSES.request(alias, pk, asked, given.who),
+        offered=lambda row: row.stopped_at is None and row.mode in ALLOWED_IN[asked],
+        why_not=lambda row, given: gettext("it has stopped, or the request has no effect in its state"),
+        question=question,
+        button=button,
+    )
 
 
 @admin.register(Process)
@@ -62,7 +67,30 @@ class ProcessAdmin(ActingAdmin):
     list_display = ("process", "state", "times", "work", "resources")
     fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")
     readonly_fields: ClassVar[Any] = fields
-    actions = ("pause", "resume", "drain", "stop")
+    actions = (
+        _action(
+            Request.PAUSE,
+            _("Pause"),
+            _("asked to pause"),
+            _("Pause these processes? They finish what is in hand and begin nothing until they are resumed."),
+            _("Pause the processes"),
+        ),
+        _action(Request.RESUME, _("Resume"), _("asked to resume")),
+        _action(
+            Request.DRAIN,
+            _("Drain"),
+            _("asked to drain"),
+            _("Drain these processes? They finish everything that is due and then end. A supervisor may start them again."),
+            _("Drain the processes"),
+        ),
+        _action(
+            Request.STOP,
+            _("Stop"),
+            _("asked to stop"),
+            _("Stop these processes? They finish what is in hand and end. A supervisor may start them again."),
+            _("Stop the processes"),
+        ),
+    )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return _PROCESSES.known(self.using)
@@ -90,65 +118,11 @@ class ProcessAdmin(ActingAdmin):
             return badge(gettext("Starting"), Tone.LATER)
         return badge(gettext("Working"), Tone.DONE)
 
-    def offers(self, action: str, row: Any) -> bool:
-        return row.stopped_at is None and row.mode in ALLOWED_IN[Request(action)]
-
-    def remark(self, action: str, row: Any) -> SafeString | str:
+    def remark(self, action: Action, row: Any) -> SafeString | str:
         words = super().remark(action, row)
         if words or not row.silent:
             return words
         return gettext("It is silent: the request waits until it sends a heartbeat again.")
-
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return gettext("it has stopped, or the request has no effect in its state")
-
-    def has_pause_permission(self, request: HttpRequest) -> bool:
-        return self._may(request, Request.PAUSE)
-
-    def has_resume_permission(self, request: HttpRequest) -> bool:
-        return self._may(request, Request.RESUME)
-
-    def has_drain_permission(self, request: HttpRequest) -> bool:
-        return self._may(request, Request.DRAIN)
-
-    def has_stop_permission(self, request: HttpRequest) -> bool:
-        return self._may(request, Request.STOP)
-
-    @admin.action(permissions=["pause"], description=_("Pause…"))
-    def pause(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = gettext("Pause these processes? They finish what is in hand and begin nothing until they are resumed.")
-        return self._ask(request, queryset, Request.PAUSE, question, gettext("Pause the processes"))
-
-    @admin.action(permissions=["resume"], description=_("Resume"))
-    def resume(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        return self.carry_out(
-            request, queryset, done=gettext("asked to resume"), transition=self._requesting(request, Request.RESUME)
-        )
-
-    @admin.action(permissions=["drain"], description=_("Drain…"))
-    def drain(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = gettext(
-            "Drain these processes? They finish everything that is due and then end. A supervisor may start them again."
-        )
-        return self._ask(request, queryset, Request.DRAIN, question, gettext("Drain the processes"))
-
-    @admin.action(permissions=["stop"], description=_("Stop…"))
-    def stop(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = gettext("Stop these processes? They finish what is in hand and end. A supervisor may start them again.")
-        return self._ask(request, queryset, Request.STOP, question, gettext("Stop the processes"))
-
-    def _ask(
-        self, request: HttpRequest, queryset: QuerySet[Any], asked: Request, question: Any, button: Any
-    ) -> HttpResponse | None:
-        if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done=str(_ASKED[asked]), transition=self._requesting(request, asked))
-        return self.ask(request, queryset, action=asked, question=question, button=button)
-
-    def _requesting(self, request: HttpRequest, asked: Request) -> Any:
-        return partial(_request, asked, by(request).removeprefix("by "))
-
-    def _may(self, request: HttpRequest, asked: Request) -> bool:
-        return request.user.has_perm(f"exactly_once.{asked}_process")
 
     @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:
@@ -217,7 +191,3 @@ class ProcessAdmin(ActingAdmin):
 
 def _milliseconds(value: float | None) -> str:
     return str(_("unknown")) if value is None else f"{value:,.1f} ms"
-
-
-def _request(asked: Request, by: str, alias: str, pk: Any) -> bool:
-    return _PROCESSES.request(alias, pk, asked, by)

@@ -36,13 +36,16 @@ _TONES = {
 """By the name of a state in either app; the default is `Tone.OVER`."""
 
 
-def timeline(life: Life, may_see: Callable[[str], bool], link: Callable[[str], SafeString], hidden: str) -> SafeString:
-    """The transitions that the user may see.
+def timeline(
+    life: Life, may_see: Callable[[str], bool], link: Callable[[str], SafeString], hidden: str, error: str
+) -> SafeString:
+    """The transitions that the user may see. A text is shown once.
 
     Args:
         may_see: may the user see moments with this `where`, "outbox" or the name of a handler?
         link: a message id with the link that it has on this page.
         hidden: a sentence for users who may not see all of them.
+        error: is shown above.
     """
     moments = [moment for moment in life.moments if may_see(moment.where)]
     words = list(life.unknown)
@@ -53,7 +56,7 @@ def timeline(life: Life, may_see: Callable[[str], bool], link: Callable[[str], S
         more = ", …" if len(life.namesakes) > _MOST_NAMESAKES else ""
         sentence = gettext("Other messages with this topic and biz-id, of which a handler runs one: {}{}.")
         words.append(format_html(sentence, named, more))
-    entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments)))
+    entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments, error)))
     now = [standing for standing in life.standings if may_see(standing.where)]
     return format_html(
         '<ol class="message-timeline">{}</ol>{}{}',
@@ -63,8 +66,9 @@ def timeline(life: Life, may_see: Callable[[str], bool], link: Callable[[str], S
     )
 
 
-def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
+def _entries(moments: Sequence[Moment], error: str) -> Iterator[SafeString]:
     before: datetime | None = None
+    earlier = [error]
     for moment in moments:
         yield format_html(
             '<span class="message-when"><time datetime="{}">{}</time>{}</span>'
@@ -78,9 +82,17 @@ def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
             format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
             if moment.process
             else "",
-            as_text(moment.reason).as_html() if moment.reason else "",
+            reason(moment.reason, earlier) if moment.reason else "",
         )
+        earlier.append(moment.reason)
         before = moment.at
+
+
+def reason(text: str, earlier: Sequence[str]) -> SafeString:
+    """The text, or a remark if it has been shown already, perhaps with the class of the exception before it."""
+    if any(each and (each.endswith(text) or text.endswith(each)) for each in earlier):
+        return format_html('<span class="message-line message-quiet">{}</span>', gettext("The same error as above."))
+    return as_text(text).as_html()
 
 
 def _since(before: datetime | None, at: datetime) -> SafeString:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.db import connections
-from django.db.models import Q, QuerySet
-from django.utils.functional import Promise
+from django.db.models import QuerySet
 
 from exactly_once.models import OperationState
-from exactly_once.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.operators.actions import Action, Canary
+from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.reminder import Reminder
@@ -38,100 +37,6 @@ _POLL_SECONDS, _POLL_FOR_A_WAVE_SECONDS = 10.0, 2.0
 _JUDGED_AFTER = timedelta(seconds=1)
 _UNKNOWN_AFTER = timedelta(seconds=60)
 _MOST_ERRORS = 5
-
-
-class Perform(Protocol):
-    """Change some rows inside the open transaction; returns the outcome of each. A row without one is in the next batch."""
-
-    def __call__(
-        self, alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
-    ) -> Sequence[RowOutcome]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """What has become of the messages of a wave.
-
-    Attributes:
-        pending: they have not been run yet.
-        succeeded: they have succeeded, or no longer exist.
-        failed: by row, why they failed since the wave began.
-    """
-
-    pending: Sequence[int] = ()
-    succeeded: Sequence[int] = ()
-    failed: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Canary:
-    """How a canary sees whether the same failure returns.
-
-    Attributes:
-        failures: why these rows fail now, by row.
-        judge: what has become of these rows since an instant.
-    """
-
-    failures: Callable[[str, Sequence[int]], Mapping[int, str]]
-    judge: Callable[[str, Sequence[int], datetime], Judgement]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BulkAction:
-    """An action that can be executed as an operation.
-
-    Attributes:
-        label: of its button.
-        done: the past participle, for reports.
-        permission: required to plan and to cancel it, without the app.
-        sources: the states from which it changes a message.
-        condition: what must hold besides.
-        warning: what the operator has to know; "" if nothing.
-    """
-
-    name: str
-    label: str | Promise
-    done: str | Promise
-    permission: str
-    sources: Sequence[str]
-    perform: Perform
-    condition: Q = field(default_factory=Q)
-    canary: Canary | None = None
-    needs_reason: bool = False
-    warning: str | Promise = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BulkActions:
-    """The actions of one app that can be operations.
-
-    Attributes:
-        actions: by name.
-        label: of the app; its permissions begin with it.
-        view: the permission to see its messages, and so its operations.
-    """
-
-    actions: Mapping[str, BulkAction]
-    label: str
-    view: str
-
-    def permits(self, user: Any, name: str) -> bool:
-        """May the user plan this action, and cancel it?"""
-        action = self.actions.get(name)
-        return action is not None and user.has_perm(f"{self.label}.{action.permission}")
-
-
-_bulk_actions: dict[str, BulkActions] = {}
-
-
-def register_bulk_actions(app: str, actions: BulkActions) -> None:
-    """Register the actions of an app. A second call for an app replaces the first."""
-    _bulk_actions[app] = actions
-
-
-def bulk_actions() -> Mapping[str, BulkActions]:
-    """The registered actions, by app."""
-    return _bulk_actions
 
 
 def _do_nothing(operation: Any) -> None:
@@ -152,7 +57,7 @@ class Operations:
         component: str,
         aliases: Callable[[], Collection[str]],
         table: OperationTable,
-        actions: Mapping[str, BulkAction],
+        actions: Mapping[str, Action],
         on_batch: Callable[[Any], object] = _do_nothing,
         why_not: Callable[[Any], str] | None = None,
     ) -> None:
@@ -247,7 +152,7 @@ class Operations:
             if operation.cancelled_by:
                 self._table.end(alias, operation, OperationState.CANCELLED)
                 return None
-            if action is None:  # planned by another version of this app
+            if action is None or action.perform is None:  # planned by another version of this app
                 self._table.leave(alias, pk, self._token, _UNKNOWN_AFTER)
                 return None
             if not self._goes_on(alias, operation, action.canary):

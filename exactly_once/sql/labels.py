@@ -7,6 +7,8 @@ apps name themselves and each other by package, and convert it to the label wher
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.apps import apps
 
 
@@ -17,3 +19,8 @@ def label_of(app: str) -> str:
         app: its package, "outbox" or "inbox". A label, or a package that is not installed, is returned as it is.
     """
     return next((config.label for config in apps.get_app_configs() if config.name == app), app)
+
+
+def package_of(model: Any) -> str:
+    """The half that a model belongs to, "outbox" or "inbox", also for the models of its optional packages."""
+    return str(model._meta.app_config.name.partition(".")[0])

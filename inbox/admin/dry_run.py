@@ -1,18 +1,23 @@
-"""The page that shows the result of a dry run."""
+"""The action “dry run”, and the page that shows its result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+from django import forms
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.attempts import attempts
-from exactly_once.display import Tone, as_text, badge, folded, identifier
+from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
+from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.redaction import Redaction
-from inbox.dry_run import DryRun
-
-DRY_RUN = "exactly_once/dry_run.html"
+from inbox.dry_run import LONGEST, DryRun, DryRunRefused, dry_run, why_not
 
 _OUTCOMES = {
     "handled": (_("It would be handled"), Tone.DONE),
@@ -60,3 +65,54 @@ def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
         "read_only": ", ".join(sorted(set(result.read_only))),
         "is_handled": result.outcome == "handled",
     }
+
+
+class DryRunForm(ActionForm):
+    danger = _(
+        "The handler runs in this web process, and its transaction is rolled back. Mail, HTTP requests and other effects "
+        "outside the database are real."
+    )
+    seconds = forms.IntegerField(
+        label=_("Time limit in seconds"),
+        min_value=1,
+        max_value=int(LONGEST.total_seconds()),
+        initial=5,
+        help_text=_("The handler is interrupted after this time."),
+    )
+
+
+def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given: Given) -> HttpResponse:
+    """What the handler would write and publish; nothing is stored."""
+    (row,) = rows
+    try:
+        result = dry_run(model_admin.using, row.pk, timedelta(seconds=given.values["seconds"]))
+    except DryRunRefused as refused:
+        words = _("Message %(message)s: not run: %(why)s") % {"message": model_admin.subject(row), "why": refused}
+        model_admin.message_user(request, visible(words), messages.ERROR)
+        return HttpResponseRedirect(model_admin.own_url(row.pk))
+    model_admin.log_change(request, row, f"Dry run: {result.outcome}.")
+    model_admin.audit(request, model_admin.using, DRY_RUN.name, row)
+    request.current_app = model_admin.admin_site.name
+    context = {
+        **model_admin.admin_site.each_context(request),
+        **shown_dry_run(result, model_admin.redaction()),
+        "title": _("Dry run"),
+        "opts": model_admin.opts,
+        "media": model_admin.media,
+        "subject": model_admin.subject(row),
+        "message_url": model_admin.own_url(row.pk),
+        "changelist_url": model_admin.changelist_url,
+    }
+    return TemplateResponse(request, "exactly_once/dry_run.html", context)
+
+
+DRY_RUN = Action(
+    name="dry_run",
+    label=_("Dry run"),
+    offered=lambda row: not why_not(row),
+    question=_("Run the handler without its effect?"),
+    button=_("Run it dry"),
+    form=DryRunForm,
+    is_single=True,
+    respond=_respond,
+)

@@ -7,32 +7,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.db.models import BigIntegerField, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
+from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import by, counted
+from exactly_once.admin.acting import counted
 from exactly_once.admin.attempts import attempts
-from exactly_once.admin.failures import failure_text
+from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.message_filters import (
     AgeFilter,
     AttemptsFilter,
+    ErrorClassFilter,
     HostFilter,
     StateFilter,
     StuckFilter,
     TopicFilter,
     ValueFilter,
 )
-from exactly_once.admin.messages import Counterpart, MessageAdmin
+from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -50,25 +49,19 @@ from exactly_once.display import (
     warning,
 )
 from exactly_once.failures import DEFERRED
+from exactly_once.operators.actions import Action, OperatedMessages, permission, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import COMPRESSION
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
-from inbox.admin.dry_run import DRY_RUN, shown_dry_run
-from inbox.admin.failures import InboxErrorClassFilter, InboxFailureFilter, planner
-from inbox.admin.forms import ConflictForm, DryRunForm, EditForm, OverrideForm, SkipForm
+from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.dead_letters import letters
-from inbox.dry_run import RUNNABLE, DryRunRefused, dry_run
-from inbox.dry_run import why_not as why_not_dry
-from inbox.editing import conflict_token, replace_message, run_conflicting
-from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
-from inbox.leases.operating import once_ended
-from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import SETTLED, InboxMessage, State, TrailEntry
-from inbox.resending import resending
+from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
+from inbox.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
 from inbox.store import heartbeats, operating
+from inbox.store.groups import groups, notes
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -79,6 +72,20 @@ _PROGRESS = _("Progress")
 _NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
+register_messages(
+    OperatedMessages(
+        model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, place_label=_("Place"), who_label=_("Handlers")
+    )
+)
+_WHY = {
+    State.RECEIVED: _("It is stored. A process that runs its handler runs it when it is due."),
+    State.RETRYING: _("Its last attempt failed. It is run again when it is due."),
+    State.DEAD: _("It is not run again unless an operator retries it."),
+    State.DONE: _("Its handler has run, and its effect is committed."),
+    State.SKIPPED: _("It was skipped: its effect does not happen, for the reason below."),
+    State.SHED: _("It was not run, because its handler sheds messages."),
+}
+"""Why a message is in its state, if nothing else is known."""
 IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
 """Its handler deferred it. That is not a failure."""
 
@@ -167,26 +174,17 @@ class InboxMessageAdmin(MessageAdmin):
     }
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
     counterpart = Counterpart(app="outbox", model="outboxmessage", title=_("outbox messages"))
-    planner = planner
     letters = letters
-    refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
-    allowed_in: ClassVar[Any] = {
-        "retry": operating.RETRYABLE,
-        "edit": (State.DEAD,),
-        "skip": operating.SKIPPABLE,
-        "override_maximum_age": (State.DEAD,),
-        "run_conflicting": tuple(State),
-        "dry_run": RUNNABLE,
-        "export": (State.DEAD,),
-    }
+    refusals = REFUSALS
+    actions = (RETRY, EDIT, DRY_RUN, SKIP, OVERRIDE, RUN_CONFLICTING, EXPORT)
 
     list_display = ("state_badges", "summary", "age", "error_headline")
     list_display_links = ("summary",)
     list_filter = (
         InboxStuckFilter,
         InboxStateFilter,
-        InboxErrorClassFilter,
-        InboxFailureFilter,
+        ErrorClassFilter,
+        FailureFilter,
         TopicFilter,
         HandlerFilter,
         DuplicatesFilter,
@@ -197,49 +195,21 @@ class InboxMessageAdmin(MessageAdmin):
     born_column = "received_at"
     unsettled = Q(state__in=(*_HEADS, State.WAITING))
     search_help_text = _(
-        "An exact message id, biz-id, topic or handler; a prefix of a topic or biz-id with a * at the end; key:customer-4 or "
-        "headers.tenant:acme."
-    )
-    actions = ("retry", "edit", "dry_run", "skip", "override_maximum_age", "run_conflicting", "export")
-    readonly_fields: ClassVar[Any] = (
-        "state_explained",
-        "handler_name",
-        "topic_name",
-        "biz_id_name",
-        "message_id_name",
-        "key_name",
-        "replaced_row",
-        "replacing_row",
-        "attempts",
-        "error_text",
-        "failing",
-        "failed_attempts",
-        "content_type",
-        "payload",
-        "headers_text",
-        "steps_text",
-        "result_text",
-        "created",
-        "received",
-        "next_attempt",
-        "settled",
-        "further_deliveries",
-        "conflict",
-        "source_name",
-        "correlation_id_name",
-        "causation_id_name",
-        "traceparent_name",
+        "An exact message id, biz-id, topic or handler, or a part of an error; a prefix of a topic or biz-id with a * at the "
+        "end; key:customer-4 or headers.tenant:acme."
     )
     fieldsets = (
-        (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Attempts"), {"fields": ("attempts", "error_text", "failing", "failed_attempts")}),
+        (None, {"fields": ("state_explained", "error_text", "failing")}),
+        (_("Content"), {"fields": ("payload", "headers_text", "content_type")}),
+        (_("Attempts"), {"fields": ("attempts", "failed_attempts")}),
         (_CORRECTION, {"fields": ("replaced_row", "replacing_row")}),
         (_FURTHER, {"fields": ("further_deliveries", "conflict")}),
-        (_("Content"), {"fields": ("content_type", "payload", "headers_text")}),
         (_PROGRESS, {"fields": ("steps_text", "result_text")}),
+        (_("Message"), {"fields": ("handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         (_("Times"), {"fields": ("created", "received", "next_attempt", "settled")}),
         (_("Origin"), {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
+    nothing = _("No messages yet. Every message that a handler of this database receives is listed here, the newest first.")
 
     def stuck_after(self) -> timedelta:
         return inbox_options().STUCK_AFTER
@@ -277,27 +247,10 @@ class InboxMessageAdmin(MessageAdmin):
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
         return by_name | Q(handler=term) | named
 
-    def offers(self, action: str, row: Any) -> bool:
-        if action == "dry_run":
-            return not why_not_dry(row)
-        if action == "run_conflicting":
-            return row.conflicting_attributes is not None
-        if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
-            return bool(row.quarantined == (action == "override_maximum_age"))
-        if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
-            return False
-        return super().offers(action, row)
-
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        action = request.POST.get("action")
-        row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
-        if row is not None and row.quarantined and action == "retry":
-            return gettext("it is in quarantine; use “Retry past the maximum message age…”")
-        if row is not None and not row.quarantined and action == "override_maximum_age":
-            return gettext("it is not in quarantine; use “Retry now”")
-        if action == "run_conflicting":
-            return gettext("no other content is stored with it, or it was run")
-        return super().why_not(request, alias, pk)
+    def permits(self, request: HttpRequest, action: Action) -> bool:
+        """The page of a correction shows the payload as it is stored."""
+        may_see = action is not EDIT or not self.redaction() or request.user.has_perm(permission(self.model, "unredacted"))
+        return may_see and super().permits(request, action)
 
     # display
 
@@ -348,8 +301,16 @@ class InboxMessageAdmin(MessageAdmin):
             return self._lease(row)
         if row.ordered and row.state in _HEADS:
             waiting = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
-            return note(gettext("The later messages of its ordering key wait for it: %(count)s.") % {"count": counted(waiting)})
-        return format_html("{}", "")
+            held = gettext("The later messages of its ordering key wait for it: %(count)s.") % {"count": counted(waiting)}
+            return format_html("{}{}", self._why(row), note(held))
+        return self._why(row)
+
+    def _why(self, row: Any) -> SafeString:
+        if row.state in DUE and PausedHandler.objects.using(self.using).filter(handler=row.handler).exists():
+            return note(gettext("Its handler is paused. It is run when the handler is resumed."))
+        if _is_deferred(row):
+            return note(gettext("Its handler has deferred it, for the reason below. It is run again when it is due."))
+        return note(_WHY[row.state])
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
@@ -389,19 +350,19 @@ class InboxMessageAdmin(MessageAdmin):
     def source_name(self, row: Any) -> SafeString:
         return identifier(row.source)
 
-    @admin.display(description=_("topic, handler, biz-id"))
+    @admin.display(description=_("topic, biz-id, handler"))
     def summary(self, row: Any) -> SafeString:
-        return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
+        return stacked(format_html("{} {}", identifier(row.topic), identifier(row.biz_id)), identifier(row.handler))
 
     @admin.display(description=_("age, attempts"), ordering="id")
     def age(self, row: Any) -> SafeString:
-        received = age(row.received_at, row.database_now)
+        received = format_html("{} {}", age(row.received_at, row.database_now), self.attempts_line(row))
         if row.next_attempt_at is None:
-            return stacked(received, self.attempts_line(row))
+            return stacked(received)
         prefix = gettext("due ")
         if row.state == State.RUNNING:
             prefix = gettext("lease ends ") if row.next_attempt_at > row.database_now else gettext("lease ended ")
-        return stacked(received, age(row.next_attempt_at, row.database_now, prefix), self.attempts_line(row))
+        return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
 
     @admin.display(description=_("duplicates"))
     def further_deliveries(self, row: Any) -> SafeString:
@@ -522,7 +483,7 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("failed attempts"))
     def failed_attempts(self, row: Any) -> SafeString:
         """Each with its traceback, the newest first."""
-        return attempts(row.failures) if row.failures else as_text(row.traceback).as_html()
+        return attempts(row.failures, row.last_error) if row.failures else as_text(row.traceback).as_html()
 
     @admin.display(description=_("received"))
     def received(self, row: Any) -> SafeString:
@@ -531,155 +492,6 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("next attempt, or end of its lease"))
     def next_attempt(self, row: Any) -> SafeString:
         return moment(row.next_attempt_at, row.database_now)
-
-    def has_retry_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.retry_inboxmessage")
-
-    def has_edit_permission(self, request: HttpRequest) -> bool:
-        """The page of a correction shows the payload as it is stored."""
-        may_see = not self.redaction() or request.user.has_perm(f"{self.opts.app_label}.unredacted_inboxmessage")
-        return may_see and request.user.has_perm(f"{self.opts.app_label}.edit_inboxmessage")
-
-    def has_override_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.override_inboxmessage")
-
-    def has_skip_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.skip_inboxmessage")
-
-    @admin.action(permissions=["retry"], description=_("Retry now"))
-    def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        retry = partial(operating.retry, reason=by(request))
-        return self.carry_out(request, queryset, done=gettext("due for a retry now"), transition=once_ended(resending(retry)))
-
-    @admin.action(permissions=["edit"], description=_("Edit and retry…"))
-    def edit(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        """Edit the payload of one message, then show the changes for confirmation."""
-        picked = self._picked(request, queryset) or {}
-        if len(picked) != 1:
-            self.message_user(request, gettext("Nothing was changed: select one message to edit."), messages.ERROR)
-            return None
-        ((pk, row),) = picked.items()
-        if row is None:
-            self.message_user(request, gettext("Message number %(number)s no longer exists.") % {"number": pk}, messages.ERROR)
-            return None
-        stored = InboxMessage.objects.using(queryset.db).get(pk=pk)
-        try:
-            form = EditForm(stored, request.POST if self.is_confirmed(request) else None)
-        except NotEditable as error:
-            self.message_user(
-                request,
-                gettext("Message %(message)s: not edited: %(reason)s")
-                % {
-                    "message": self.subject(row),
-                    "reason": visible(str(error)),
-                },
-                messages.ERROR,
-            )
-            return HttpResponseRedirect(self.own_url(pk)) if request.POST.get("own_page") else None
-        if form.is_valid() and form.is_agreed:
-
-            def replace(alias: str, pk: int) -> bool:
-                return replace_message(alias, pk, form.cleaned_data["payload"], by=by(request)) is not None
-
-            return self.carry_out(request, queryset, done=gettext("replaced by a corrected message"), transition=replace)
-        return self.ask(
-            request,
-            queryset,
-            action="edit",
-            question=gettext("Replace this message with the corrected one?")
-            if form.changes
-            else gettext("Edit the payload of this message"),
-            button=gettext("Replace the message and run it") if form.changes else gettext("Show the changes"),
-            form=form,
-        )
-
-    @admin.action(permissions=["dry_run"], description=_("Dry run…"))
-    def dry_run(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        """Of one message: what its handler would write and publish; nothing is stored."""
-        picked = self._picked(request, queryset) or {}
-        row = next(iter(picked.values()), None)
-        if len(picked) != 1 or row is None:
-            self.message_user(request, _("Nothing was run: choose one message."), messages.ERROR)
-            return None
-        form = DryRunForm(request.POST if self.is_confirmed(request) else None)
-        if not form.is_valid():
-            return self.ask(
-                request,
-                queryset,
-                action="dry_run",
-                question=str(_("Run the handler without its effect?")),
-                button=str(_("Run it dry")),
-                form=form,
-            )
-        try:
-            result = dry_run(queryset.db, row.pk, timedelta(seconds=form.cleaned_data["seconds"]))
-        except DryRunRefused as refused:
-            words = _("Message %(message)s: not run: %(why)s") % {"message": self.subject(row), "why": refused}
-            self.message_user(request, visible(words), messages.ERROR)
-            return HttpResponseRedirect(self.own_url(row.pk))
-        self.log_change(request, row, f"Dry run: {result.outcome}.")
-        self.audit(request, queryset.db, "dry_run", row)
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            **shown_dry_run(result, self.redaction()),
-            "title": _("Dry run"),
-            "opts": self.opts,
-            "media": self.media,
-            "subject": self.subject(row),
-            "message_url": self.own_url(row.pk),
-            "changelist_url": self._changelist_url(),
-        }
-        return TemplateResponse(request, DRY_RUN, context)
-
-    def has_dry_run_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.dry_run_inboxmessage")
-
-    def has_run_conflicting_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.run_conflicting_inboxmessage")
-
-    @admin.action(permissions=["run_conflicting"], description=_("Run the different content as its own message…"))
-    def run_conflicting(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        asked = () if self.is_confirmed(request) else (self._picked(request, queryset) or {}).values()
-        shown = " ".join(conflict_token(row) for row in asked if row is not None)
-        return self.once_confirmed(
-            request,
-            queryset,
-            partial(ConflictForm, initial={"shown": shown}),
-            action="run_conflicting",
-            question=gettext("Run the different content of these messages as messages of their own?"),
-            button=gettext("Run as own messages"),
-            done=gettext("different content due now, as its own message"),
-            transition=lambda given: partial(
-                run_conflicting, confirmed=given["shown"].split(), by=by(request, given["reason"])
-            ),
-        )
-
-    @admin.action(permissions=["skip"], description=_("Skip…"))
-    def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            SkipForm,
-            action="skip",
-            question=gettext("Skip these messages? Their effect will not happen."),
-            button=gettext("Skip the messages"),
-            done=gettext("skipped"),
-            transition=lambda given: once_ended(partial(operating.skip, reason=given["reason"], by=by(request))),
-        )
-
-    @admin.action(permissions=["override"], description=_("Retry past the maximum message age…"))
-    def override_maximum_age(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            OverrideForm,
-            action="override_maximum_age",
-            question=gettext("Run these messages although they may have been handled before?"),
-            button=gettext("Run the messages"),
-            done=gettext("due now, past the maximum message age"),
-            transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
-        )
 
 
 def _is_deferred(row: InboxMessage) -> bool:

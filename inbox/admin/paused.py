@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import by, counted
+from exactly_once.admin.acting import counted
 from exactly_once.admin.paused import PausedAdmin
 from exactly_once.display import Tone, badge, identifier, stacked
+from exactly_once.operators.actions import Action, Given
 from inbox.errors import UnknownHandler
+from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.pausing import alias_of, pause_handler, resume_handler
 
@@ -46,6 +45,21 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
         """A paused handler may be paused again, with another reason."""
 
 
+def _resume(alias: str, pk: Any, given: Given) -> bool:
+    row = PausedHandler.objects.using(alias).filter(pk=pk).first()
+    return row is not None and resume_handler(row.handler, by=given.who, using=alias)
+
+
+RESUME = Action(
+    name="resume",
+    label=_("Resume"),
+    done=_("resumed"),
+    run=_resume,
+    question=_("Resume these handlers? Their messages are run, the oldest first."),
+    button=_("Resume the handlers"),
+)
+
+
 @admin.register(PausedHandler)
 class PausedHandlerAdmin(PausedAdmin):
     """By handler. To add one is to pause it."""
@@ -60,41 +74,20 @@ class PausedHandlerAdmin(PausedAdmin):
     )
     named_by = "handler"
     form = PauseForm
+    actions = (RESUME,)
 
     ordering = ("handler",)
     list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
     shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
 
-    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        form.using = self.using
-        return form
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.pause_pausedhandler")
-
-    def has_resume_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.resume_pausedhandler")
+    def known(self) -> list[str]:
+        return sorted(handler.name for handler in registry.all() if handler.using == self.using)
 
     def pause(self, row: Any, by: str) -> None:
         pause_handler(row.handler, reason=row.reason, by=by, using=self.using)
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(gettext("Paused"), Tone.STOPPED)
-
-    def offers(self, action: str, row: Any) -> bool:
-        return True
-
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return gettext("it is not paused any more")
-
-    @admin.action(permissions=["resume"], description=_("Resume…"))
-    def resume(self, request: HttpRequest, queryset: QuerySet[PausedHandler]) -> HttpResponse | None:
-        if self.is_confirmed(request):
-            resume = partial(_resume, by=by(request).removeprefix("by "))
-            return self.carry_out(request, queryset, done=gettext("resumed"), transition=resume)
-        question = gettext("Resume these handlers? Their messages are run, the oldest first.")
-        return self.ask(request, queryset, action="resume", question=question, button=gettext("Resume the handlers"))
 
     @admin.display(description=_("handler"))
     def handler_name(self, row: Any) -> SafeString:
@@ -112,8 +105,3 @@ class PausedHandlerAdmin(PausedAdmin):
     @admin.display(description=_("by"))
     def by_whom(self, row: Any) -> SafeString:
         return identifier(row.paused_by)
-
-
-def _resume(alias: str, pk: Any, *, by: str) -> bool:
-    row = PausedHandler.objects.using(alias).filter(pk=pk).first()
-    return row is not None and resume_handler(row.handler, by=by, using=alias)

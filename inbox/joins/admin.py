@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from django import forms
 from django.contrib import admin
 from django.db.models import Prefetch, QuerySet
 from django.forms import Media
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin, by
+from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
 from exactly_once.display import NOTHING, Tone, age, badge, flow_link, folded, headline, identifier, moment, stacked, visible
+from exactly_once.operators.actions import Action, ActionForm, reason_field
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.labels import label_of
@@ -35,15 +35,11 @@ _APP = "inbox"
 """Its style sheet and its audit log are those of the runs."""
 
 
-class _ReasonForm(forms.Form):
-    reason = forms.CharField(
-        max_length=500,
-        widget=forms.TextInput(attrs={"class": "vTextField"}),
-        help_text=_("The reason is stored in the admin log."),
-    )
+class StartForm(ActionForm):
+    reason = reason_field(_("The reason is stored in the admin log."))
 
 
-class CompleteForm(_ReasonForm):
+class CompleteForm(StartForm):
     payloads = forms.CharField(
         strip=False,
         widget=forms.Textarea(attrs={"class": "message-edit", "rows": 12, "spellcheck": "false", "autofocus": True}),
@@ -61,7 +57,7 @@ class CompleteForm(_ReasonForm):
         return payloads
 
 
-class ExtendForm(_ReasonForm):
+class ExtendForm(StartForm):
     minutes = forms.IntegerField(label=_("Minutes from now"), min_value=1, max_value=365 * 24 * 60, initial=60)
     field_order = ("minutes", "reason")
 
@@ -89,6 +85,46 @@ class OpenFilter(admin.SimpleListFilter):
                 return queryset.filter(row__state__in=_OPEN)
 
 
+def _is_decidable(row: Any) -> bool:
+    return row.row.state in {State.RECEIVED, State.RETRYING, State.DEAD}
+
+
+def _lacks_messages(row: Any) -> bool:
+    return _is_decidable(row) and bool(missing(row))
+
+
+COMPLETE = Action(
+    name="complete",
+    label=_("Enter the missing messages"),
+    done=_("completed"),
+    run=lambda alias, pk, given: complete(alias, pk, payloads=given.values["payloads"], by=given.text),
+    offered=_lacks_messages,
+    question=_("Enter the missing messages of these runs? A run starts when none is missing."),
+    button=_("Enter the messages"),
+    form=CompleteForm,
+)
+EXTEND = Action(
+    name="extend",
+    label=_("Wait longer"),
+    done=_("waiting until the new deadline"),
+    run=lambda alias, pk, given: extend(alias, pk, timedelta(minutes=given.values["minutes"]), by=given.text),
+    offered=_is_decidable,
+    question=_("Extend the deadline of these runs?"),
+    button=_("Extend the deadline"),
+    form=ExtendForm,
+)
+START = Action(
+    name="start",
+    label=_("Start without the missing messages"),
+    done=_("started"),
+    run=lambda alias, pk, given: start(alias, pk, by=given.text),
+    offered=_lacks_messages,
+    question=_("Start these runs without the missing messages? Messages that come later have no effect."),
+    button=_("Start the runs"),
+    form=StartForm,
+)
+
+
 @admin.register(Run)
 class RunAdmin(ActingAdmin):
     """The open runs first: what each waits for."""
@@ -103,7 +139,7 @@ class RunAdmin(ActingAdmin):
     )
     large_columns = tuple(f"row__{name}" for name in ("body", "headers", "traceback", "failures", "result", "conflicting_body"))
     refusals = (NotDecidable,)
-    actions = ("complete", "extend", "start")
+    actions = (COMPLETE, EXTEND, START)
     ordering = ("deadline_at",)
     sortable_by = ()
     list_filter = (OpenFilter,)
@@ -155,62 +191,8 @@ class RunAdmin(ActingAdmin):
             return badge(gettext("Waiting"), Tone.LATER)
         return badge(row.row.get_state_display(), _TONES.get(row.row.state, Tone.OPEN))
 
-    def offers(self, action: str, row: Any) -> bool:
-        return row.row.state in {State.RECEIVED, State.RETRYING, State.DEAD} and (action == "extend" or bool(missing(row)))
-
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        row = self.everything(request).using(alias).filter(pk=pk).first()
-        if row is None:
-            return gettext("it no longer exists")
-        return gettext("it is %(state)s now") % {"state": row.row.get_state_display().lower()}
-
-    def has_complete_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.complete_run")
-
-    def has_extend_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.extend_run")
-
-    def has_start_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.start_run")
-
-    @admin.action(permissions=["complete"], description=_("Enter the missing messages…"))
-    def complete(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            CompleteForm,
-            action="complete",
-            question=gettext("Enter the missing messages of these runs? A run starts when none is missing."),
-            button=gettext("Enter the messages"),
-            done=gettext("completed"),
-            transition=lambda given: partial(complete, payloads=given["payloads"], by=by(request, given["reason"])),
-        )
-
-    @admin.action(permissions=["extend"], description=_("Wait longer…"))
-    def extend(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ExtendForm,
-            action="extend",
-            question=gettext("Extend the deadline of these runs?"),
-            button=gettext("Extend the deadline"),
-            done=gettext("waiting until the new deadline"),
-            transition=lambda given: partial(_extend, given=given, by=by(request, given["reason"])),
-        )
-
-    @admin.action(permissions=["start"], description=_("Start without the missing messages…"))
-    def start(self, request: HttpRequest, queryset: QuerySet[Run]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            _ReasonForm,
-            action="start",
-            question=gettext("Start these runs without the missing messages? Messages that come later have no effect."),
-            button=gettext("Start the runs"),
-            done=gettext("started"),
-            transition=lambda given: partial(start, by=by(request, given["reason"])),
-        )
+    def state_of(self, row: Any) -> str:
+        return str(row.row.get_state_display().lower())
 
     # display
 
@@ -280,7 +262,3 @@ class RunAdmin(ActingAdmin):
         redaction = Redaction(inbox_options().redact)
         shown = redaction.shown(bytes(part.body), "application/json", topic=part.topic, headers=part.headers)
         return folded(gettext("Show the payload"), shown.as_html())
-
-
-def _extend(alias: str, pk: Any, *, given: Mapping[str, Any], by: str) -> bool:
-    return extend(alias, pk, timedelta(minutes=given["minutes"]), by=by)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from django import forms
@@ -10,7 +10,7 @@ from django.contrib import admin
 from django.db.models import Count, OuterRef, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce, Concat
 from django.forms import Media
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -30,6 +30,7 @@ from exactly_once.display import (
     stacked,
     visible,
 )
+from exactly_once.operators.actions import Action, ActionForm, reason_field
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
@@ -49,15 +50,11 @@ class AddForm(forms.ModelForm):  # type: ignore[type-arg]
         fields = ("name", "url", "topics", "concurrency")
 
 
-class ReasonForm(forms.Form):
-    reason = forms.CharField(
-        max_length=500,
-        widget=forms.TextInput(attrs={"class": "vTextField"}),
-        help_text=_("The reason is stored in the admin log."),
-    )
+class EndpointForm(ActionForm):
+    reason = reason_field(_("The reason is stored in the admin log."))
 
 
-class EditForm(ReasonForm):
+class EditForm(EndpointForm):
     """What is left empty stays as it is."""
 
     url = forms.CharField(label="URL", required=False, widget=forms.TextInput(attrs={"class": "vTextField"}))
@@ -65,17 +62,68 @@ class EditForm(ReasonForm):
     concurrency = forms.IntegerField(label=_("Concurrency"), required=False)
     field_order = ("url", "topics", "concurrency", "reason")
 
-    def changes(self) -> dict[str, Any]:
-        given = {name: self.cleaned_data.get(name) for name in ("url", "topics", "concurrency")}
-        return {name: value for name, value in given.items() if value is not None and value != ""}
-
     def clean(self) -> None:
-        for name, value in self.changes().items():
+        for name, value in changes(self.cleaned_data).items():
             column: Any = Endpoint._meta.get_field(name)
             try:
                 column.clean(value, None)
             except forms.ValidationError as error:
                 self.add_error(name, error)
+
+
+def changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns to change: what was not left empty."""
+    return {name: given[name] for name in ("url", "topics", "concurrency") if given.get(name) is not None and given[name] != ""}
+
+
+TEST = Action(
+    name="test",
+    label=_("Send a test message"),
+    done=_("a test message is on its way; the inbox messages show what becomes of it"),
+    run=lambda alias, pk, given: send_test(alias, pk),
+    offered=lambda row: row.state != State.DISABLED,
+    question=_("Send a message of the topic webhook.test to these endpoints?"),
+    button=_("Send the test messages"),
+    form=EndpointForm,
+)
+EDIT = Action(
+    name="edit",
+    label=_("Change the URL, the topics or the concurrency"),
+    done=_("changed"),
+    run=lambda alias, pk, given: endpoints.edit(alias, pk, **changes(given.values)),
+    question=_("Change these endpoints? What is left empty stays as it is."),
+    button=_("Change the endpoints"),
+    form=EditForm,
+)
+ROTATE = Action(
+    name="rotate",
+    label=_("Make a new secret"),
+    done=_("has a new secret"),
+    run=lambda alias, pk, given: endpoints.rotate(alias, pk),
+    question=_("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
+    button=_("Make new secrets"),
+    form=EndpointForm,
+)
+ENABLE = Action(
+    name="enable",
+    label=_("Enable"),
+    done=_("enabled"),
+    run=lambda alias, pk, given: endpoints.enable(alias, pk),
+    offered=lambda row: row.state != State.ACTIVE,
+    question=_("Enable these endpoints? The messages that wait for them are sent."),
+    button=_("Enable the endpoints"),
+    form=EndpointForm,
+)
+DISABLE = Action(
+    name="disable",
+    label=_("Disable"),
+    done=_("disabled"),
+    run=lambda alias, pk, given: endpoints.disable(alias, pk, reason=given.reason),
+    offered=lambda row: row.state != State.DISABLED,
+    question=_("Disable these endpoints? They get no new messages; those that are stored wait."),
+    button=_("Disable the endpoints"),
+    form=EndpointForm,
+)
 
 
 @admin.register(Endpoint)
@@ -91,7 +139,7 @@ class EndpointAdmin(ActingAdmin):
         "and tried again later; its messages wait. A disabled endpoint gets no new messages."
     )
     large_columns = ("secret", "old_secret")
-    actions = ("test", "edit", "rotate", "enable", "disable")
+    actions = (TEST, EDIT, ROTATE, ENABLE, DISABLE)
     add_form_template = "admin/change_form.html"
     form = AddForm
     ordering = ("name",)
@@ -157,103 +205,8 @@ class EndpointAdmin(ActingAdmin):
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), _TONES[row.state])
 
-    def offers(self, action: str, row: Any) -> bool:
-        match action:
-            case "enable":
-                return bool(row.state != State.ACTIVE)
-            case "disable" | "test":
-                return bool(row.state != State.DISABLED)
-            case _:
-                return True
-
-    def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        row = self.everything(request).using(alias).filter(pk=pk).first()
-        if row is None:
-            return gettext("it no longer exists")
-        return gettext("it is %(state)s now") % {"state": row.get_state_display().lower()}
-
     def has_add_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm(f"{self.opts.app_label}.add_endpoint")
-
-    def has_test_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.test_endpoint")
-
-    def has_edit_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.edit_endpoint")
-
-    def has_rotate_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.rotate_endpoint")
-
-    def has_enable_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.enable_endpoint")
-
-    def has_disable_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.disable_endpoint")
-
-    @admin.action(permissions=["test"], description=_("Send a test message…"))
-    def test(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ReasonForm,
-            action="test",
-            question=gettext("Send a message of the topic webhook.test to these endpoints?"),
-            button=gettext("Send the test messages"),
-            done=gettext("a test message is on its way; the inbox messages show what becomes of it"),
-            transition=lambda given: send_test,
-        )
-
-    @admin.action(permissions=["edit"], description=_("Change the URL, the topics or the concurrency…"))
-    def edit(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:
-        filled = EditForm(request.POST if self.is_confirmed(request) else None)
-        if filled.is_valid():
-            transition = partial(endpoints.edit, **filled.changes())
-            reason = filled.cleaned_data["reason"]
-            return self.carry_out(request, queryset, done=gettext("changed"), transition=transition, reason=reason)
-        question, button = (
-            gettext("Change these endpoints? What is left empty stays as it is."),
-            gettext("Change the endpoints"),
-        )
-        return self.ask(request, queryset, action="edit", question=question, button=button, form=filled)
-
-    @admin.action(permissions=["rotate"], description=_("Make a new secret…"))
-    def rotate(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ReasonForm,
-            action="rotate",
-            question=gettext("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
-            button=gettext("Make new secrets"),
-            done=gettext("has a new secret"),
-            transition=lambda given: endpoints.rotate,
-        )
-
-    @admin.action(permissions=["enable"], description=_("Enable…"))
-    def enable(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ReasonForm,
-            action="enable",
-            question=gettext("Enable these endpoints? The messages that wait for them are sent."),
-            button=gettext("Enable the endpoints"),
-            done=gettext("enabled"),
-            transition=lambda given: endpoints.enable,
-        )
-
-    @admin.action(permissions=["disable"], description=_("Disable…"))
-    def disable(self, request: HttpRequest, queryset: QuerySet[Endpoint]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ReasonForm,
-            action="disable",
-            question=gettext("Disable these endpoints? They get no new messages; those that are stored wait."),
-            button=gettext("Disable the endpoints"),
-            done=gettext("disabled"),
-            transition=lambda given: partial(endpoints.disable, reason=given["reason"]),
-        )
 
     # display
 

@@ -1,6 +1,5 @@
 """The outbox in Django's admin: messages, failures and their reasons, and the operator's actions."""
 
-from outbox.admin import failures as failures
 from outbox.admin import topics as topics
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.health import OutboxHealthAdmin

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -18,6 +18,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
@@ -46,6 +47,29 @@ class TroubleFilter(admin.SimpleListFilter):
                 return queryset
 
 
+def _is_being_called(row: Any, given: Given) -> str:
+    return gettext("it is being called right now")
+
+
+CALL_NOW = Action(
+    name="call_now",
+    label=_("Call now"),
+    done=_("to be called now"),
+    permission="run",
+    run=lambda alias, pk, given: pending_callbacks.call_now(alias, pk),
+    why_not=_is_being_called,
+)
+DISCARD = Action(
+    name="discard",
+    label=_("Discard"),
+    done=_("discarded"),
+    run=lambda alias, pk, given: pending_callbacks.discard_call(alias, pk),
+    why_not=_is_being_called,
+    question=_("Discard these callbacks? They are never called, so the project is not notified about their messages."),
+    button=_("Discard the callbacks"),
+)
+
+
 @admin.register(PendingCallback)
 class PendingCallbackAdmin(ActingAdmin):
     """Pending callbacks in the order of their next call."""
@@ -62,7 +86,7 @@ class PendingCallbackAdmin(ActingAdmin):
     search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
     list_display = ("callback_name", "summary", "due_in", "attempts", "error_headline")
     list_filter = (TroubleFilter,)
-    actions = ("call_now", "discard")
+    actions = (CALL_NOW, DISCARD)
     readonly_fields = (
         "callback_name",
         "event_badge",
@@ -96,14 +120,6 @@ class PendingCallbackAdmin(ActingAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(State(row.event).label, _TONES[State(row.event)])
-
-    def offers(self, action: str, row: Any) -> bool:
-        return True
-
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        if self.everything(request).using(alias).filter(pk=pk).exists():
-            return gettext("it is being called right now")
-        return gettext("it has been called or discarded")
 
     @admin.display(description=_("callback"))
     def callback_name(self, row: Any) -> SafeString:
@@ -155,27 +171,3 @@ class PendingCallbackAdmin(ActingAdmin):
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """These pages show data of messages, so they also require the permission to view messages."""
         return super().has_view_permission(request, obj) and request.user.has_perm(f"{self.opts.app_label}.view_outboxmessage")
-
-    def has_run_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.run_pendingcallback")
-
-    def has_discard_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.discard_pendingcallback")
-
-    @admin.action(permissions=["run"], description=_("Call now"))
-    def call_now(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done=gettext("to be called now"), transition=pending_callbacks.call_now)
-
-    @admin.action(permissions=["discard"], description=_("Discard…"))
-    def discard(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
-        if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done=gettext("discarded"), transition=pending_callbacks.discard_call)
-        return self.ask(
-            request,
-            queryset,
-            action="discard",
-            question=gettext(
-                "Discard these callbacks? They are never called, so the project is not notified about their messages."
-            ),
-            button=gettext("Discard the callbacks"),
-        )

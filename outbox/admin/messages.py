@@ -17,19 +17,22 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
-from exactly_once.admin.failures import failure_text
+from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.message_filters import (
     MOST_OFFERED,
     AgeFilter,
     AttemptsFilter,
+    ErrorClassFilter,
     HostFilter,
     StateFilter,
     StuckFilter,
     TopicFilter,
 )
+from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
     NOTHING,
+    Tone,
     age,
     as_json,
     as_text,
@@ -41,18 +44,31 @@ from exactly_once.display import (
     stacked,
     warning,
 )
+from exactly_once.operators.actions import Action, OperatedMessages, by_name, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.plurals import ngettext
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
-from outbox.admin.deciding import DecidingAdmin
-from outbox.admin.failures import OutboxErrorClassFilter, OutboxFailureFilter
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
+from outbox.dead_letters import letters
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
+from outbox.operations import (
+    ACTIONS,
+    ASK_AGAIN,
+    CANCEL_THEM,
+    COMMIT_THEM,
+    PUBLISH_THEM_NOW,
+    RESCHEDULE_THEM,
+    RESTORE_THEM,
+    ROLL_THEM_BACK,
+    is_overdue,
+)
+from outbox.relay.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, heartbeats, operating
+from outbox.store import figures, heartbeats, operating, unique
+from outbox.store.groups import groups, notes
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY
@@ -60,6 +76,27 @@ _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=St
 """Those that may be overdue without having failed. Each alternative has a partial index."""
 
 
+register_messages(
+    OperatedMessages(
+        model=OutboxMessage,
+        actions={**ACTIONS, **by_name(REPLAY)},
+        groups=groups,
+        notes=notes,
+        place_label=_("Topic"),
+        who_label=_("Topics"),
+    )
+)
+_WHY = {
+    State.READY: _("A relay sends it in its next pass."),
+    State.SCHEDULED: _("It is sent when it is due."),
+    State.RETRYING: _("It could not be sent. A relay tries again when it is due."),
+    State.DEAD: _("It could not be sent, and no relay tries again unless an operator restores it."),
+    State.PUBLISHED: _("The broker has confirmed it."),
+    State.EXPIRED: _("It expired before it was sent."),
+    State.CANCELLED: _("It was cancelled and is not sent."),
+    State.ROLLED_BACK: _("Its effect has not happened, so it is not sent."),
+}
+"""Why a message is in its state, if nothing else is known."""
 _CALLBACKS = 20
 _CALLBACKS_PART = _("Callbacks")
 
@@ -91,18 +128,37 @@ class OutboxStateFilter(StateFilter):
 
 
 @admin.register(OutboxMessage)
-class OutboxMessageAdmin(DecidingAdmin):
+class OutboxMessageAdmin(MessageAdmin):
     """The list of all messages, and the page of each message."""
 
-    large_columns = (*DecidingAdmin.large_columns, "wire")
+    large_columns = (*MessageAdmin.large_columns, "wire")
+    tones: ClassVar[Any] = {
+        State.PREPARED: Tone.LATER,
+        State.STUCK: Tone.STOPPED,
+        State.SCHEDULED: Tone.LATER,
+        State.READY: Tone.OPEN,
+        State.RETRYING: Tone.FAILING,
+        State.WAITING: Tone.LATER,
+        State.PAUSED: Tone.LATER,
+        State.PUBLISHED: Tone.DONE,
+        State.DEAD: Tone.STOPPED,
+        State.EXPIRED: Tone.OVER,
+        State.CANCELLED: Tone.OVER,
+        State.ROLLED_BACK: Tone.OVER,
+    }
+    letters = letters
+    counterpart = Counterpart(app="inbox", model="inboxmessage", title=_("inbox messages"))
+    actions: Any = (
+        *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),
+    )
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
-        OutboxErrorClassFilter,
-        OutboxFailureFilter,
+        ErrorClassFilter,
+        FailureFilter,
         TopicFilter,
         AgeFilter,
         AttemptsFilter,
@@ -113,40 +169,31 @@ class OutboxMessageAdmin(DecidingAdmin):
     unsettled = Q(day=LIVE)
     # They grow with time, and history has no index by position.
     ordering: ClassVar[Any] = ("-message_id",)
-    readonly_fields: ClassVar[Any] = (
-        "state_explained",
-        "topic_name",
-        "biz_id_name",
-        "message_id_name",
-        "key_name",
-        "attempts",
-        "payload",
-        "headers_text",
-        "form_text",
-        "error_text",
-        "failing",
-        "callbacks",
-        "created",
-        "deliver",
-        "due_exactly",
-        "expires",
-        "settled",
-        "priority",
-        "shard",
-        "is_unique",
-        "correlation_id_name",
-        "causation_id_name",
-        "traceparent_name",
-    )
     fieldsets = (
-        (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        (_("Failure"), {"fields": ("attempts", "error_text", "failing")}),
+        (None, {"fields": ("state_explained", "error_text", "failing")}),
         (_("Content"), {"fields": ("payload", "headers_text", "form_text")}),
+        (_("Message"), {"fields": ("topic_name", "biz_id_name", "message_id_name", "key_name", "attempts")}),
         (_CALLBACKS_PART, {"fields": ("callbacks",)}),
         (_("Times"), {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
         (_("Routing"), {"fields": ("priority", "shard", "is_unique")}),
         (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
+    nothing = _("No messages yet. Every message that publish() stores is listed here, the newest first.")
+
+    def is_here(self, where: str) -> bool:
+        return where == "outbox"
+
+    def remark(self, action: Action, row: Any) -> SafeString | str:
+        words = super().remark(action, row)
+        if words:
+            return words
+        if action is RESTORE_THEM:
+            if row.is_unique and unique.is_replaced(self.using, row.pk):
+                return gettext("A later message has replaced it: it is not changed.")
+            if is_overdue(row):
+                return gettext("Overdue: it is sent at once.")
+            return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
+        return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
 
     def stuck_after(self) -> timedelta:
         return outbox_options().STUCK_AFTER
@@ -201,7 +248,7 @@ class OutboxMessageAdmin(DecidingAdmin):
                 "count": counted(held)
             }
             return format_html("{}{}", self.badge_of(row), note(words))
-        return self.badge_of(row)
+        return format_html("{}{}", self.badge_of(row), note(_WHY[row.state]))
 
     def _behind(self, row: Any) -> SafeString:
         stopping = (*IN_TROUBLE, State.PAUSED)
@@ -229,11 +276,11 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     @admin.display(description=_("age, attempts"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
-        created = age(row.created_at, row.database_now)
+        created = format_html("{} {}", age(row.created_at, row.database_now), self.attempts_line(row))
         if row.state not in _DUE:
-            return stacked(created, self.attempts_line(row))
+            return stacked(created)
         prefix = gettext("check due ") if row.state == State.PREPARED else gettext("due ")
-        return stacked(created, age(row.available_at, row.database_now, prefix), self.attempts_line(row))
+        return stacked(created, age(row.available_at, row.database_now, prefix))
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:

@@ -25,8 +25,8 @@ from exactly_once.admin.sections import (
 from exactly_once.display import duration, identifier
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
-from outbox.admin.deciding import DecidingAdmin
 from outbox.admin.health import health_link, health_warnings, size_of_tables
+from outbox.admin.messages import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import Overview, PausedTopic
 from outbox.states import State
@@ -87,7 +87,7 @@ def _read(alias: str) -> Reading:
             )
         yield from health_warnings(alias)
 
-    tones = DecidingAdmin.tones
+    tones = OutboxMessageAdmin.tones
     return Reading(
         states=[
             StateCount(label=state.label, tone=tones[state], count=counts[state], link=_of_state(state)) for state in State

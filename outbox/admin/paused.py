@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import by, counted
+from exactly_once.admin.acting import counted
+from exactly_once.admin.message_filters import MOST_OFFERED
 from exactly_once.admin.paused import PausedAdmin
 from exactly_once.display import NOTHING, Tone, age, badge, identifier
+from exactly_once.operators.actions import Action, Given, ReasonForm
 from exactly_once.wire.text import why_no_topic
-from outbox.admin.forms import ReasonForm
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
 from outbox.states import State
+from outbox.store import operating
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -44,6 +44,27 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
         """What the circuit breaker has paused may be paused by a person, too."""
 
 
+def _resume(alias: str, pk: int, given: Given) -> bool:
+    row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
+    if row is None:
+        return False
+    resume(row.topic, by=given.text.removeprefix("by "), using=alias)
+    return True
+
+
+RESUME = Action(
+    name="resume",
+    label=_("Resume"),
+    done=_("being resumed"),
+    run=_resume,
+    offered=lambda row: not row.is_resuming,
+    why_not=lambda row, given: gettext("it is being resumed already, or not paused any more"),
+    form=ReasonForm,
+    question=_("Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."),
+    button=_("Resume the topics"),
+)
+
+
 @admin.register(PausedTopic)
 class PausedTopicAdmin(PausedAdmin):
     """By topic. To add one is to pause it."""
@@ -58,16 +79,14 @@ class PausedTopicAdmin(PausedAdmin):
     )
     named_by = "topic"
     form = PauseForm
+    actions = (RESUME,)
 
     ordering = ("topic",)
     list_display = ("topic_name", "state_badge", "messages", "since", "by_whom", "why")
     shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.pause_pausedtopic")
-
-    def has_resume_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.resume_pausedtopic")
+    def known(self) -> Sequence[str]:
+        return operating.topics(self.using, MOST_OFFERED)
 
     def pause(self, row: Any, by: str) -> None:
         pause(row.topic, reason=row.reason, by=by, using=self.using)
@@ -77,31 +96,10 @@ class PausedTopicAdmin(PausedAdmin):
             return badge(gettext("Resuming"), Tone.LATER)
         return badge(gettext("Paused"), Tone.STOPPED) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
 
-    def offers(self, action: str, row: Any) -> bool:
-        return not row.is_resuming
-
-    def remark(self, action: str, row: Any) -> SafeString | str:
+    def remark(self, action: Action, row: Any) -> SafeString | str:
         if row.is_resuming:
             return gettext("It is being resumed already.")
         return "" if row.paused_by else gettext("If the broker still refuses its messages, it is paused again.")
-
-    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        return gettext("it is being resumed already, or not paused any more")
-
-    @admin.action(permissions=["resume"], description=_("Resume…"))
-    def resume(self, request: HttpRequest, queryset: QuerySet[PausedTopic]) -> HttpResponse | None:
-        return self.once_confirmed(
-            request,
-            queryset,
-            ReasonForm,
-            action="resume",
-            question=gettext(
-                "Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."
-            ),
-            button=gettext("Resume the topics"),
-            done=gettext("being resumed"),
-            transition=lambda given: partial(_resume, by=by(request, given["reason"])),
-        )
 
     @admin.display(description=_("topic"))
     def topic_name(self, row: Any) -> SafeString:
@@ -120,11 +118,3 @@ class PausedTopicAdmin(PausedAdmin):
         if row.probe_at is None or row.is_resuming:
             return format_html("{}", NOTHING)
         return age(row.probe_at, row.database_now)
-
-
-def _resume(alias: str, pk: int, *, by: str) -> bool:
-    row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
-    if row is None:
-        return False
-    resume(row.topic, by=by.removeprefix("by "), using=alias)
-    return True

@@ -16,6 +16,7 @@ from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.models import PreparedMessage
+from outbox.operations import ASK_AGAIN, COMMIT_THEM, ROLL_THEM_BACK
 from outbox.states import UNDECIDED, State
 
 
@@ -34,7 +35,7 @@ class PreparedMessageAdmin(SelectionAdmin):
     ordering = ("-state", "available_at", "id")
     list_display = ("state_badge", "summary", "prepared", "checks", "said")
     list_filter = (UndecidedFilter,)
-    actions = ("commit", "roll_back", "ask_again")
+    actions = (COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN)
     nothing = _("No prepared message waits for a decision.")
     hint = _(
         "A relay asks the checkers. Stuck messages come first: their checkers are not asked any more, so an operator must "

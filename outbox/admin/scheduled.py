@@ -20,6 +20,7 @@ from exactly_once.sql.now import DatabaseTime
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
 from outbox.models import ScheduledMessage
+from outbox.operations import CANCEL_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM
 from outbox.states import State
 
 
@@ -57,7 +58,7 @@ class ScheduledMessageAdmin(SelectionAdmin):
     ordering = ("available_at", "id")
     list_display = ("due_in", "summary", "conditions", "delay")
     list_filter = (DueFilter,)
-    actions = ("publish_now", "reschedule", "cancel")
+    actions = (PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM)
     nothing = _("No scheduled messages.")
     hint = _("The message that is due next comes first. Times are in the time zone of this site.")
 

@@ -23,9 +23,10 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.broker import queue_name
 from exactly_once.models import Operation
+from exactly_once.operators.actions import Action
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operation_rows import Plan, RowOutcome
-from exactly_once.operators.operations import BulkAction, Operations
+from exactly_once.operators.operations import Operations
 from exactly_once.process.clock import monotonic
 from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
 from outbox.conf import OutboxOptions, outbox_options
@@ -221,11 +222,4 @@ def _send_wave(
             raise BrokerUnavailable(sent.broken or next(nacked, "it did not confirm everything within the deadline"))
 
 
-REPLAY = BulkAction(
-    name="replay",
-    label=_("Replay"),
-    done=_("sent again"),
-    permission="restore_outboxmessage",
-    sources=[State.PUBLISHED],
-    perform=send_again,
-)
+REPLAY = Action(name="replay", label=_("Replay"), permission="restore", sources=[State.PUBLISHED], perform=send_again)

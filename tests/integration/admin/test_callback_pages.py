@@ -103,7 +103,7 @@ def test_callback_page_links_to_its_message_and_offers_permitted_actions():
     page = Page(staff_client(VIEW, VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
 
     assert page.all("a", href=reverse(DETAIL, args=[row.message.pk]))
-    assert {found["value"] for found in page.all("input", name="action")} == {"call_now"}
+    assert {found["value"] for found in page.all("button", name="action")} == {"call_now"}
 
 
 def test_message_page_lists_its_pending_callbacks():

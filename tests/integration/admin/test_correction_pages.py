@@ -62,7 +62,7 @@ def test_page_of_a_dead_message_offers_to_edit_it_with_the_permission_only(dead)
     row = dead()
 
     def offered(*permissions):
-        return {button["value"] for button in own_page(staff_client(VIEW, *permissions), row).all("input", name="action")}
+        return {button["value"] for button in own_page(staff_client(VIEW, *permissions), row).all("button", name="action")}
 
     assert offered(EDIT) == {"edit"}
     assert offered(RETRY, SKIP) == {"retry", "skip"}
@@ -147,7 +147,7 @@ def test_one_message_is_edited_at_a_time(dead):
 
     ((level, words),) = said(edit(staff_client(VIEW, EDIT), first, second))
 
-    assert (level, words) == ("error", "Nothing was changed: select one message to edit.")
+    assert (level, words) == ("error", "Nothing was changed: select one message.")
 
 
 def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
@@ -158,7 +158,7 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
 
     ((level, words),) = said(response)
     assert (level, response.url) == ("error", reverse(DETAIL, args=[row.pk]))
-    assert words.endswith("not edited: Its state is done; only a dead message can be corrected.")
+    assert words.endswith("not replaced by a corrected message: Its state is done; only a dead message can be corrected.")
 
 
 def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits):

@@ -73,7 +73,7 @@ def test_page_of_a_dead_letter_has_the_button_and_others_do_not():
     client = staff_client(VIEW, EXPORT)
     for state, buttons in ((State.DEAD, 1), (State.RETRYING, 0)):
         page = Page(client.get(f"/admin/outbox/outboxmessage/{a_message(state).pk}/change/"))
-        assert len(page.all("input", name="action", value="export")) == buttons
+        assert len(page.all("button", name="action", value="export")) == buttons
 
 
 @pytest.mark.parametrize("permissions", [[VIEW], [VIEW, "restore_outboxmessage", "export_auditentry"]])

@@ -70,6 +70,47 @@ def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
         assert expected in history
 
 
+def a_failing(half, error):
+    """A dead message, with the same error at each of its three attempts, and the URL of its page."""
+    trail = {"process": "worker-1", "reason": error.partition(": ")[2], "became": "retrying", "was": "ready"}
+    instants = [utcnow() - timedelta(seconds=seconds) for seconds in (30, 20, 10)]
+    if half == "outbox":
+        row = a_message(State.DEAD, last_error=error, attempts=3, payload={"article": 17})
+        for at in instants:
+            TrailEntry.objects.create(message_id=row.message_id, at=at, **trail)
+        return reverse(DETAIL, args=[row.pk])
+    failures = [
+        {"attempt": number, "at": at.isoformat(), "class": "Missing", "place": "shop.py:take:3", "error": error}
+        | dict.fromkeys(("own", "traceback"), f'  File "shop.py", line 3, in take\n    raise Missing(text)\nshop.{error}\n')
+        for number, at in enumerate(instants, start=1)
+    ]
+    names = {"handler": HANDLER, "topic": "shop.order.placed", "biz_id": "order-1", "message_id": "m-1"}
+    row = InboxMessage.objects.create(
+        state="dead", body=b'{"article": 17}', received_at=utcnow(), last_error=error, attempts=3, failures=failures, **names
+    )
+    for at in instants:
+        InboxTrailEntry.objects.create(message_id="m-1", handler=HANDLER, at=at, **trail)
+    return reverse("admin:inbox_inboxmessage_change", args=[row.pk])
+
+
+@pytest.mark.parametrize("half", ["outbox", "inbox"])
+def test_message_page_begins_with_state_error_actions_and_payload_and_shows_an_error_once(half):
+    error = "Missing: " + "no such article; " * 20
+    url = a_failing(half, error.strip())
+    client = staff_client(VIEW, VIEW_INBOX, LIFE, "cancel_outboxmessage", "skip_inboxmessage")
+
+    text = words(Page(client.get(url)))
+
+    text = text[text.index("State:") :]
+    action = "Cancel…" if half == "outbox" else "Skip…"
+    positions = [
+        text.index(step) for step in ("Dead", "unless an operator", "Missing: no such", action, "17", "Life", "Biz-id:")
+    ]
+    assert positions == sorted(positions)
+    assert text.count("no such article; " * 19) == 1
+    assert text.count("The same error as above.") == (3 if half == "outbox" else 6)
+
+
 def test_inbox_page_shows_the_same_history_and_the_two_pages_link_to_each_other():
     row, received = a_life()
     client = staff_client(VIEW, VIEW_INBOX, LIFE)

@@ -73,6 +73,30 @@ def page(app, **query):
     return Page(app.client().get(reverse(app.page), query))
 
 
+class TestErrors:
+    def test_search_finds_a_part_of_the_error_of_messages_that_are_retrying_or_dead(self, app):
+        failing = [app.message(state, last_error="Timeout: no answer\nwithin 10 s") for state in (app.dead, app.retrying)]
+        app.message(app.dead, last_error="KeyError: 'amount'")
+        app.message(app.settled, last_error="Timeout: no answer")
+
+        assert found(app, q="NO ANSWER") == {row.pk for row in failing}
+
+    def test_message_that_has_the_name_is_found_and_not_the_errors_that_mention_it(self, app):
+        row = app.message(biz_id="order-17")
+        app.message(app.dead, last_error="no order-17")
+
+        assert found(app, q="order-17") == {row.pk}
+
+    def test_list_links_to_the_same_search_in_the_other_app(self, app):
+        there = {Outbox: "inbox_inboxmessage", Inbox: "outbox_outboxmessage"}[type(app)]
+        url = f"{reverse(f'admin:{there}_changelist')}?q=no+answer"
+        both = staff_client("view_outboxmessage", "view_inboxmessage")
+
+        assert Page(both.get(reverse(app.page), {"q": "no answer"})).all("a", href=url)
+        assert not Page(both.get(reverse(app.page))).all("a", href=url)
+        assert not page(app, q="no answer").all("a", href=url), "without the permission to view them"
+
+
 class TestHeaders:
     @pytest.mark.parametrize(
         "form", ["headers.tenant:acme", "headers.tenant=acme", "header tenant=acme", " HEADERS.tenant : acme "]

@@ -24,6 +24,7 @@ from exactly_once.process.heartbeat import SILENT_AFTER
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
+from outbox.operations import RESTORE_THEM
 from outbox.states import State
 from outbox.store import operating, restoring
 from tests.support.admin_pages import (
@@ -267,7 +268,7 @@ class TestDetailPage:
 
     def test_detail_page_offers_only_actions_that_state_and_permissions_allow(self):
         def offered(state, *codenames):
-            return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
+            return {found["value"] for found in self.page(a_message(state), *codenames).all("button", name="action")}
 
         assert offered(State.DEAD, RESTORE, CANCEL) == {"restore", "cancel"}
         assert offered(State.DEAD, CANCEL) == {"cancel"}
@@ -339,7 +340,7 @@ class TestBlockedOrderingKey:
     def test_waiting_message_can_be_cancelled_from_its_page(self):
         a_message(State.DEAD, key="a")
         row = a_message(State.WAITING, key="a")
-        assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
+        assert {found["value"] for found in self.page(row).all("button", name="action")} == {"cancel"}
 
         act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 
@@ -578,7 +579,7 @@ def test_admin_of_another_database_lists_and_restores_messages_of_that_database(
     queryset = other_admin.get_queryset(request)
 
     assert [row.message_id for row in queryset] == [there.message_id]
-    other_admin.restore(request, queryset)
+    RESTORE_THEM(other_admin, request, queryset)
 
     assert OutboxMessage.objects.using("other").get(pk=there.pk).state == State.READY
     assert state_of(here) == State.DEAD

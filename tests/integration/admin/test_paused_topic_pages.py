@@ -105,12 +105,25 @@ def test_each_thing_requires_its_permission(permissions):
     assert PausedTopic.objects.get().topic == BAD
 
 
+def test_pausing_proposes_the_topics_of_the_outbox_and_takes_any_other():
+    a_message(topic=NASTY)
+    client = staff_client(VIEW_TOPICS, PAUSE)
+
+    page = Page(client.get(reverse(ADD)))
+
+    (entry,) = page.all("input", name="topic")
+    assert page.all("datalist", id=entry["list"])
+    assert [option["value"] for option in page.all("option")] == [NASTY]
+    client.post(reverse(ADD), {"topic": "shop.another", "reason": ""})
+    assert PausedTopic.objects.filter(topic="shop.another").exists()
+
+
 def test_page_of_a_topic_offers_to_resume_it():
     row = paused(paused_by="ada", reason="consumer defect\nand more")
     page = Page(staff_client(VIEW_TOPICS, RESUME).get(reverse(TOPIC, args=[row.pk])))
 
     assert "and more" in page.text
-    assert {found["value"] for found in page.all("input", name="action")} == {"resume"}
+    assert {found["value"] for found in page.all("button", name="action")} == {"resume"}
 
 
 def test_text_of_a_topic_adds_no_element():

@@ -35,16 +35,8 @@ pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark
 
 APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
-ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
-PERMISSION = {
-    "publish_now": "reschedule",
-    "override_maximum_age": "override",
-    "commit": "decide",
-    "roll_back": "decide",
-    "ask_again": "decide",
-    "call_now": "run",
-}
-"""Actions whose permission has another name."""
+DECLARED = {(label, action.name): action for label, model_admin in OURS.items() for action in (model_admin.actions or ())}
+ACTIONS = list(DECLARED)
 ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 """Further permissions that a page needs, because it shows rows of another model."""
 VIEWED_WITH = {f"exactly_once.{model}": "view_outboxmessage" for model in ("Operation", "FailureNote")}
@@ -92,6 +84,11 @@ EFFECTIVE = {
 def url_of(label, page="changelist", *args):
     app, model = label.lower().split(".")
     return reverse(f"admin:{app}_{model}_{page}", args=args)
+
+
+def name_of(action, model_admin):
+    """The permission of an action, without the app."""
+    return action.codename(model_admin.model).partition(".")[2]
 
 
 def view_permission(label):
@@ -204,8 +201,7 @@ def test_page_is_shown_with_the_view_permission_alone(label, a_row):
 def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_with_it(label, action, a_row_to_act_on):
     row = a_row_to_act_on(label, action)
     before = values_of(row)
-    model = OURS[label].model._meta.concrete_model._meta.model_name
-    own = f"{PERMISSION.get(action, action)}_{model}"
+    own = name_of(DECLARED[label, action], OURS[label])
     others = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
     assert own in others, "the permission exists"
     posted = {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED, **FIELDS}
@@ -335,3 +331,16 @@ def test_every_permission_is_documented():
     page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
     every = Permission.objects.filter(content_type__app_label__in=APPS)
     assert [one.codename for one in every if f"`{one.codename}`" not in page] == []
+
+
+def test_table_of_the_actions_is_that_of_the_declared_actions():
+    page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
+    declared = [
+        f"| {model_admin.opts.verbose_name_plural.capitalize()} | {action.label} | `{name_of(action, model_admin)}` | "
+        f"{', '.join(f'`{state}`' for state in action.sources)} | {'yes' if action.perform else ''} |"
+        for model_admin in OURS.values()
+        if not model_admin.model._meta.proxy  # their actions are among those of all messages
+        for action in model_admin.actions or ()
+    ]
+    start = page.index("| page | action |")
+    assert page[start : page.index("\n\n", start)].splitlines()[2:] == declared

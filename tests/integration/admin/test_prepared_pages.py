@@ -170,7 +170,7 @@ class TestPreparedMessagePage:
     def test_prepared_message_page_offers_only_the_decisions(self):
         page = page_of(undecided(), RESTORE, RESCHEDULE, CANCEL, DECIDE)
 
-        assert {found["value"] for found in page.all("input", name="action")} == {"commit", "roll_back", "ask_again"}
+        assert {found["value"] for found in page.all("button", name="action")} == {"commit", "roll_back", "ask_again"}
 
     @pytest.mark.parametrize(
         ("state", "topic", "expected"),

@@ -146,7 +146,7 @@ class TestRequests:
 
         page = Page(client.get(reverse(PROCESS, args=[relay.id])))
 
-        assert {field["value"] for field in page.all("input", name="action")} == {"resume", "drain", "stop"}
+        assert {field["value"] for field in page.all("button", name="action")} == {"resume", "drain", "stop"}
 
 
 on_handlers = partial(act, page=HANDLERS)

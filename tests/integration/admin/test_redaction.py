@@ -180,7 +180,7 @@ class TestCorrection:
     def test_correction_is_refused_without_the_permission_to_see_payloads_unredacted(self):
         client = staff_client(INBOX_VIEW, EDIT)
 
-        assert not Page(client.get(reverse(INBOX_DETAIL, args=[the_row().pk]))).all("input", name="action", value="edit")
+        assert not Page(client.get(reverse(INBOX_DETAIL, args=[the_row().pk]))).all("button", name="action", value="edit")
         assert SECRET not in self.edit(client).content.decode()
         assert InboxMessage.objects.count() == 1
 

@@ -37,3 +37,29 @@ def test_list_shows_age_and_error_completely_at_1280_and_390_pixels(operator, ap
         assert page.evaluate(CLIPPED) == []
         assert page.locator("#result_list").get_by_text(ERROR).is_visible()
         assert page.locator("#result_list").get_by_text("12 attempts").is_visible()
+
+
+@pytest.mark.parametrize("app", ["inbox", "outbox"])
+def test_row_has_two_lines_at_1280_pixels_and_the_filters_are_menus_above_the_table(operator, app):
+    if app == "inbox":
+        inbox_message(InboxState.RETRYING, last_error=ERROR, next_ago=-timedelta(minutes=3), attempts=12)
+    else:
+        outbox_message(State.RETRYING, last_error=ERROR, attempts=12)
+    page = operator.visit(f"admin:{app}_{app}message_changelist")
+
+    assert page.locator("#result_list tbody tr").bounding_box()["height"] < 60
+
+    for size in (DESKTOP, PHONE):
+        page.set_viewport_size(size)
+        for menu in page.locator(".message-filters details").all():
+            menu.locator("summary").click()
+            box = menu.locator("ul").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= size["width"]
+            menu.locator("summary").click()
+        assert not faults(page)
+    page.locator(".message-filters summary", has_text="State").click()
+    page.get_by_role("link", name="Dead (0)").click()
+    page.get_by_text("State: Dead (0)").wait_for()
+    page.get_by_role("link", name="Clear all filters").click()
+    page.locator("#result_list").get_by_text("Retrying").wait_for()
