@@ -23,11 +23,8 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
-from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.purging import delete_in_chunks, older_entries
-from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.sql.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class Housekeeping:
     def __init__(self, alias: str) -> None:
         self._alias = alias
         self._lease = TableLease(alias, f"{self.app}: housekeeping")
-        self._errors = Reminder()
+        self._turns = Turns("housekeeping", "Unexpected error in the housekeeping of %r; it is tried again.")
 
     def run(self, stop: StopRequest) -> None:
         try:
@@ -88,19 +85,12 @@ class Housekeeping:
 
     def _round(self, stop: StopRequest) -> None:
         """Do every step, unless another process holds the lease."""
-        try:
-            drop_unusable_connections()
+
+        def steps() -> None:
             if self.take_lease():
                 self._steps(stop)
-        except Exception as error:
-            connections[self._alias].close()
-            if is_missing(error):
-                if self._errors.is_due():
-                    logger.log(logging.ERROR, "housekeeping: %s It is tried again.", describe_missing(error, self._alias))
-            elif is_outage(error) or is_collision(error):
-                logger.debug("housekeeping of %r: %s", self._alias, error)  # the process reports an outage
-            elif self._errors.is_due():
-                logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
+
+        self._turns.take(self._alias, steps, stop)
 
     def _delete_entries(self, trail: type[Model], operations: OperationTable, options: Any, stop: StopRequest) -> None:
         """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""

@@ -139,7 +139,7 @@ class Project:
         )
 
     def run(self, *arguments):
-        done = run_in(self._directory, "scratch_settings", "-W", "error", "-m", "django", *arguments)
+        done = run_in(self._directory, "scratch_settings", "-m", "django", *arguments, PYTHONWARNINGS="error")
         return done.returncode, done.stdout
 
 

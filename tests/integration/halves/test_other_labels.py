@@ -165,7 +165,7 @@ def database(tmp_path, request):
 
 def run(project, *scripts):
     program = "import django\ndjango.setup()\n" + "".join(scripts)
-    return run_in(project, "shop.settings", "-W", "error", "-c", program)
+    return run_in(project, "shop.settings", "-c", program, PYTHONWARNINGS="error")
 
 
 @pytest.mark.every_database

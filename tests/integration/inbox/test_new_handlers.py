@@ -103,6 +103,26 @@ class TestLocally:
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
         assert InboxMessage.objects.filter(handler=other.name).count() == 21
 
+    def test_past_of_which_a_whole_batch_is_purged_meanwhile_is_handed_over_without_it(self, handles, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 3)
+        read_published = replaying.read_published
+
+        def read_after_a_purge(alias, positions):
+            OutboxMessage.objects.filter(biz_id__in=["order-0", "order-1", "order-2"]).delete()
+            return read_published(alias, positions)
+
+        handles(the_effect, topic=TOPIC, name="other")
+        published_many(6)
+        relay_all()
+        Effect.objects.all().delete()
+
+        new = handles(notes, topic=TOPIC, name="new", start_from="first")
+        monkeypatch.setattr(replaying, "read_published", read_after_a_purge)
+        relay_all()
+
+        assert has_its_past(new)
+        assert handled() == {"k0": [3], "k1": [4], "k2": [5]}
+
     def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         old, _new = published(payload={"n": 1}), published(payload={"n": 2})
