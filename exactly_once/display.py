@@ -19,6 +19,7 @@ from typing import Any
 from django.utils import timezone
 from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
+from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 from django.utils.translation import gettext
@@ -181,6 +182,11 @@ def duration(length: timedelta) -> str:
     return f"{length // unit:,} {symbol}"
 
 
+def brief(length: timedelta) -> str:
+    """A short duration, which may be negative between two clocks: "12 ms", "-3 ms", "4 s"."""
+    return f"{length // timedelta(milliseconds=1)} ms" if length < timedelta(seconds=2) else duration(length)
+
+
 def exact(instant: datetime) -> str:
     # The first and the last day of the calendar may not exist in the time zone.
     with suppress(OverflowError):
@@ -217,6 +223,18 @@ def identifier(text: str) -> SafeString:
     """An id, a key or a topic, for copying; a line may break after its punctuation."""
     pieces = ((piece,) for piece in _PIECE.findall(visible(text) or NOTHING))
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
+
+
+def flow_link(row: Any, name: object) -> SafeString:
+    """A message id or a correlation id, with a link to its flow if `row` was loaded for a user who may view that."""
+    return id_link(getattr(row, "flow_url", ""), name)
+
+
+def id_link(address: str, name: object) -> SafeString:
+    """A message id or a correlation id, with a link to its flow on the page at this address; "" for no link."""
+    if not (name and address):
+        return identifier(str(name))
+    return format_html('<a href="{}?{}">{}</a>', address, urlencode({"id": str(name)}), identifier(str(name)))
 
 
 def note(words: object) -> SafeString:

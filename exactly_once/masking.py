@@ -15,6 +15,7 @@ URL_FORM = "scheme://user:password@host:port/path"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.IGNORECASE)
 _HOST = re.compile(r"[a-z0-9._-]*|\[[0-9a-f:.]+\]", re.IGNORECASE)
 _PATH = re.compile(r"[a-z0-9._~%+/-]*", re.IGNORECASE)
+_WORDS = re.compile(r"(?!.{25})(v?\d{1,4}(\.\d+)?|[a-z]+\d{0,2}([._~-][a-z]+\d{0,2})*)?", re.IGNORECASE | re.ASCII)
 _NAME = re.compile(r"[\w.-]{0,60}")
 _HIDDEN = "***"
 
@@ -40,6 +41,11 @@ def kind(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def masked_path(path: str) -> str:
+    """The path of an HTTP URL with only those segments that are short words, numbers or versions; others may be secrets."""
+    return "/".join(segment if _WORDS.fullmatch(segment) else _HIDDEN for segment in path.split("/"))
 
 
 def is_url(text: str) -> bool:
@@ -79,7 +85,8 @@ def _shown(url: str) -> str | None:
         return None
     # The user is hidden, too: that part is often a password, as with Redis.
     who = f"{_HIDDEN if credentials else ''}{at}"
-    return f"{scheme}://{who}{host}{'' if port is None else f':{port}'}{parts.path}{f'?{_HIDDEN}' if tail else ''}"
+    path = masked_path(parts.path) if scheme.lower() in {"http", "https"} else parts.path
+    return f"{scheme}://{who}{host}{'' if port is None else f':{port}'}{path}{f'?{_HIDDEN}' if tail else ''}"
 
 
 def _has_known_scheme(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""What operators see and do, for both halves: alerts, the audit log, bulk operations and notes on failures; and leases.
+"""What both halves store for operators: processes, statistics, alerts, the audit log, operations, notes; and leases.
 
 A table is in each database that has messages; its column `app` says which half a row is about.
 """
@@ -11,7 +11,98 @@ from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.process.requests import Mode, Request
 from exactly_once.wire.text import NAME_LENGTH
+
+
+class Process(models.Model):
+    """The last heartbeat of one process, and the operator's last request to it. No guarantee depends on it."""
+
+    id = models.UUIDField(primary_key=True)
+    app = models.CharField(_("app"), max_length=32)
+    """The package that it works for: "outbox" for a relay, "inbox" for a consumer."""
+    host = models.CharField(max_length=NAME_LENGTH)
+    pid = models.PositiveIntegerField()
+    version = models.CharField(max_length=32)
+    started_at = models.DateTimeField(_("started"))
+    beat_at = models.DateTimeField(_("last heartbeat"))
+    last_pass_at = models.DateTimeField(_("last successful pass"), null=True)
+    """Of a relay."""
+    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
+    rate = models.FloatField(_("messages per second"), default=0.0, db_default=0.0)
+    memory_bytes = models.PositiveBigIntegerField(_("resident memory in bytes"), null=True)
+    # The time of the last heartbeat's statement and its commit, as the process saw it.
+    database_ms = models.FloatField(_("database round trip in ms"), null=True)
+    broker_ms = models.FloatField(_("broker round trip in ms"), null=True)
+    running = models.JSONField(default=list)
+    """What its threads run now, see `process.work`."""
+    facts = models.JSONField(default=dict)
+    """What only its kind reports. A relay: `published` since its
+    start, and the `shards` that it tries in one pass. A consumer: the names of its `handlers` on this database; deliveries
+    `received`, and stored messages that it `ran`, since its start.
+    """
+    mode = models.CharField(
+        max_length=12,
+        choices=[(mode.value, mode.value) for mode in Mode],
+        default=Mode.RUNNING.value,
+        db_default=Mode.RUNNING.value,
+    )
+    # An orderly end. NULL while it runs, and if it was killed.
+    stopped_at = models.DateTimeField(_("stopped"), null=True)
+    requested = models.CharField(
+        max_length=12, choices=[(request.value, request.value) for request in Request], default="", db_default="", blank=True
+    )
+    requested_by = models.CharField(max_length=NAME_LENGTH, default="", db_default="", blank=True)
+    requested_at = models.DateTimeField(null=True)
+    acknowledged_at = models.DateTimeField(null=True)
+
+    class Meta:
+        verbose_name = _("process")
+        verbose_name_plural = _("processes")
+        default_permissions = ("view",)
+        permissions = (
+            ("pause_process", "Can pause a process"),
+            ("resume_process", "Can resume a process"),
+            ("drain_process", "Can drain a process"),
+            ("stop_process", "Can stop a process"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+
+class Minute(models.Model):
+    """What one process counted in one minute of one subject, a topic or a handler, or of all; see `operators.minutes`.
+
+    `counts` has numbers by name, `times` histograms by name, see `telemetry.statistics.Counted`.
+
+    - In the outbox: `published`, `retried`, `dead`, `expired`; `to_broker`, from the due time of a message until the broker's
+      confirm is stored.
+    - In the inbox: `handled`, `failed`, `deferred` (attempts that ended with RetryLater), `dead`, `redeliveries`, `resends`,
+      `replays`, `repeats` (duplicates that were published again under the same biz-id); `to_inbox`, from the due time in a
+      message's header until it was received; `to_effect`, from then until its effect was committed.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    app = models.CharField(max_length=32)
+    """The package that it is about: "outbox" or "inbox"."""
+    minute = models.DateTimeField()
+    process = models.CharField(max_length=NAME_LENGTH)
+    subject = models.CharField(max_length=NAME_LENGTH)
+    counts = models.JSONField(default=dict)
+    times = models.JSONField(default=dict)
+
+    class Meta:
+        verbose_name = "statistics of a minute"
+        verbose_name_plural = "statistics"
+        default_permissions = ()
+        indexes = (
+            models.Index(fields=["app", "subject", "minute"], name="exactly_once_minute_subject"),
+            models.Index(fields=["minute"], name="exactly_once_minute_at"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.subject} in {self.minute:%Y-%m-%d %H:%M}"
 
 
 class AuditEntry(models.Model):
@@ -116,13 +207,19 @@ class Alert(models.Model):
 
 
 class Lease(models.Model):
-    """The right of one process to do some work, and when it was done last; see `operators.leases`."""
+    """The right of one process to do some work, and when it was done last; see `operators.leases`.
+
+    It was taken in the middle between its two instants. `in_hand` has the positions that the relay of a SQLite database has
+    claimed.
+    """
 
     name = models.CharField(primary_key=True, max_length=64)
     token = models.UUIDField()
     holder = models.CharField(max_length=NAME_LENGTH)
+    valid_from = models.DateTimeField()
     expires_at = models.DateTimeField()
     done_at = models.DateTimeField(null=True)
+    in_hand = models.JSONField(default=list)
 
     class Meta:
         default_permissions = ()
@@ -243,3 +340,33 @@ class FailureNote(models.Model):
 
     def __str__(self) -> str:
         return self.error_class
+
+
+class Flow(AuditEntry):
+    """The page of a chain of messages. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("flow")
+        verbose_name_plural = _("flow")
+        default_permissions = ("view",)
+
+
+class Busy(AuditEntry):
+    """The page of what runs now. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("what runs now")
+        verbose_name_plural = _("busy")
+        default_permissions = ("view",)
+
+
+class TopicsAndHandlers(AuditEntry):
+    """The page of topics and handlers. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("topics and handlers")
+        verbose_name_plural = _("topics and handlers")
+        default_permissions = ("view",)

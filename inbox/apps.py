@@ -1,6 +1,5 @@
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
-from django.utils.translation import gettext_lazy as _
 
 from exactly_once.apps import require_installed
 
@@ -15,18 +14,20 @@ class InboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators.alerts import register_conditions
-        from exactly_once.operators.heartbeat_table import ProcessKind, register_process_kind
+        from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from exactly_once.process.logs import escape_log_lines
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.alerting import CONDITIONS
+        from inbox.consumer.heartbeat import CONSUMERS
         from inbox.store import life
-        from inbox.store.heartbeats import consumers
 
         escape_log_lines()
+        register_part("inbox", "inbox.management.part.InboxPart")
         register("inbox", life)
-        register_process_kind(ProcessKind(app="inbox", name=_("consumer"), heartbeats=consumers))
+        register_process_kind(CONSUMERS)
         register_conditions("inbox", CONDITIONS)
 
         autodiscover_modules("handlers")

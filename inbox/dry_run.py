@@ -2,7 +2,8 @@
 
 The handler runs in this process, in a thread of its own, with a time limit. Only what it does in its own database is rolled
 back, so a handler under a lease is refused, and other databases refuse every write. Mail and calls over a network are real, and
-so is what a handler does on connections and threads of its own.
+so is what a handler does on connections and threads of its own, and what it commits in its own database by `commit()` of the
+driver's connection.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.db import Error, connections, transaction
@@ -238,8 +240,13 @@ class _Run:
                 # atomic() does, but permits durable blocks.
                 connection.set_autocommit(False)
                 connection.in_atomic_block, connection.savepoint_ids = True, [None]
-            with connection.cursor() as cursor:
-                cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
+            if hasattr(connection.connection, "read_only"):
+                # psycopg 3: also the transactions that begin after a commit() of the driver's connection.
+                connection.connection.read_only = True
+                connection._close = partial(_close_writable, connection)  # noqa: SLF001 - Django has no hook for it
+            else:
+                with connection.cursor() as cursor:
+                    cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
             self._bound(connection.alias)
 
         connection_created.connect(begin, weak=False)
@@ -267,6 +274,15 @@ class _Run:
             else:
                 self._result.more_writes += 1
         return execute(sql, params, many, context)
+
+
+def _close_writable(connection: Any) -> None:
+    """Close the connection, or return it to its pool, whose next user may write."""
+    if connection.connection is not None:
+        with suppress(Error, connection.Database.Error):
+            connection.connection.rollback()
+            connection.connection.read_only = None
+    type(connection)._close(connection)  # noqa: SLF001 - see above
 
 
 def _write(sql: str, params: Any) -> Write:

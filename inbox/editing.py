@@ -18,6 +18,7 @@ from exactly_once.difference import difference
 from exactly_once.display import as_editable
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -112,7 +113,8 @@ def conflict_token(stored: InboxMessage) -> str:
 def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str) -> bool:
     """∅ → received, due now, for the latest duplicate with other content of this row. False: none is stored, or it was run.
 
-    The same content is run once, however often it is delivered. Its handler gets it with the biz-id of the row.
+    The same content is run once, however often it is delivered. Its handler gets it with the biz-id of the row. If it was run
+    before, this delivery is counted as a duplicate of that run.
 
     Args:
         confirmed: the `conflict_token` of each row when the operator was asked.
@@ -137,13 +139,18 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             handler = registry.get(row.handler)
             incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
             (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
-            if not taken.state:
-                raise NotEditable("This content has been run as its own message before.")
-            # Its delivery is a row now. If its cause was counted, it stays a duplicate, too.
+            if not taken.state and taken.earlier is None:
+                raise NotEditable(operating.ROW_LOCKED.format(pk))
+            # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
             counted = int(first.conflicting_id != first.message_id)
             InboxMessage.objects.using(alias).filter(pk=pk).update(
-                conflicting_attributes=None, conflicts=F("conflicts") - 1, duplicates=F("duplicates") - counted
+                conflicting_attributes=None,
+                conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
+                conflicts=F("conflicts") - 1,
+                duplicates=F("duplicates") - counted,
             )
+            if not taken.state:
+                return False
             new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
             record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
             return True

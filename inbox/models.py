@@ -10,8 +10,7 @@ from django.db.models.functions import Coalesce
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.operators.minutes import MinuteRow, minute_indexes
-from exactly_once.operators.process_model import ProcessHeartbeat
+from exactly_once.models import Minute
 from exactly_once.wire.text import NAME_LENGTH
 
 
@@ -33,6 +32,9 @@ DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
 
 SETTLED = (State.DONE, State.SKIPPED, State.SHED)
 """Final states: no attempt and no decision is pending, so these rows may be purged."""
+
+CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
+"""Messages of a chain but for its first, whose correlation id is its own message id."""
 
 
 class InboxMessage(models.Model):
@@ -136,6 +138,7 @@ class InboxMessage(models.Model):
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
+            models.Index(fields=["correlation_id", "id"], name="inbox_chain", condition=CHAINED),
             models.Index(
                 "handler",
                 "key",
@@ -229,29 +232,6 @@ class LeaseMemory(models.Model):
         return self.store
 
 
-class ConsumerHeartbeat(ProcessHeartbeat):
-    """One running process that runs handlers on this database, as of its last heartbeat.
-
-    Shown to operators; no guarantee depends on it.
-    """
-
-    # The names of the handlers on this database that it receives for, or whose stored messages it runs.
-    handlers = models.JSONField(default=list)
-    received = models.PositiveBigIntegerField(_("deliveries since its start"), default=0)
-    ran = models.PositiveBigIntegerField(_("stored messages run since its start"), default=0)
-
-    class Meta:
-        verbose_name = _("consumer")
-        verbose_name_plural = _("consumers")
-        default_permissions = ("view",)
-        permissions = (
-            ("pause_consumerheartbeat", "Can pause a consumer process"),
-            ("resume_consumerheartbeat", "Can resume a consumer process"),
-            ("drain_consumerheartbeat", "Can drain a consumer process"),
-            ("stop_consumerheartbeat", "Can stop a consumer process"),
-        )
-
-
 class PausedHandler(models.Model):
     """A handler that no process runs until an operator resumes it; all processes read these rows.
 
@@ -305,35 +285,7 @@ class HandlerStart(models.Model):
         return self.handler
 
 
-class MinuteStatistics(MinuteRow):
-    """What one process counted in one minute, of one handler or of all; see `exactly_once.operators.minutes`.
-
-    `deferred` counts the attempts that ended with RetryLater, `repeats` the duplicates that were published again under the same
-    biz-id. `to_inbox` has the times from the due time in a message's header until it was received, `to_effect` those from then
-    until its effect was committed.
-    """
-
-    counted = ("handled", "failed", "deferred", "dead", "redeliveries", "resends", "replays", "repeats")
-    timed = ("to_inbox", "to_effect")
-
-    handled = models.PositiveIntegerField(default=0)
-    failed = models.PositiveIntegerField(default=0)
-    deferred = models.PositiveIntegerField(default=0)
-    dead = models.PositiveIntegerField(default=0)
-    redeliveries = models.PositiveIntegerField(default=0)
-    resends = models.PositiveIntegerField(default=0)
-    replays = models.PositiveIntegerField(default=0)
-    repeats = models.PositiveIntegerField(default=0)
-    to_inbox = models.JSONField(default=dict)
-    to_effect = models.JSONField(default=dict)
-
-    class Meta(MinuteRow.Meta):
-        verbose_name = "statistics of a minute"
-        verbose_name_plural = "statistics"
-        indexes = minute_indexes("inbox")
-
-
-class Overview(MinuteStatistics):
+class Overview(Minute):
     """The overview, a page of its own in the admin."""
 
     class Meta:
@@ -344,7 +296,7 @@ class Overview(MinuteStatistics):
         default_permissions = ("view",)
 
 
-class DatabaseHealth(MinuteStatistics):
+class DatabaseHealth(Minute):
     """The health of the database, a page of its own in the admin."""
 
     class Meta:

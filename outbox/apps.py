@@ -4,7 +4,6 @@ from django.apps import AppConfig
 from django.db import connections, router
 from django.db.models.signals import post_migrate
 from django.utils.module_loading import autodiscover_modules
-from django.utils.translation import gettext_lazy as _
 
 from exactly_once.apps import require_installed
 
@@ -19,19 +18,21 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators import dry_run as publishing
         from exactly_once.operators.alerts import register_conditions
-        from exactly_once.operators.heartbeat_table import ProcessKind, register_process_kind
+        from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from exactly_once.process.logs import escape_log_lines
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.alerting import CONDITIONS
+        from outbox.relay.heartbeat import RELAYS
         from outbox.store import dry_run, life
-        from outbox.store.heartbeats import relays
 
         escape_log_lines()
+        register_part("outbox", "outbox.management.part.OutboxPart")
         register("outbox", life)
-        register_process_kind(ProcessKind(app="outbox", name=_("relay"), heartbeats=relays))
+        register_process_kind(RELAYS)
         publishing.register("outbox", dry_run)
         register_conditions("outbox", CONDITIONS)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
+from django.db.models.functions import Cast
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.operators.minutes import MinuteRow, minute_indexes
-from exactly_once.operators.process_model import ProcessHeartbeat
+from exactly_once.models import Minute
 from exactly_once.sql.fields import InstantField, ReadableJSONField
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
@@ -22,6 +22,9 @@ STREAM = Q(state="ready", priority=0, available_at=models.F("created_at"))
 """Ready messages that have been ready since their insert, and have no priority."""
 SECONDARY = Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at")))
 """All other ready messages: prioritised, once delayed, retried, released."""
+
+CHAINED = ~Q(correlation_id=Cast("message_id", models.CharField()))
+"""Messages of a chain but for its first, whose correlation id is its own message id. On SQLite it is true of all of them."""
 
 
 class OutboxMessage(models.Model):
@@ -109,6 +112,7 @@ class OutboxMessage(models.Model):
             # For a paused topic: the oldest messages to probe or to resume, and whether one of its messages is retrying.
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
+            models.Index(fields=["correlation_id", "id"], name="outbox_chain", condition=CHAINED),
             models.Index(
                 fields=["error_class", "topic", "failing_since"],
                 name="outbox_failures",
@@ -229,66 +233,7 @@ class PendingCallback(models.Model):
         return f"{self.callback} of {self.event}"
 
 
-class RelayLease(models.Model):
-    """A lease on work of a single relay: relaying on SQLite, and the timing wheel on PostgreSQL.
-
-    `in_hand` has the positions of the messages that the relay of a SQLite database has claimed.
-    """
-
-    name = models.CharField(primary_key=True, max_length=32)
-    token = models.UUIDField()
-    holder = models.CharField(max_length=NAME_LENGTH)
-    expires_at = models.DateTimeField()
-    in_hand = models.JSONField(default=list)
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"{self.name} held by {self.holder}"
-
-
-class RelayHeartbeat(ProcessHeartbeat):
-    """The last heartbeat of one relay, for operators only: no guarantee depends on it."""
-
-    last_pass_at = models.DateTimeField(_("last successful pass"), null=True)
-    published = models.PositiveBigIntegerField(_("published since start"), default=0)
-    shards = models.PositiveSmallIntegerField(_("shards tried in one pass"), default=0, db_default=0)
-
-    class Meta:
-        verbose_name = _("relay")
-        verbose_name_plural = _("relays")
-        default_permissions = ("view",)
-        permissions = (
-            ("pause_relayheartbeat", "Can pause a relay process"),
-            ("resume_relayheartbeat", "Can resume a relay process"),
-            ("drain_relayheartbeat", "Can drain a relay process"),
-            ("stop_relayheartbeat", "Can stop a relay process"),
-        )
-
-
-class MinuteStatistics(MinuteRow):
-    """What one relay counted in one minute, of one topic or of all; see `exactly_once.operators.minutes`.
-
-    `to_broker` has the times from the due time of a message until the broker's confirm is stored.
-    """
-
-    counted = ("published", "retried", "dead", "expired")
-    timed = ("to_broker",)
-
-    published = models.PositiveIntegerField(default=0)
-    retried = models.PositiveIntegerField(default=0)
-    dead = models.PositiveIntegerField(default=0)
-    expired = models.PositiveIntegerField(default=0)
-    to_broker = models.JSONField(default=dict)
-
-    class Meta(MinuteRow.Meta):
-        verbose_name = "statistics of a minute"
-        verbose_name_plural = "statistics"
-        indexes = minute_indexes("outbox")
-
-
-class Overview(MinuteStatistics):
+class Overview(Minute):
     """The overview, a page of its own in the admin."""
 
     class Meta:
@@ -299,7 +244,7 @@ class Overview(MinuteStatistics):
         default_permissions = ("view",)
 
 
-class DatabaseHealth(MinuteStatistics):
+class DatabaseHealth(Minute):
     """The health of the database, a page of its own in the admin."""
 
     class Meta:

@@ -10,13 +10,16 @@ from typing import Any
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.operators.operations import BulkAction, Canary, Judgement, Perform
+from exactly_once.operators.operations import BulkAction, Canary, Judgement, Perform, why_not_permitted
 from outbox import doorbell
+from outbox.conf import outbox_options
 from outbox.states import CANCEL, PUBLISH_NOW, RESTORE, State, Transition
 from outbox.store import bulk, operating
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED, restore_some
 
 operations = OperationTable("outbox")
+CLIENT, TOPIC = "the HTTP client ", "topic "
+"""What the requester and the selection of an operation of an HTTP client begin with."""
 
 _WHY = {
     LOCKED: "another transaction has locked it, or it no longer exists",
@@ -109,4 +112,18 @@ PUBLISH_THEM_NOW = BulkAction(
     perform=publish_now,
     warning=_("A message that was sent cannot be taken back."),
 )
+MANAGE = "manage"
+"""The permission of an operation that a client of the HTTP API has planned: its scope for the topic."""
 ACTIONS = {action.name: action for action in (RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)}
+
+
+def why_not(operation: Any) -> str:
+    """Why the user or client that planned an operation may no longer do so; "" if it may."""
+    if operation.permission != MANAGE:
+        return why_not_permitted(operation)
+    # The settings of a relay may have no tokens.
+    clients, topic = outbox_options().http.clients, operation.selection.removeprefix(TOPIC)
+    name = operation.requested_by.removeprefix(CLIENT)
+    if not clients or any(client.name == name and client.may(topic, MANAGE) for client in clients):
+        return ""
+    return f"{operation.requested_by} no longer has the scope {MANAGE}:{topic}"

@@ -58,7 +58,7 @@ INSTALLED_APPS = [
     "outbox",
     "inbox",
     "inbox.joins",
-    "inbox.webhooks",
+    "inbox.outgoing_webhooks",
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [

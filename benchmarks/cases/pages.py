@@ -7,6 +7,7 @@ completely, in a process that is warm. The plans of the queries of each page are
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from benchmarks.actors.browsing import PAGES
@@ -48,12 +49,12 @@ SELECT 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '', CASE WHEN 
 FROM generate_series(0, %(rows)s - 1) n
 """
 STATISTICS = """
-INSERT INTO {table} (minute, process, subject, {columns})
-SELECT date_trunc('minute', now()) - make_interval(mins => minute), 'host:' || process, subject, {values}
+INSERT INTO exactly_once_minute (app, minute, process, subject, counts, times)
+SELECT %(app)s, date_trunc('minute', now()) - make_interval(mins => minute), 'host:' || process, subject, %(counts)s, %(times)s
 FROM generate_series(0, %(minutes)s - 1) minute, generate_series(1, 2) process,
   (SELECT '' AS subject UNION ALL SELECT 'shop.name-' || n FROM generate_series(1, 10) n) subjects
 """
-HISTOGRAM = """'{"8": 40, "9": 300, "10": 200, "11": 50, "14": 5, "17": 1}'"""
+HISTOGRAM = {"8": 40, "9": 300, "10": 200, "11": 50, "14": 5, "17": 1}
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
@@ -80,14 +81,14 @@ def _fill(project: Project, rows: int, live: int, record: Record) -> None:
     some = {"dead": SOME_DEAD, "retrying": SOME_RETRYING, "ready": SOME_READY}
     database.connection.execute(LIVE, {"rows": live, **some})
     database.connection.execute(HANDLED, {"rows": rows // 10, "dead": SOME_DEAD})
-    for table, columns, values in (
-        ("outbox_minutestatistics", "published, retried, dead, expired, to_broker", f"600, 3, 0, 0, {HISTOGRAM}"),
+    for app, counts, times in (
+        ("outbox", {"published": 600, "retried": 3}, ("to_broker",)),
         (
-            "inbox_minutestatistics",
-            "handled, failed, deferred, dead, redeliveries, resends, replays, repeats, to_inbox, to_effect",
-            f"600, 3, 1, 0, 1, 1, 0, 2, {HISTOGRAM}, {HISTOGRAM}",
+            "inbox",
+            {"handled": 600, "failed": 3, "deferred": 1, "redeliveries": 1, "resends": 1, "repeats": 2},
+            ("to_inbox", "to_effect"),
         ),
     ):
-        statement = STATISTICS.format(table=table, columns=columns, values=values)
-        database.connection.execute(statement, {"minutes": MINUTES})  # type: ignore[arg-type]
+        given = {"counts": json.dumps(counts), "times": json.dumps(dict.fromkeys(times, HISTOGRAM))}
+        database.connection.execute(STATISTICS, {"app": app, "minutes": MINUTES, **given})
     database.connection.execute("VACUUM (ANALYZE)")

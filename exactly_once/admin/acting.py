@@ -152,6 +152,18 @@ class ReadOnlyAdmin(_ModelAdmin):
         """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
         return str(self.opts.app_config.name.partition(".")[0])
 
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """The row for its page, with the address of the page that shows the flow of a message, see `display.flow_link`."""
+        row: Any = super().get_object(request, object_id, from_field)
+        if row is not None:
+            row.flow_url = self.flow_url(request)
+        return row
+
+    def flow_url(self, request: HttpRequest) -> str:
+        """The page of flows; "" if the user may not view it."""
+        may_view = request.user.has_perm("exactly_once.view_flow")
+        return reverse(f"{self.admin_site.name}:exactly_once_flow_changelist") if may_view else ""
+
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
 
@@ -388,7 +400,7 @@ class ActingAdmin(ReadOnlyAdmin):
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
         subject = Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row))
-        record(self.package, alias, actor_of(request), action, [subject], posted(request))
+        record(getattr(row, "app", self.package), alias, actor_of(request), action, [subject], posted(request))
 
     def audited_id(self, row: Any) -> str:
         """The id by which the audit log names a row."""

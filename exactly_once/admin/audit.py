@@ -21,7 +21,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import AppFilter, app_name
-from exactly_once.display import NOTHING, as_json, clock, identifier, moment, stacked, visible
+from exactly_once.display import NOTHING, as_json, clock, flow_link, identifier, moment, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
@@ -162,7 +162,8 @@ class AuditAdmin(ActingAdmin):
 
     @admin.display(description=_("object"))
     def object_in_full(self, row: Any) -> SafeString:
-        return stacked(identifier(row.name), identifier(row.object_id))
+        is_message = row.kind == "message"
+        return stacked(identifier(row.name), flow_link(row, row.object_id) if is_message else identifier(row.object_id))
 
     @admin.display(description=_("parameters"))
     def given(self, row: Any) -> SafeString:

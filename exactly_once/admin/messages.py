@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -24,7 +25,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
 from exactly_once.admin.timeline import timeline
-from exactly_once.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, visible
+from exactly_once.display import NOTHING, Tone, as_json, as_text, badge, flow_link, headline, identifier, moment, visible
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.redaction import Redaction
@@ -229,7 +230,7 @@ class MessageAdmin(ActingAdmin):
 
     @admin.display(description=_("message id"))
     def message_id_name(self, row: Any) -> SafeString:
-        return identifier(str(row.message_id))
+        return flow_link(row, row.message_id)
 
     @admin.display(description=_("ordering key"))
     def key_name(self, row: Any) -> SafeString:
@@ -237,11 +238,11 @@ class MessageAdmin(ActingAdmin):
 
     @admin.display(description=_("correlation id"))
     def correlation_id_name(self, row: Any) -> SafeString:
-        return identifier(row.correlation_id)
+        return flow_link(row, row.correlation_id)
 
     @admin.display(description=_("causation id"))
     def causation_id_name(self, row: Any) -> SafeString:
-        return identifier(row.causation_id)
+        return flow_link(row, row.causation_id)
 
     @admin.display(description=_("traceparent"))
     def traceparent_name(self, row: Any) -> SafeString:
@@ -293,16 +294,17 @@ class MessageAdmin(ActingAdmin):
         row: Any = kwargs.get("obj")
         if row is not None and row.message_id:
             if request.user.has_perm(f"{self.opts.app_label}.view_trailentry"):
-                context["life"] = self._timeline(request, str(row.message_id))
+                context["life"] = self._timeline(request, row)
             context["counterpart"] = self.counterpart
             context["counterpart_url"] = self._counterpart_url(request, str(row.message_id))
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def _timeline(self, request: HttpRequest, message_id: str) -> SafeString:
+    def _timeline(self, request: HttpRequest, row: Any) -> SafeString:
         may_see_all = request.user.has_perms([self.counterpart.permission, self.counterpart.trail_permission])
         return timeline(
-            life_of(message_id),
+            life_of(str(row.message_id)),
             lambda where: may_see_all or self.is_here(where),
+            partial(flow_link, row),
             gettext("Users with the permission to view %(what)s see more of its history here.")
             % {"what": self.counterpart.title},
         )

@@ -16,13 +16,17 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, by
+from exactly_once.admin.by_app import AppFilter
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, stacked, visible, warning
-from exactly_once.operators.heartbeat_table import HeartbeatTable
+from exactly_once.models import Process
+from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.requests import ALLOWED_IN, Mode, Request
 
+_PROCESSES = HeartbeatTable()
+_HANDLERS_IN_THE_LIST = 3
 _MODES: dict[str, Any] = {
-    Mode.PAUSED: (_("Paused"), Tone.STOPPED),
+    Mode.PAUSED: (_("Paused"), Tone.LATER),
     Mode.DRAINING: (_("Draining"), Tone.LATER),
     Mode.STOPPING: (_("Stopping"), Tone.LATER),
 }
@@ -36,12 +40,13 @@ _ASKED = {
 }
 
 
+@admin.register(Process)
 class ProcessAdmin(ActingAdmin):
     """One row per process, with the content of its last heartbeat. Each request to a process has its own permission."""
 
-    title: ClassVar[Any] = ""
     kind = "process"
     noun = _("process")
+    nouns = _("processes")
     nothing = _("No process is known.")
     hint = format_lazy(
         _(
@@ -53,30 +58,21 @@ class ProcessAdmin(ActingAdmin):
         silent=duration(SILENT_AFTER),
     )
     sortable_by = ()
-    list_filter = ()
+    list_filter = (AppFilter,)
+    list_display = ("process", "state", "times", "work", "resources")
+    fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")
+    readonly_fields: ClassVar[Any] = fields
     actions = ("pause", "resume", "drain", "stop")
 
-    def none_runs(self) -> str:
-        """The work that no process does, and the consequence; "" if there is none."""
-        raise NotImplementedError
-
-    def is_starting(self, row: Any) -> bool:
-        """Has the process not yet done any work?"""
-        return False
-
-    def processes(self) -> QuerySet[Any]:
-        """Every process that has not stopped, silent ones last."""
-        return HeartbeatTable(self.model).rows(self.using)
-
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return HeartbeatTable(self.model).known(self.using)
+        return _PROCESSES.known(self.using)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        return super().changelist_view(request, {"title": self.title, **(extra_context or {})})
+        return super().changelist_view(request, {"title": _("Processes"), **(extra_context or {})})
 
     def warnings(self, request: HttpRequest) -> list[SafeString]:
-        none_runs = self.none_runs()
-        return [warning(none_runs)] if none_runs else []
+        missing = [kind.missing(self.using) for kind in process_kinds()]
+        return [warning(words) for words in missing if words]
 
     def subject(self, row: Any) -> str:
         return visible(f"{row.host}:{row.pid}")
@@ -90,7 +86,9 @@ class ProcessAdmin(ActingAdmin):
             return badge(*_MODES[row.mode])
         if row.waits_for:
             return badge(gettext("Waiting"), Tone.FAILING)
-        return badge(gettext("Starting"), Tone.LATER) if self.is_starting(row) else badge(gettext("Working"), Tone.DONE)
+        if row.app == "outbox" and row.last_pass_at is None:
+            return badge(gettext("Starting"), Tone.LATER)
+        return badge(gettext("Working"), Tone.DONE)
 
     def offers(self, action: str, row: Any) -> bool:
         return row.stopped_at is None and row.mode in ALLOWED_IN[Request(action)]
@@ -147,14 +145,15 @@ class ProcessAdmin(ActingAdmin):
         return self.ask(request, queryset, action=asked, question=question, button=button)
 
     def _requesting(self, request: HttpRequest, asked: Request) -> Any:
-        return partial(_request, HeartbeatTable(self.model), asked, by(request).removeprefix("by "))
+        return partial(_request, asked, by(request).removeprefix("by "))
 
     def _may(self, request: HttpRequest, asked: Request) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.{asked}_{self.opts.model_name}")
+        return request.user.has_perm(f"exactly_once.{asked}_process")
 
     @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:
-        return stacked(identifier(f"{row.host}:{row.pid}"), identifier(row.version))
+        kinds = [format_html("{}", kind.name) for kind in process_kinds() if kind.app == row.app]
+        return stacked(identifier(f"{row.host}:{row.pid}"), *kinds, identifier(row.version))
 
     @admin.display(description=_("state"))
     def state(self, row: Any) -> SafeString:
@@ -177,43 +176,48 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("times"))
     def times(self, row: Any) -> SafeString:
-        return stacked(
+        lines = [
             format_html(gettext("started {}"), age(row.started_at, row.database_now)),
             format_html(gettext("heartbeat {}"), age(row.beat_at, row.database_now)),
-        )
+        ]
+        if row.last_pass_at:
+            lines.append(format_html(gettext("last pass {}"), age(row.last_pass_at, row.database_now)))
+        return stacked(*lines)
 
-    @admin.display(description=_("started"))
-    def started(self, row: Any) -> SafeString:
-        return age(row.started_at, row.database_now)
+    @admin.display(description=_("work"))
+    def work(self, row: Any) -> SafeString:
+        return self._work(row, most=_HANDLERS_IN_THE_LIST)
 
-    @admin.display(description=_("last heartbeat"))
-    def heartbeat(self, row: Any) -> SafeString:
-        return age(row.beat_at, row.database_now)
+    @admin.display(description=_("work"))
+    def all_work(self, row: Any) -> SafeString:
+        return self._work(row)
 
-    @admin.display(description=_("per second"))
-    def rate_now(self, row: Any) -> str:
+    def _work(self, row: Any, most: int | None = None) -> SafeString:
         # The present rate of a silent process is unknown.
-        return NOTHING if row.silent or row.stopped_at else f"{row.rate:,.1f}"
-
-    @admin.display(description=_("memory"))
-    def memory(self, row: Any) -> str:
-        return gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
-
-    @admin.display(description=_("round trips"))
-    def round_trips(self, row: Any) -> SafeString:
+        rate = NOTHING if row.silent or row.stopped_at else f"{row.rate:,.1f}"
+        counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
+        handlers = row.facts.get("handlers", [])
+        more = len(handlers[most:]) if most else 0
         return stacked(
-            format_html(gettext("database {}"), _milliseconds(row.database_ms)),
-            format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
+            *counts,
+            format_html(gettext("{} per second"), rate),
+            *map(identifier, handlers[:most]),
+            *([format_html(gettext("and {} more"), more)] if more else []),
         )
 
     @admin.display(description=_("memory, round trips"))
     def resources(self, row: Any) -> SafeString:
-        return stacked(format_html(gettext("memory {}"), self.memory(row)), self.round_trips(row))
+        memory = gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
+        return stacked(
+            format_html(gettext("memory {}"), memory),
+            format_html(gettext("database {}"), _milliseconds(row.database_ms)),
+            format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
+        )
 
 
 def _milliseconds(value: float | None) -> str:
     return str(_("unknown")) if value is None else f"{value:,.1f} ms"
 
 
-def _request(table: HeartbeatTable, asked: Request, by: str, alias: str, pk: Any) -> bool:
-    return table.request(alias, pk, asked, by)
+def _request(asked: Request, by: str, alias: str, pk: Any) -> bool:
+    return _PROCESSES.request(alias, pk, asked, by)

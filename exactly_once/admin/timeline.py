@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import chain
 
 from django.utils.html import format_html, format_html_join
@@ -11,7 +11,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
+from exactly_once.display import Tone, age, as_text, badge, brief, exact, identifier, note, visible
 from exactly_once.operators.trail import Life, Moment, Standing
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
@@ -36,11 +36,12 @@ _TONES = {
 """By the name of a state in either app; the default is `Tone.OVER`."""
 
 
-def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeString:
+def timeline(life: Life, may_see: Callable[[str], bool], link: Callable[[str], SafeString], hidden: str) -> SafeString:
     """The transitions that the user may see.
 
     Args:
         may_see: may the user see moments with this `where`, "outbox" or the name of a handler?
+        link: a message id with the link that it has on this page.
         hidden: a sentence for users who may not see all of them.
     """
     moments = [moment for moment in life.moments if may_see(moment.where)]
@@ -48,11 +49,10 @@ def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeStr
     if len(moments) < len(life.moments):
         words.append(hidden)
     if life.namesakes:
-        named = ", ".join(life.namesakes[:_MOST_NAMESAKES]) + (", …" if len(life.namesakes) > _MOST_NAMESAKES else "")
-        words.append(
-            gettext("Other messages with this topic and biz-id, of which a handler runs one: %(ids)s.")
-            % {"ids": visible(named)}
-        )
+        named = format_html_join(", ", "{}", ((link(other),) for other in life.namesakes[:_MOST_NAMESAKES]))
+        more = ", …" if len(life.namesakes) > _MOST_NAMESAKES else ""
+        sentence = gettext("Other messages with this topic and biz-id, of which a handler runs one: {}{}.")
+        words.append(format_html(sentence, named, more))
     entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments)))
     now = [standing for standing in life.standings if may_see(standing.where)]
     return format_html(
@@ -73,7 +73,7 @@ def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
             exact(moment.at),
             _since(before, moment.at),
             format_html('<span class="message-from">{} →</span> ', _in_words(moment.was)) if moment.was else "",
-            badge(_in_words(moment.became), _TONES.get(moment.became, Tone.OVER)),
+            state_badge(moment.became),
             _where(moment),
             format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
             if moment.process
@@ -87,9 +87,7 @@ def _since(before: datetime | None, at: datetime) -> SafeString:
     """The time since the previous moment."""
     if before is None or at <= before:
         return format_html("{}", "")
-    passed = at - before
-    short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else duration(passed)
-    return format_html(' <span class="message-quiet">{}</span>', gettext("%(time)s later") % {"time": short})
+    return format_html(' <span class="message-quiet">{}</span>', gettext("%(time)s later") % {"time": brief(at - before)})
 
 
 def _standings(standings: Sequence[Standing]) -> SafeString:
@@ -113,7 +111,12 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
 def _standing_badge(standing: Standing) -> SafeString:
     if standing.deferred:
         return badge(_("Later"), Tone.LATER)
-    return badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER))
+    return state_badge(standing.state)
+
+
+def state_badge(state: str) -> SafeString:
+    """A state of either app."""
+    return badge(_in_words(state), _TONES.get(state, Tone.OVER))
 
 
 def _where(of: Moment | Standing) -> SafeString:

@@ -1,8 +1,10 @@
-"""The heartbeat rows of relays and consumers; see `process.heartbeat`."""
+"""The rows of processes, and what writes them: one heartbeat of each process every few seconds; see `process.heartbeat`."""
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,40 +13,59 @@ from django.db import connections
 from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
 from django.utils.functional import Promise
 
-from exactly_once.operators.process_model import ProcessHeartbeat
-from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR, ProcessIdentity
+from exactly_once.models import Process
+from exactly_once.operators.minutes import MinuteWriter
+from exactly_once.process import work
+from exactly_once.process.clock import monotonic
+from exactly_once.process.heartbeat import (
+    FORGET_SECONDS,
+    FORGOTTEN_AFTER,
+    SILENT_AFTER,
+    STOPPED_SHOWN_FOR,
+    UNCHANGED_SECONDS,
+    ProcessIdentity,
+    Rate,
+    milliseconds,
+    one_line,
+    resident_bytes,
+)
+from exactly_once.process.loop import StopRequest
 from exactly_once.process.requests import ALLOWED_IN, Mode, Request
+from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
-from exactly_once.wire.text import NAME_LENGTH
+from exactly_once.telemetry.statistics import Tally
+from exactly_once.wire.text import NAME_LENGTH, describe
+
+logger = logging.getLogger(__name__)
 
 _PENDING = Q(acknowledged_at=None) & ~Q(requested="")
 
 
 class HeartbeatTable:
-    """The heartbeats of one kind of process.
+    """The processes of one app.
 
     Args:
-        model: has the particular fields of its kind, too.
+        app: its package; "" for all apps. Only an app writes heartbeats.
     """
 
-    def __init__(self, model: type[ProcessHeartbeat]) -> None:
-        self._model = model
+    def __init__(self, app: str = "") -> None:
+        self.app = app
 
-    def write(self, alias: str, identity: ProcessIdentity, *, running_for: timedelta, **particular: Any) -> Request | None:
+    def write(self, alias: str, identity: ProcessIdentity, *, running_for: timedelta, **columns: Any) -> Request | None:
         """Insert or update the row of this process with one statement, in autocommit; return the request that waits in it.
 
         A timedelta is written as the instant that long ago, by the database's clock.
         """
-        connection, fields = connections[alias], self._model._meta
+        connection, fields = connections[alias], Process._meta
         placeholders, parameters = [], []
-        values = {**vars(identity), "started_at": running_for, "beat_at": timedelta(), **particular}
+        values = {**vars(identity), "app": self.app, "started_at": running_for, "beat_at": timedelta(), **columns}
         for name, value in values.items():
             placeholders.append(now_after(connection) if isinstance(value, timedelta) else "%s")
             field: Any = fields.get_field(name)
             parameters.append(
                 -value.total_seconds() if isinstance(value, timedelta) else field.get_db_prep_save(value, connection)
             )
-        rewritten = ", ".join(f"{name} = EXCLUDED.{name}" for name in ("beat_at", *particular))
+        rewritten = ", ".join(f"{name} = EXCLUDED.{name}" for name in ("beat_at", *columns))
         with connection.cursor() as cursor:
             cursor.execute(
                 f"INSERT INTO {fields.db_table} ({', '.join(values)}) "  # noqa: S608 - our own names
@@ -83,14 +104,14 @@ class HeartbeatTable:
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
         running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
-        return running.order_by("silent", "-started_at", "id")
+        return running.order_by("silent", "-app", "-started_at", "id")
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
         has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
         found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
-        return found.order_by("has_stopped", "silent", "-started_at", "id")
+        return found.order_by("has_stopped", "silent", "-app", "-started_at", "id")
 
     def _annotated(self, alias: str) -> QuerySet[Any]:
         is_silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
@@ -98,23 +119,143 @@ class HeartbeatTable:
         annotated: QuerySet[Any] = self._rows(alias).annotate(silent=silent, database_now=DatabaseTime())
         return annotated
 
-    def _rows(self, alias: str) -> QuerySet[Any]:
-        return QuerySet(self._model, using=alias)
+    def _rows(self, alias: str) -> QuerySet[Process]:
+        rows = Process.objects.using(alias)
+        return rows.filter(app=self.app) if self.app else rows
+
+
+class HeartbeatWriter:
+    """Writes the row of this process in one database, and its statistics, and carries out the request in the row. Never raises.
+
+    Used by one thread at a time, outside transactions.
+
+    Args:
+        table: of the app that the process works for.
+        tally: what it counts for this database.
+        stop: carries out the requests of operators.
+        now: when it started (monotonic).
+    """
+
+    def __init__(
+        self, table: HeartbeatTable, alias: str, identity: ProcessIdentity, tally: Tally, stop: StopRequest, now: float
+    ) -> None:
+        self._table = table
+        self._alias = alias
+        self._identity = identity
+        self._minutes = MinuteWriter(table.app, alias, tally)
+        self._stop = stop
+        self._started_at = self._forget_at = now
+        self._rate = Rate(now)
+        self._database_seconds: float | None = None
+        self._written: Mapping[str, Any] | None = None
+        self._written_at = now
+        self.is_failing = False
+        """Could the last heartbeat not be written?"""
+
+    def send(
+        self,
+        now: float,
+        *,
+        done: int,
+        waits_for: str,
+        facts: Mapping[str, Any],
+        broker_seconds: float | None,
+        passed_at: float | None = None,
+    ) -> None:
+        """Send one heartbeat: one statement, a read of the operator's request while nothing has changed for five seconds.
+
+        Args:
+            now: monotonic, as `passed_at`.
+            done: messages since its start.
+            facts: see the model.
+        """
+        changing = {
+            "rate": self._rate.of(now, done),
+            "waits_for": one_line(waits_for),
+            "mode": self._stop.mode,
+            "facts": facts,
+            "running": work.running(self._table.app, self._alias, self._started_at),
+        }
+        try:
+            # On SQLite, each write takes the lock of the only writer.
+            if changing == self._written and now < self._written_at + UNCHANGED_SECONDS:
+                request = self._table.pending(self._alias, self._identity.id)
+            else:
+                passed = None if passed_at is None else timedelta(seconds=max(now - passed_at, 0))
+                request = self._write(now, changing, broker_ms=milliseconds(broker_seconds), last_pass_at=passed)
+            if request:
+                self._obey(request)
+        except Exception as error:  # noqa: BLE001 - no error of a heartbeat may stop the work
+            self._failed(error)
+        else:
+            self.is_failing = False
+            self._minutes.write_if_due()
+
+    def close(self) -> None:
+        """Write what is counted, and mark the row as stopped; not after a failed heartbeat: a silent row is deleted later."""
+        if self._written is None or self.is_failing:
+            return
+        self._minutes.write()
+        try:
+            self._table.mark_stopped(self._alias, self._identity.id)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.debug("heartbeat: not marked as stopped in database %r: %s", self._alias, describe(error))
+
+    def _write(self, now: float, changing: Mapping[str, Any], **columns: Any) -> Request | None:
+        began_at = monotonic()
+        request = self._table.write(
+            self._alias,
+            self._identity,
+            running_for=timedelta(seconds=now - self._started_at),
+            memory_bytes=resident_bytes(),
+            database_ms=milliseconds(self._database_seconds),
+            **columns,
+            **changing,
+        )
+        self._database_seconds = monotonic() - began_at
+        self._written, self._written_at = changing, now
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_SECONDS
+            self._table.delete_old(self._alias, FORGOTTEN_AFTER)
+        return request
+
+    def _obey(self, request: Request) -> None:
+        self._stop.obey(request)
+        self._table.acknowledge(self._alias, self._identity.id, request, self._stop.mode)
+        logger.warning("heartbeat: an operator requested: %s; this process is %s.", request, self._stop.mode)
+
+    def _failed(self, error: Exception) -> None:
+        connection = connections[self._alias]
+        if is_outage(error) and not connection.in_atomic_block:
+            connection.close()
+        if not self.is_failing:
+            logger.info(
+                "heartbeat: not written to database %r (%s). The process continues; it may be shown as silent.",
+                self._alias,
+                describe(error),
+            )
+        self.is_failing = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessKind:
-    """A kind of process.
+    """A kind of process. An app has one.
 
     Attributes:
-        app: the package that it belongs to.
         name: "relay", for people.
-        heartbeats: its table.
+        heartbeats: its rows.
+        counts: takes a row; the counts in its `facts`, for people.
+        missing: takes a database; the work that no process does there and the consequence, or "".
     """
 
-    app: str
     name: str | Promise
     heartbeats: HeartbeatTable
+    counts: Callable[[Any], Sequence[str]]
+    missing: Callable[[str], str]
+
+    @property
+    def app(self) -> str:
+        return self.heartbeats.app
 
 
 _kinds: dict[str, ProcessKind] = {}

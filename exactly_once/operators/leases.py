@@ -1,11 +1,14 @@
-"""Leases in a table, for work that one process of a project does at a time: the alerts of an app, its housekeeping."""
+"""Leases in a table, for work that one process of a project does at a time.
+
+The alerts of an app and its housekeeping; on SQLite all relaying, on PostgreSQL the timer.
+"""
 
 from __future__ import annotations
 
 import uuid
 from datetime import timedelta
 
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from exactly_once.models import Lease
 from exactly_once.sql.now import DatabaseTime
@@ -17,7 +20,7 @@ class TableLease:
     """A lease on some work in one database; an instance is one process that asks for it.
 
     Args:
-        name: of the work.
+        name: of the work: its app and what it is.
     """
 
     def __init__(self, alias: str, name: str) -> None:
@@ -27,17 +30,30 @@ class TableLease:
 
     def take(self, duration: timedelta) -> bool:
         """Take the lease, or renew it. False: another process holds it."""
-        leases = Lease.objects.using(self._alias)
-        mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(duration)}
-        if leases.filter(Q(token=self._token) | Q(expires_at__lte=DatabaseTime()), name=self._name).update(**mine):
+        mine = {
+            "token": self._token,
+            "holder": process_name()[:NAME_LENGTH],
+            "valid_from": DatabaseTime(-duration),
+            "expires_at": DatabaseTime(duration),
+        }
+        # Before `valid_from`, the clock was set back after its holder had died, which would renew it. The row has that instant,
+        # because the holder may have been started with another duration.
+        is_over = Q(expires_at__lte=DatabaseTime()) | Q(valid_from__gt=DatabaseTime())
+        if self._rows().filter(Q(token=self._token) | is_over).update(**mine):
             return True
-        _, created = leases.get_or_create(name=self._name, defaults=mine)
-        return bool(created)
+        _, created = Lease.objects.using(self._alias).get_or_create(name=self._name, defaults=mine)
+        return created
 
     def record_done(self) -> None:
         """Record that the work was done now."""
-        Lease.objects.using(self._alias).filter(name=self._name, token=self._token).update(done_at=DatabaseTime())
+        self._own().update(done_at=DatabaseTime())
 
     def release(self) -> None:
         """Let another process take it at once."""
-        Lease.objects.using(self._alias).filter(token=self._token).update(expires_at=DatabaseTime())
+        self._own().update(expires_at=DatabaseTime())
+
+    def _own(self) -> QuerySet[Lease]:
+        return self._rows().filter(token=self._token)
+
+    def _rows(self) -> QuerySet[Lease]:
+        return Lease.objects.using(self._alias).filter(name=self._name)

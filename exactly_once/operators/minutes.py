@@ -1,4 +1,4 @@
-"""The statistics of each minute, which the processes of an app write: rows of a process, one for each subject and one for all.
+"""The statistics of each minute, which the processes write: rows of a process, one for each subject and one for all.
 
 Rows are only inserted. A process that writes twice in a minute has two rows for it, and a reader adds them. They are written in
 a transaction of their own, once a minute while there is something to write. Every half hour a process that has counted nothing
@@ -18,21 +18,21 @@ import logging
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar
 
-from django.db import connections, models
-from django.db.models import F, QuerySet, Sum
+from django.db import connections
+from django.db.models import QuerySet
 
+from exactly_once.models import Minute
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.heartbeat import one_line
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.purging import delete_in_chunks
 from exactly_once.telemetry.statistics import ALL, OTHER, Counted, Tally, total
-from exactly_once.wire.text import NAME_LENGTH, describe
+from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -46,36 +46,6 @@ _EMPTY_SECONDS = 1800.0
 _PURGE_SECONDS = 3600.0
 _MOST_CHUNKS = 20
 _READ_AT_ONCE = 2_000
-
-
-class MinuteRow(models.Model):
-    """What one process counted in one minute of one subject.
-
-    A subclass has an integer field for each name in `counted`, and a JSON field for each in `timed`, a histogram.
-    """
-
-    counted: ClassVar[Sequence[str]]
-    timed: ClassVar[Sequence[str]]
-
-    id = models.BigAutoField(primary_key=True)
-    minute = models.DateTimeField()
-    process = models.CharField(max_length=NAME_LENGTH)
-    subject = models.CharField(max_length=NAME_LENGTH)
-
-    class Meta:
-        abstract = True
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"{self.subject} in {self.minute:%Y-%m-%d %H:%M}"
-
-
-def minute_indexes(app: str) -> tuple[models.Index, ...]:
-    """The indexes of a subclass of `MinuteRow`, named after its package: a project may change the label, but not migrations."""
-    return (
-        models.Index(fields=["subject", "minute"], name=f"{app}_minute_subject"),
-        models.Index(fields=["minute"], name=f"{app}_minute"),
-    )
 
 
 def database_time(alias: str) -> datetime:
@@ -95,8 +65,8 @@ class MinuteWriter:
     Inside a transaction, as in a test, it writes nothing.
     """
 
-    def __init__(self, model: type[MinuteRow], alias: str, tally: Tally) -> None:
-        self._model = model
+    def __init__(self, app: str, alias: str, tally: Tally) -> None:
+        self._app = app
         self._alias = alias
         self._tally = tally
         self._process = one_line(f"{socket.gethostname()}:{os.getpid()}")
@@ -132,13 +102,14 @@ class MinuteWriter:
     def _insert(self, at: datetime, taken: Mapping[str, Counted]) -> None:
         minute = _beginning(at - _LATE)
         subjects = {**taken, ALL: total(taken.values())}
-        _rows(self._model, self._alias).bulk_create(
-            self._model(
+        Minute.objects.using(self._alias).bulk_create(
+            Minute(
+                app=self._app,
                 minute=minute,
                 process=self._process,
                 subject=subject,
-                **counted.counts,
-                **counted.times,
+                counts=counted.counts,
+                times=counted.times,
             )
             for subject, counted in subjects.items()
         )
@@ -147,14 +118,10 @@ class MinuteWriter:
         if monotonic() < self._purge_at:
             return
         self._purge_at = monotonic() + _PURGE_SECONDS
-        old = _rows(self._model, self._alias).filter(minute__lt=DatabaseTime(-KEPT))
+        old = Minute.objects.using(self._alias).filter(minute__lt=DatabaseTime(-KEPT))
         for number, _ in enumerate(delete_in_chunks(old, by="minute"), 1):
             if number == _MOST_CHUNKS:
                 break
-
-
-def _rows(model: type[MinuteRow], alias: str) -> QuerySet[Any]:
-    return QuerySet(model, using=alias)
 
 
 def _beginning(instant: datetime, step: timedelta = MINUTE) -> datetime:
@@ -180,10 +147,14 @@ class Failing:
 
 
 class Minutes:
-    """Reads the statistics of one app."""
+    """Reads the statistics of one app.
 
-    def __init__(self, model: type[MinuteRow]) -> None:
-        self._model = model
+    Args:
+        app: its package.
+    """
+
+    def __init__(self, app: str) -> None:
+        self._app = app
 
     def steps(self, alias: str, duration: timedelta, step: timedelta = MINUTE, *, timed: Sequence[str] = ()) -> list[Step]:
         """What was counted in each step of the time until now, the oldest first, with the durations of the names in `timed`.
@@ -193,30 +164,25 @@ class Minutes:
         end = _beginning(database_time(alias), step)
         begin = end - duration
         found: defaultdict[datetime, Counted] = defaultdict(Counted)
-        for at, *values in self._of_all(alias, begin, end, timed):
-            self._add(found[_beginning(at, step)], values, timed)
+        columns = [f"times__{name}" for name in timed]
+        for at, counts, *histograms in self._of_all(alias, begin, end).values_list("minute", "counts", *columns):
+            found[_beginning(at, step)].add(_counted(counts, dict(zip(timed, histograms, strict=True))))
         instants = (begin + number * step for number in range(duration // step))
         return [Step(at, found[at]) for at in instants]
 
     def sum(self, alias: str, duration: timedelta) -> Counted:
         """What was counted in this time until now, the present minute included."""
         end = database_time(alias) + MINUTE
-        found = Counted()
-        timed = self._model.timed
-        for _, *values in self._of_all(alias, end - MINUTE - duration, end, timed):
-            self._add(found, values, timed)
-        return found
+        rows = self._of_all(alias, end - MINUTE - duration, end).values_list("counts", "times")
+        return total(_counted(counts, times) for counts, times in rows)
 
     def counts(self, alias: str, duration: timedelta) -> Counted:
         """The same without durations, which the database adds up."""
-        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=DatabaseTime(-duration))
-        summed = rows.aggregate(**{f"sum_{name}": Sum(name, default=0) for name in self._model.counted})
-        return Counted(Counter({name: summed[f"sum_{name}"] for name in self._model.counted}))
+        return Counted(Counter(self._summed(alias, duration, "counted.key", "subject = %s", [ALL])))
 
     def is_kept(self, alias: str) -> bool:
         """Has any process written statistics within the last day?"""
-        rows = _rows(self._model, alias)
-        return rows.filter(subject=ALL, minute__gte=DatabaseTime(-timedelta(days=1))).exists()
+        return self._rows(alias).filter(subject=ALL, minute__gte=DatabaseTime(-timedelta(days=1))).exists()
 
     def failing(self, alias: str, duration: timedelta, names: Sequence[str], most: int) -> list[Failing]:
         """The subjects with the most failures, the worst first.
@@ -224,38 +190,41 @@ class Minutes:
         Args:
             names: the counts that are failures.
         """
-        rows = _rows(self._model, alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
-        failed = sum((F(name) for name in names[1:]), start=F(names[0]))
-        summed = rows.values_list("subject").annotate(failed=Sum(failed)).filter(failed__gt=0)
-        return [Failing(subject, count) for subject, count in summed.order_by("-failed", "subject")[:most]]
+        condition = f"subject <> %s AND counted.key IN ({', '.join(['%s'] * len(names))})"
+        failed = self._summed(alias, duration, "subject", condition, [ALL, *names])
+        return [Failing(subject, count) for subject, count in failed.items() if count][:most]
 
     def by_subject(self, alias: str, duration: timedelta) -> dict[str, Counted]:
-        """The durations that were counted of each subject in this time until now."""
-        rows = _rows(self._model, alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
+        """What was counted of each subject in this time until now."""
+        rows = self._rows(alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
         found: defaultdict[str, Counted] = defaultdict(Counted)
-        timed = self._model.timed
-        for subject, *histograms in rows.values_list("subject", *timed).iterator(chunk_size=_READ_AT_ONCE):
-            _add_durations(found[subject], histograms, timed)
+        for subject, counts, times in rows.values_list("subject", "counts", "times").iterator(chunk_size=_READ_AT_ONCE):
+            found[subject].add(_counted(counts, times))
         return found
 
-    def _of_all(self, alias: str, begin: datetime, end: datetime, timed: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        rows = _rows(self._model, alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
-        return iter(rows.values_list("minute", *self._model.counted, *timed))
+    def _of_all(self, alias: str, begin: datetime, end: datetime) -> QuerySet[Minute]:
+        return self._rows(alias).filter(subject=ALL, minute__gte=begin, minute__lt=end)
 
-    def _add(self, found: Counted, values: Sequence[Any], timed: Sequence[str]) -> None:
-        """Add the values of a row."""
-        names = self._model.counted
-        for name, number in zip(names, values, strict=False):
-            found.counts[name] += number
-        _add_durations(found, values[len(names) :], timed)
+    def _rows(self, alias: str) -> QuerySet[Minute]:
+        return Minute.objects.using(alias).filter(app=self._app)
+
+    def _summed(self, alias: str, duration: timedelta, group: str, condition: str, given: Sequence[str]) -> dict[str, int]:
+        """The sums of counts within this time, the largest first."""
+        connection = connections[alias]
+        counts = "jsonb_each_text(counts)" if is_postgresql(connection) else "json_each(counts)"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT {group}, SUM(CAST(counted.value AS bigint)) FROM {Minute._meta.db_table}, {counts} AS counted "  # noqa: S608
+                f"WHERE app = %s AND minute >= {now_after(connection)} AND {condition} GROUP BY 1 ORDER BY 2 DESC, 1",
+                [self._app, -duration.total_seconds(), *given],
+            )
+            return {name: int(summed) for name, summed in cursor.fetchall()}
 
 
-def _add_durations(found: Counted, histograms: Sequence[Mapping[str, int]], timed: Sequence[str]) -> None:
-    """Add histograms with these names. A key of a JSON object is text."""
-    for name, histogram in zip(timed, histograms, strict=True):
-        added = found.times.setdefault(name, Counter())
-        for bucket, number in histogram.items():
-            added[int(bucket)] += number
+def _counted(counts: Mapping[str, int], times: Mapping[str, Mapping[str, int] | None]) -> Counted:
+    """What a row has. A key of a JSON object is text."""
+    histograms = {name: {int(bucket): number for bucket, number in (found or {}).items()} for name, found in times.items()}
+    return Counted(Counter(counts), {name: Counter(histogram) for name, histogram in histograms.items()})
 
 
-__all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "Failing", "MinuteRow", "MinuteWriter", "Minutes", "Step", "database_time"]
+__all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "Failing", "MinuteWriter", "Minutes", "Step", "database_time"]

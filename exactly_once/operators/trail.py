@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 _T = TypeVar("_T")
 
@@ -83,6 +83,73 @@ class Account:
     never_left: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChainRow:
+    """One message of a chain in one place: in the outbox, or in the inbox for one handler.
+
+    Attributes:
+        app: the package whose row it is, and `pk` its primary key there.
+        where: see `Moment`.
+        began_at: when the outbox stored it, or the handler received it; by the clock of `database`.
+        settled_at: when the broker confirmed it, or its effect was committed; None if `state` is not a settled one.
+        published_at: by the clock of the publisher, as the message says; None if it does not.
+    """
+
+    app: str
+    pk: int
+    message_id: str
+    correlation_id: str
+    causation_id: str
+    topic: str
+    biz_id: str
+    where: str
+    state: str
+    began_at: datetime
+    settled_at: datetime | None
+    published_at: datetime | None
+    attempts: int
+    error: str
+    database: str = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainedMessage:
+    """A message of a chain.
+
+    Attributes:
+        depth: number of messages above it in the tree.
+        publication: its row in the outbox; None if it is not there.
+        effects: its rows in the inbox, one for each handler, in order of time.
+        elsewhere: the id of the message that caused it, if that one is not in the tree; "" if it is, or there is none.
+    """
+
+    message_id: str
+    depth: int
+    publication: ChainRow | None
+    effects: Sequence[ChainRow]
+    elsewhere: str
+
+    @property
+    def first(self) -> ChainRow:
+        return self.publication or self.effects[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The messages with one correlation id, as a tree from each cause to what its handlers published.
+
+    Attributes:
+        messages: each is followed by the messages that it caused.
+        is_cut: there are more rows than were read.
+        unavailable: databases that could not be searched.
+    """
+
+    correlation_id: str
+    messages: Sequence[ChainedMessage]
+    is_cut: bool
+    unavailable: Sequence[str]
+
+
 class Witness(Protocol):
     """An app that stores messages. `aliases` are the databases to search; None: all that have its tables."""
 
@@ -90,6 +157,20 @@ class Witness(Protocol):
 
     def ids_of(self, topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
         """The ids of the messages with this topic and biz-id, oldest first."""
+
+    def rows_of(self, correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
+        """The rows of the messages with this correlation id, and of the message with this id; up to `most` of each database."""
+
+    def correlation_of(self, message_id: str, aliases: Collection[str] | None) -> str:
+        """The correlation id of a message; "" if the app does not have the message."""
+
+
+class ChainRows(NamedTuple):
+    """What one app has of a chain, and the databases that are unavailable."""
+
+    found: Sequence[ChainRow]
+    is_cut: bool
+    unavailable: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +236,60 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:
     """The ids of the messages with this topic and biz-id, in any app; see `life_of`."""
     return _once(found for witness in _witnesses.values() for found in witness.ids_of(topic, biz_id, aliases))
+
+
+MOST_ROWS = 500
+"""Rows of one app and database in a chain."""
+
+
+def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection[str] | None = None) -> Chain:
+    """The chain that a message belongs to.
+
+    Args:
+        name: the message's id, or a correlation id.
+        aliases: the databases to search; None: all that have the tables.
+        apps: those to ask; None: all.
+    """
+    witnesses = [witness for app, witness in _witnesses.items() if apps is None or app in apps]
+    correlation_id = next(filter(None, (witness.correlation_of(name, aliases) for witness in witnesses)), name)
+    accounts = [witness.rows_of(correlation_id, aliases, MOST_ROWS) for witness in witnesses]
+    rows = _once(row for account in accounts for row in account.found)
+    return Chain(
+        correlation_id=correlation_id,
+        messages=_as_tree(sorted(rows, key=attrgetter("began_at"))),
+        is_cut=any(account.is_cut for account in accounts),
+        unavailable=_once(alias for account in accounts for alias in account.unavailable),
+    )
+
+
+def _as_tree(found: Sequence[ChainRow]) -> list[ChainedMessage]:
+    """The messages of these rows, which are in order of time; each is followed by those that it caused."""
+    by_id: dict[str, list[ChainRow]] = {}
+    for row in found:
+        by_id.setdefault(row.message_id, []).append(row)
+    caused: dict[str, list[str]] = {}
+    for message_id, rows in by_id.items():
+        caused.setdefault(rows[0].causation_id, []).append(message_id)
+    tree: dict[str, ChainedMessage] = {}
+    # Those whose cause is not here come first. A message that a hostile producer has made its own cause follows as a root, too.
+    roots = [message_id for message_id, rows in by_id.items() if rows[0].causation_id not in by_id]
+    for root in (*roots, *by_id):
+        # Not by recursion: a chain may be as long as there are rows.
+        pending = [(root, 0)]
+        while pending:
+            message_id, depth = pending.pop()
+            if message_id in tree:
+                continue
+            rows = by_id[message_id]
+            tree[message_id] = ChainedMessage(
+                message_id=message_id,
+                depth=depth,
+                publication=next((row for row in rows if row.app == "outbox"), None),
+                effects=[row for row in rows if row.app != "outbox"],
+                elsewhere=rows[0].causation_id if depth == 0 and rows[0].causation_id not in by_id else "",
+            )
+            pending += [(child, depth + 1) for child in reversed(caused.get(message_id, ()))]
+    return list(tree.values())
 
 
 def _unknown(account: Account, *, never_left: bool) -> Sequence[str]:

@@ -6,7 +6,7 @@ blocks none.
 
 With its heartbeat a process also reads the operator's request in its row, see `process.requests`.
 
-This module contains no table: each app has its own (`operators.heartbeat_table`).
+This module contains no table, see `operators.heartbeat_table`.
 """
 
 from __future__ import annotations

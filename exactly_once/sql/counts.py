@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -43,20 +43,37 @@ def count_up_to_limit(alias: str, sources: Mapping[str, Sequence[str]], *, colum
         sources: a FROM clause with its conditions for each index that a name's rows are in. A name may have several.
         column: of `Count.oldest`.
     """
+    counts = dict.fromkeys(sources, Count())
+    for name, _subject, found in _counted(alias, sources, column, "''"):
+        counts[name] = _sum(counts[name], found)
+    return counts
+
+
+def count_each(alias: str, sources: Mapping[str, Sequence[str]], *, column: str, by: str) -> dict[str, dict[str, Count]]:
+    """The same by the values of the column `by`. If there are too many rows of a name, each of its counts is cut."""
+    counts: dict[str, dict[str, Count]] = {name: {} for name in sources}
+    for name, subject, found in _counted(alias, sources, column, by):
+        counts[name][subject] = _sum(counts[name].get(subject, Count()), found)
+    for name, each in counts.items():
+        if sum(count.number for count in each.values()) > LIMIT:
+            counts[name] = {subject: replace(count, is_cut=True) for subject, count in each.items()}
+    return counts
+
+
+def _counted(alias: str, sources: Mapping[str, Sequence[str]], column: str, by: str) -> list[tuple[str, str, Count]]:
+    """The rows of each clause by the values of `by`: the name, the value and their count."""
     parts, names = [], []
     for name, clauses in sources.items():
         for clause in clauses:
             names.append(name)
             parts.append(
-                f"SELECT {len(names) - 1}, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
-                f"FROM (SELECT {column} AS instant {clause} LIMIT {LIMIT + 1}) found"
+                f"SELECT {len(names) - 1}, found.value, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
+                f"FROM (SELECT {column} AS instant, {by} AS value {clause} LIMIT {LIMIT + 1}) found GROUP BY found.value"
             )
-    counts: dict[str, Count] = {name: Count() for name in sources}
     with _preferring_indexes(alias), connections[alias].cursor() as cursor:
         cursor.execute(" UNION ALL ".join(parts))
-        for index, number, oldest in cursor.fetchall():
-            counts[names[index]] = _sum(counts[names[index]], number, instant(oldest))
-    return counts
+        found = cursor.fetchall()
+    return [(names[index], by, Count(number=number, oldest=instant(oldest))) for index, by, number, oldest in found]
 
 
 def estimated(alias: str, source: str) -> Count | None:
@@ -71,9 +88,9 @@ def estimated(alias: str, source: str) -> Count | None:
     return Count(number=int(found[0]["Plan"]["Plan Rows"]), is_estimate=True)
 
 
-def _sum(before: Count, number: int, oldest: datetime | None) -> Count:
-    number += before.number
-    instants = [instant for instant in (before.oldest, oldest) if instant is not None]
+def _sum(before: Count, found: Count) -> Count:
+    number = before.number + found.number
+    instants = [instant for instant in (before.oldest, found.oldest) if instant is not None]
     return Count(number=min(number, LIMIT), is_cut=before.is_cut or number > LIMIT, oldest=min(instants) if instants else None)
 
 

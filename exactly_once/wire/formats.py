@@ -16,7 +16,7 @@ CELERY_TOPICS = "celery."
 WEBHOOK_HANDLERS = "webhook/"
 """Prefix of the handler of the messages to one webhook endpoint; the name of the endpoint follows."""
 RUN_ELSEWHERE = (CELERY_TOPICS, WEBHOOK_HANDLERS)
-"""Handlers with such a name exist although `inbox_consume` does not run them: Celery and `inbox_webhooks` do."""
+"""Handlers with such a name exist although `inbox_consume` does not run them: Celery and `inbox_outgoing_webhooks` do."""
 
 
 class Wire(NamedTuple):

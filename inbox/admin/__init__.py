@@ -1,8 +1,8 @@
 """The inbox in Django's admin."""
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
-    consumers,
     failures,
+    handlers,
     health,
     messages,
     overview,

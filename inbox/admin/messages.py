@@ -40,6 +40,7 @@ from exactly_once.display import (
     as_json,
     as_text,
     badge,
+    flow_link,
     folded,
     identifier,
     moment,
@@ -434,7 +435,7 @@ class InboxMessageAdmin(MessageAdmin):
             note(gettext("%(why)s Only its digest was stored, so the two cannot be compared here.") % {"why": _NOT_STORED})
             if _has_no_body(row)
             else "",
-            identifier(row.conflicting_id),
+            flow_link(row, row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
             self._shown(row, row.conflicting_body),
         )

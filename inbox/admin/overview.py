@@ -24,7 +24,7 @@ from exactly_once.admin.sections import (
     register,
 )
 from exactly_once.display import duration, identifier
-from exactly_once.operators.minutes import database_time
+from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.admin.health import health_link, health_warnings, size_of_tables
 from inbox.admin.messages import InboxMessageAdmin
@@ -35,12 +35,11 @@ from inbox.models import Overview, PausedHandler, State
 from inbox.store import figures
 from inbox.store.alerting import newly_conflicting
 from inbox.store.heartbeats import consumers
-from inbox.store.statistics import minutes
 
 _APP = Overview._meta.app_label
 _VIEW = f"{_APP}.view_inboxmessage"
 _MESSAGES = f"{_APP}_inboxmessage_changelist"
-_CONSUMERS = Link(page=f"{_APP}_consumerheartbeat_changelist", permission=f"{_APP}.view_consumerheartbeat")
+_CONSUMERS = Link(page="exactly_once_process_changelist", permission="exactly_once.view_process", query={"app": "inbox"})
 _PAUSED = Link(page=f"{_APP}_pausedhandler_changelist", permission=f"{_APP}.view_pausedhandler")
 _MOST_NAMED = 5
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
@@ -122,7 +121,7 @@ register(
         app="inbox",
         title=_("Inbox"),
         measured=Measured(
-            minutes=minutes,
+            minutes=Minutes("inbox"),
             numbers=[
                 (_("handled"), ["handled"]),
                 (_("failed attempts"), ["failed"]),

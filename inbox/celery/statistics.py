@@ -59,7 +59,7 @@ class _Writing:
             ended = self._end.wait(_LOOK_SECONDS)
             for alias in self._aliases:
                 if alias not in writers:
-                    writers[alias] = statistics.continued_writer(alias)
+                    writers[alias] = statistics.writer(alias)
                 if ended:
                     writers[alias].write()
                 else:

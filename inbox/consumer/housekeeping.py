@@ -1,4 +1,4 @@
-"""Housekeeping beside a process that runs handlers: delete what `inbox_purge` deletes, see `operators.housekeeping`."""
+"""Housekeeping beside a process that runs handlers: delete what `exactly_once_purge` deletes, see `operators.housekeeping`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from collections.abc import Sequence
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
+from exactly_once.operators.leases import TableLease
 from exactly_once.process.loop import StopRequest
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import TrailEntry
 from inbox.operations import operations
-from inbox.store import operating
+from inbox.purging import purge_settled
 
 
 class Housekeeper(Housekeeping):
-    """Deletes settled messages of one database that are older than `RETENTION`, and old entries."""
+    """Deletes settled messages of one database that are older than `RETENTION`, and old entries.
+
+    One process of each service does so, because it keeps the messages of the others.
+    """
 
     app = "inbox"
 
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        self._lease = TableLease(alias, f"inbox: housekeeping of {inbox_options().group}")
+
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
-        self._delete(operating.purge_settled(self._alias, options.RETENTION, chunk=CHUNK), stop)
+        self._delete(purge_settled(self._alias, options.RETENTION, chunk=CHUNK), stop)
         self._delete_entries(TrailEntry, operations, options, stop)
 
 

@@ -9,21 +9,15 @@ A thread of its own does this, with a limit for the whole request: the API must 
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import re
-import socket
 import threading
-from functools import partial
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 import kombu
 
-from exactly_once.broker import scheme_of, speaks_amqp
+from exactly_once.broker import speaks_amqp
+from exactly_once.management_api import default_url, read_list
 from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
 from exactly_once.wire.text import describe
@@ -31,11 +25,7 @@ from inbox.conf import InboxOptions
 
 logger = logging.getLogger(__name__)
 
-_DEFAULTS = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
-"""By the broker's scheme: its default port, and the scheme and default port of the API."""
 _TIMEOUT_SECONDS = 2.0
-_LONGEST_SECONDS = 5.0
-"""For a whole request: the timeout limits each read, and an API may send a byte now and then."""
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 600.0
 _APPLIES = {"all", "queues", "quorum_queues"}
@@ -89,7 +79,7 @@ class Policies:
 
     def _read_on(self) -> None:
         broker = kombu.Connection(self._broker_url)
-        if not (url := self._url or _default_url(self._broker_url, broker)):
+        if not (url := self._url or default_url(self._broker_url, broker)):
             logger.log(
                 self._unavailable_level,
                 "consumer: the management API of RabbitMQ is not queried, because the broker does not use its default port. "
@@ -105,7 +95,7 @@ class Policies:
     def _read(self, url: str, broker: kombu.Connection) -> float:
         """Read the policies; the seconds until the next time."""
         try:
-            self._known = {kind: _get(url, broker, kind) for kind in _KINDS}
+            self._known = {kind: read_list(url, broker, kind) for kind in _KINDS}
         except Exception as error:  # noqa: BLE001 - whatever an API answers
             logger.log(
                 logging.WARNING if self._url else self._unavailable_level,
@@ -120,33 +110,6 @@ class Policies:
         return _POLL_SECONDS
 
 
-def _get(url: str, broker: kombu.Connection, kind: str) -> list[dict[str, Any]]:
-    at = urlsplit(url)
-    user, password = (at.username, at.password) if at.username else (broker.userid or "guest", broker.password or "guest")
-    credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
-    connection = (HTTPSConnection if at.scheme == "https" else HTTPConnection)(
-        at.hostname or "", at.port, timeout=_TIMEOUT_SECONDS
-    )
-    connection.connect()
-    # Of the class socket, because that of an SSLSocket would let the reading thread go on unencrypted.
-    end = threading.Timer(_LONGEST_SECONDS, partial(socket.socket.shutdown, connection.sock, socket.SHUT_RDWR))
-    end.daemon = True
-    end.start()
-    try:
-        path = f"{at.path.rstrip('/')}/api/{kind}/{quote(broker.virtual_host or '/', safe='')}"
-        connection.request("GET", path, headers={"Authorization": f"Basic {credentials}", "Connection": "close"})
-        answer = connection.getresponse()
-        if answer.status != HTTPStatus.OK:
-            raise OSError(f"it answered {answer.status} {answer.reason}")
-        policies = json.load(answer)
-    finally:
-        end.cancel()
-        connection.close()
-    if not isinstance(policies, list):
-        raise TypeError("its answer is not a list")
-    return policies
-
-
 def _effective(policies: list[dict[str, Any]], queue: str) -> dict[str, Any] | None:
     """The policy that applies to a quorum queue of this name: the match with the highest priority."""
     matching = [policy for policy in policies if policy["apply-to"] in _APPLIES and _matches(policy["pattern"], queue)]
@@ -158,9 +121,3 @@ def _matches(pattern: str, queue: str) -> bool:
         return re.search(pattern, queue) is not None
     except re.error:  # Erlang's regular expressions have Perl's syntax: assume a match
         return True
-
-
-def _default_url(broker_url: str, broker: kombu.Connection) -> str:
-    """The default URL of the API, if the broker uses its default port; else "", because the API's port is unknown."""
-    port, scheme, api_port = _DEFAULTS[scheme_of(broker_url)]
-    return f"{scheme}://{broker.hostname}:{api_port}" if (broker.port or port) == port else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from exactly_once.operators.minutes import MinuteWriter
-from inbox.store.statistics import continued_writer
+from inbox.store import statistics
 
 _lock = threading.Lock()
 _writers: dict[str, MinuteWriter] = {}
@@ -17,7 +17,7 @@ def write_statistics(alias: str) -> None:
         return
     try:
         if alias not in _writers:
-            _writers[alias] = continued_writer(alias)
+            _writers[alias] = statistics.writer(alias)
         _writers[alias].write_if_due()
     finally:
         _lock.release()

@@ -20,7 +20,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin, by
-from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, moment, stacked, visible
+from exactly_once.display import NOTHING, Tone, age, badge, flow_link, folded, headline, identifier, moment, stacked, visible
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.labels import label_of
@@ -228,7 +228,7 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("run id"))
     def run_id_name(self, row: Any) -> SafeString:
-        return identifier(row.run_id)
+        return flow_link(row, row.run_id)
 
     @admin.display(description=_("waits for"))
     def waits_for(self, row: Any) -> SafeString:
@@ -264,7 +264,7 @@ class RunAdmin(ActingAdmin):
         lines = (
             (
                 identifier(part.topic),
-                identifier(part.message_id),
+                flow_link(row, part.message_id),
                 age(part.stored_at, row.database_now),
                 visible(part.entered_by),
                 self._shown(part) if part.body else "",

@@ -91,7 +91,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         )
         return Received.STORED
     if not ours:
-        committed(lambda: claims.record_error(handler.using, stored.pk, failure), handler.using)
+        committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
         return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
 

@@ -15,7 +15,7 @@ from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_done, insert_one
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, emptied
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
 
@@ -35,6 +35,9 @@ _KEEP_CONFLICT = (
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END, "
     "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
 )
+
+_NAMED = f"COALESCE((SELECT biz_id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s), %s)"
+"""The biz-id of the row with this content of its own, else that of the first message."""
 
 
 def begin_fresh(
@@ -150,6 +153,8 @@ def store_running(
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:
     """Count a duplicate of a stored row by its cause. If its content differs, store that content.
 
+    Content that an operator has run as its own message is a duplicate of that message's row.
+
     Args:
         redelivered: the broker says that it has delivered this message before.
 
@@ -167,12 +172,13 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
         f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
         f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
         f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)} "
-        f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
+        f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = {_NAMED} {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
         [
             *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
-            *(row.digest, attributes_of(row), row.handler, row.topic, row.biz_id),
+            *(row.digest, attributes_of(row), row.handler, row.topic),
+            *(row.handler, row.topic, conflicting_name(row.digest, row.biz_id), row.biz_id),
         ],
     )
     if not found:

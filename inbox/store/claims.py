@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, IntegrityError, connections, transaction
+from django.db.models import F
 
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.now import DatabaseTime, now, now_after
@@ -234,9 +235,12 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
         return True
 
 
-def record_error(alias: str, row: int, failure: Failure) -> None:
-    """Store the error of an attempt that outlasted its claim; another attempt has begun."""
-    InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(**as_written(failure))
+def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
+    """Store the error of an attempt that outlasted its claim, unless a later attempt has failed or an operator has decided."""
+    # A claim increments both; an operator's decision only the fence.
+    only_claimed = F("attempts") + (claimed.fence - claimed.attempts)
+    row = InboxMessage.objects.using(alias).filter(pk=claimed.pk, fence=only_claimed, failed_at=claimed.failed_at)
+    row.filter(state__in=DUE).update(**as_written(failure))
 
 
 def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:

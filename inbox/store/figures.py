@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 
-from exactly_once.sql.counts import Count, count_up_to_limit, estimated
+from exactly_once.sql.counts import Count, count_each, count_up_to_limit, estimated
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
 
@@ -19,13 +20,22 @@ _INDEXES = {
 
 def counts(alias: str) -> dict[State, Count]:
     """The number of messages in each state, up to a limit; of settled messages beyond it the planner's estimate."""
-    sources = {state: [f"FROM {TABLE} WHERE state = '{state}' AND {_INDEXES[state]}"] for state in State}
-    found = count_up_to_limit(alias, {str(state): clauses for state, clauses in sources.items()}, column="received_at")
+    found = count_up_to_limit(alias, _sources(State), column="received_at")
     by_state = {state: found[state] for state in State}
     for state in SETTLED:
         if by_state[state].is_cut:
             by_state[state] = estimated(alias, f"FROM {TABLE} WHERE state = '{state}'") or by_state[state]
     return by_state
+
+
+def counts_by_handler(alias: str, states: Iterable[State]) -> dict[str, dict[str, Count]]:
+    """The number of messages in each of these states by handler, up to a limit for each state."""
+    return count_each(alias, _sources(states), column="received_at", by="handler")
+
+
+def _sources(states: Iterable[State]) -> dict[str, list[str]]:
+    """Where the messages of each state are found by an index."""
+    return {str(state): [f"FROM {TABLE} WHERE state = '{state}' AND {_INDEXES[state]}"] for state in states}
 
 
 def oldest_settled(alias: str) -> datetime | None:

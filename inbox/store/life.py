@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 
 from django.db import connections
+from django.db.models import QuerySet
 
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.trail import Account, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import with_table
 from inbox.conf import inbox_options
-from inbox.models import DUE, InboxMessage, State, TrailEntry
+from inbox.models import CHAINED, DUE, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
 
 _NOT_HERE = (
@@ -71,9 +72,50 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str
     return found
 
 
-def _rows(alias: str, message_id: str) -> Sequence[InboxMessage]:
+def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
+    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    available, unavailable = with_table(TrailEntry, aliases)
+    chain: list[ChainRow] = []
+    is_cut = False
+    for alias in available:
+        found = list(_rows(alias, correlation_id)[: most + 1])
+        chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
+        found += chained.defer(*_LARGE).order_by("id")[: most + 1 - len(found)]
+        is_cut = is_cut or len(found) > most
+        chain += [
+            ChainRow(
+                app="inbox",
+                pk=row.pk,
+                message_id=row.message_id,
+                correlation_id=row.correlation_id,
+                causation_id=row.causation_id,
+                topic=row.topic,
+                biz_id=row.biz_id,
+                where=row.handler,
+                state=row.state,
+                began_at=row.received_at,
+                settled_at=row.settled_at,
+                published_at=row.created_at,
+                attempts=row.attempts,
+                error=row.last_error,
+                database=alias,
+            )
+            for row in found[:most]
+        ]
+    return ChainRows(chain, is_cut, unavailable)
+
+
+def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:
+    """See `exactly_once.operators.trail`."""
+    for alias in with_table(TrailEntry, aliases)[0]:
+        if row := next(iter(_rows(alias, message_id)[:1]), None):
+            return row.correlation_id or row.message_id
+    return ""
+
+
+def _rows(alias: str, message_id: str) -> QuerySet[InboxMessage]:
     rows = InboxMessage.objects.using(alias).filter(message_id__in=_spellings(message_id))
-    return list(rows.defer(*_LARGE).order_by("pk"))
+    return rows.defer(*_LARGE).order_by("pk")
 
 
 def _spellings(message_id: str) -> set[str]:

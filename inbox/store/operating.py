@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -217,13 +217,16 @@ def oldest_waiting(alias: str) -> datetime | None:
     return min(filter(None, (due["since"], behind["since"])), default=None)
 
 
-def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
+def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000, kept: Collection[str] = ()) -> Iterator[int]:
     """Delete settled rows older than `older_than`, in small transactions; yields the number deleted by each.
+
+    Args:
+        kept: handlers whose rows stay.
 
     Open and dead messages stay until they are settled. A row also stays for `older_than` after its latest duplicate with other
     content: it may have the only copy of that content, or be what makes further copies of it duplicates.
     """
-    old = _settled_before(alias, older_than)
+    old = _settled_before(alias, older_than, kept)
     while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
         yield _delete(alias, ids, older_than)
 
@@ -245,13 +248,13 @@ def _delete(alias: str, ids: Sequence[int], older_than: timedelta) -> int:
         return len(deleted)
 
 
-def purgeable(alias: str, older_than: timedelta) -> int:
+def purgeable(alias: str, older_than: timedelta, *, kept: Collection[str] = ()) -> int:
     """How many rows `purge_settled` would delete."""
-    count: int = _settled_before(alias, older_than).count()
+    count: int = _settled_before(alias, older_than, kept).count()
     return count
 
 
-def _settled_before(alias: str, older_than: timedelta) -> Any:
+def _settled_before(alias: str, older_than: timedelta, kept: Collection[str]) -> Any:
     before = DatabaseTime(-older_than)
-    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=before)
+    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=before).exclude(handler__in=kept)
     return settled.filter(Q(conflicting_at=None) | Q(conflicting_at__lt=before))

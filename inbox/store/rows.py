@@ -25,8 +25,13 @@ ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
 def edited_name(what: int | str, biz_id: str) -> str:
-    """The biz-id of the row with a corrected payload that replaces row `what`, or of other content with this digest."""
+    """The biz-id of the row with a corrected payload that replaces row `what`; see also `conflicting_name`."""
     return f"{EDITED}{what}:{biz_id}"
+
+
+def conflicting_name(digest: str, biz_id: str) -> str:
+    """The biz-id of the row that other content under `biz_id` is run as."""
+    return edited_name(digest[:_DIGITS], business_id(biz_id))
 
 
 def business_id(biz_id: str) -> str:
@@ -125,7 +130,7 @@ def conflicting_row(stored: InboxMessage) -> NewRow:
     return NewRow(
         handler=stored.handler,
         topic=stored.topic,
-        biz_id=edited_name(digest[:_DIGITS], business_id(stored.biz_id)),
+        biz_id=conflicting_name(digest, stored.biz_id),
         message_id=stored.conflicting_id,
         body=body,
         digest=digest,

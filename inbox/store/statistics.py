@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from datetime import datetime
 
-from exactly_once.operators.minutes import Minutes, MinuteWriter
+from exactly_once.operators.minutes import MinuteWriter
 from exactly_once.telemetry.statistics import Tally
-from inbox.models import MinuteStatistics
 from inbox.store.rows import DuplicateCause, Failure
 
 _CAUSES = {
@@ -21,20 +20,19 @@ _CAUSES = {
     DuplicateCause.BUSINESS: "repeats",
 }
 
-minutes = Minutes(MinuteStatistics)
 tallies: defaultdict[str, Tally] = defaultdict(Tally)
 """What this process has counted, by database."""
 
 
-def writer(alias: str) -> MinuteWriter:
-    """Writes what is counted from now on."""
+def tally_from_now(alias: str) -> Tally:
+    """The tally of a database, without what has been counted before."""
     tallies[alias].take()
-    return continued_writer(alias)
+    return tallies[alias]
 
 
-def continued_writer(alias: str) -> MinuteWriter:
+def writer(alias: str) -> MinuteWriter:
     """Writes what has been counted, and what is counted from now on."""
-    return MinuteWriter(MinuteStatistics, alias, tallies[alias])
+    return MinuteWriter("inbox", alias, tallies[alias])
 
 
 def count_handled(alias: str, handler: str) -> None:

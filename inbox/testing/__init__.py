@@ -12,7 +12,7 @@ They use the rows of the test's database, in the test's own transaction if it ha
 processes.
 
 To relay what a test publishes and to run its handlers, see `outbox.testing.run_relay`. The names below are public.
-`inbox.pytest_plugin` provides them as fixtures.
+`inbox.pytest_plugin` provides them as fixtures, with the prefix `inbox_`.
 """
 
 from exactly_once.testing.travelling import travel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.telemetry import tracing
 from exactly_once.wire.envelope import Envelope
@@ -18,12 +19,14 @@ from inbox.handlers.handler import Handler
 def observed(handler: Handler, *envelopes: Envelope) -> Iterator[None]:
     """Observe one call of the handler for these messages."""
     began_at = monotonic()
+    before = work.begin("inbox", handler.using, handler.name, envelopes[0].id, len(envelopes))
     try:
         with _span(handler, envelopes) if tracing.is_recording() else nullcontext():
             yield
         if metrics.LAG.is_attached:
             _count_lag(handler, envelopes)
     finally:
+        work.end(before)
         metrics.HANDLER_SECONDS.observe(monotonic() - began_at, handler.name)
         if handler.batch:
             metrics.BATCH_MESSAGES.observe(len(envelopes), handler.name)

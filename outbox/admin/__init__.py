@@ -1,13 +1,13 @@
-"""The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
+"""The outbox in Django's admin: messages, failures and their reasons, and the operator's actions."""
 
 from outbox.admin import failures as failures
+from outbox.admin import topics as topics
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.admin.overview import OutboxOverviewAdmin
 from outbox.admin.paused import PausedTopicAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
-from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "PausedTopicAdmin",
     "PendingCallbackAdmin",
     "PreparedMessageAdmin",
-    "RelayAdmin",
     "ScheduledMessageAdmin",
 ]

@@ -23,7 +23,7 @@ from exactly_once.admin.sections import (
     register,
 )
 from exactly_once.display import duration, identifier
-from exactly_once.operators.minutes import database_time
+from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
 from outbox.admin.deciding import DecidingAdmin
 from outbox.admin.health import health_link, health_warnings, size_of_tables
@@ -31,12 +31,11 @@ from outbox.conf import outbox_options
 from outbox.models import Overview, PausedTopic
 from outbox.states import State
 from outbox.store import figures, heartbeats
-from outbox.store.statistics import minutes
 
 _APP = Overview._meta.app_label
 _VIEW = f"{_APP}.view_outboxmessage"
 _MESSAGES = f"{_APP}_outboxmessage_changelist"
-_RELAYS = Link(page=f"{_APP}_relayheartbeat_changelist", permission=f"{_APP}.view_relayheartbeat")
+_RELAYS = Link(page="exactly_once_process_changelist", permission="exactly_once.view_process", query={"app": "outbox"})
 _PAUSED = Link(page=f"{_APP}_pausedtopic_changelist", permission=f"{_APP}.view_pausedtopic")
 _MOST_NAMED = 5
 
@@ -123,7 +122,7 @@ register(
         app="outbox",
         title=_("Outbox"),
         measured=Measured(
-            minutes=minutes,
+            minutes=Minutes("outbox"),
             numbers=[
                 (_("published"), ["published"]),
                 (_("failed attempts"), ["retried", "dead"]),

@@ -20,6 +20,7 @@ from exactly_once.http.fields import Name
 from exactly_once.http.problems import Problem
 from exactly_once.http.tokens import client_of, require
 from exactly_once.http_options import Client, HttpOptions
+from exactly_once.models import OPEN
 from exactly_once.operators.operation_rows import Plan
 from outbox import decisions, restoring
 from outbox.conf import outbox_options
@@ -41,7 +42,8 @@ from outbox.http.schemas import (
     Statuses,
 )
 from outbox.models import OutboxMessage
-from outbox.operations import RESTORE_THEM, operations
+from outbox.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
+from outbox.store.replaying import plan_alone
 from outbox.store.restoring import Selection, restorable_positions, restored_by_default
 
 logger = logging.getLogger(__name__)
@@ -155,7 +157,8 @@ def restore(request: HttpRequest, response: HttpResponse, which: Restoring) -> R
     topic.
 
     202: all of a topic, at most a million, are restored by a relay, batch by batch. The header Location is the address of this
-    operation. The request may be repeated: what was restored stays restored.
+    operation. The request may be repeated: it is answered with the same operation until that has ended, and what was restored
+    stays restored.
     """
     client = _manager(request, which)
     if which.topic is not None and which.id is None and which.biz_id is None:
@@ -179,25 +182,33 @@ def restore(request: HttpRequest, response: HttpResponse, which: Restoring) -> R
 @api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: OperationStatus}, 404))
 def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> OperationStatus:
     """The progress of an operation that this client has asked for."""
-    name = _name_of(client_of(request))
-    found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=name).first()
-    if found is None:
-        raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client.")
+    client = client_of(request)
+    found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=_name_of(client)).first()
+    if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
+        raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
     return OperationStatus.of(found)
 
 
 def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
+    """Plan the operation, unless one that this client has asked for with the same values is still open."""
     decisions.refuse_unfit(topic=topic)
     states = [str(state) for state in which.states or restored_by_default(by_id=False)]
     plan = Plan(
         action=RESTORE_THEM.name,
-        selection=f"topic {topic}",
+        selection=f"{TOPIC}{topic}",
         sources=states,
         requested_by=_name_of(client),
+        permission=MANAGE,
         given={"overdue": which.overdue},
     )
     alias = _options().DATABASE
     with transaction.atomic(using=alias, durable=True):
+        # A request is repeated while the first one, of a million messages, is still being planned.
+        plan_alone(alias)
+        same = operations.rows(alias).filter(action=plan.action, requested_by=plan.requested_by, state__in=OPEN)
+        for found in same.filter(selection=plan.selection):
+            if (found.sources, found.given) == (states, plan.given):
+                return OperationStatus.of(found)
         rows = restorable_positions(alias, Selection(topic=topic, states=states))
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
     logger.info(
@@ -261,4 +272,4 @@ def _text_of(which: Chosen) -> str:
 
 
 def _name_of(client: Client) -> str:
-    return f"the HTTP client {client.name}"
+    return f"{CLIENT}{client.name}"

@@ -49,6 +49,7 @@ def partitioning(table: str) -> list[str]:
         "FOR VALUES FROM (1) TO (MAXVALUE) PARTITION BY RANGE (day)",
         f"CREATE INDEX outbox_history_message_id ON {history} (message_id)",
         f"CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",
+        f"CREATE INDEX outbox_history_chain ON {history} (correlation_id, id) WHERE correlation_id <> message_id::varchar",
         # A published message is found by its message id or biz-id. Only messages that can be restored need a fast search by id.
         f"CREATE INDEX outbox_history_given_up ON {history} (id) WHERE state <> 'published'",
         f"CREATE INDEX outbox_history_id ON {history} USING brin (id) WITH (pages_per_range = 32, autosummarize = on)",
@@ -72,27 +73,6 @@ class CreateMessages(migrations.CreateModel):
             schema_editor.create_model(model)
         for statement in partitioning(table):
             schema_editor.execute(statement, params=None)
-
-
-class AddLiveIndex(migrations.AddIndex):
-    """Add an index of messages that are not settled, on PostgreSQL to the live partition only."""
-
-    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        with self._on_live_part(app_label, schema_editor, to_state):
-            super().database_forwards(app_label, schema_editor, from_state, to_state)
-
-    def database_backwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        with self._on_live_part(app_label, schema_editor, from_state):
-            super().database_backwards(app_label, schema_editor, from_state, to_state)
-
-    @contextmanager
-    def _on_live_part(self, app_label: str, schema_editor: Any, state: Any) -> Iterator[None]:
-        if schema_editor.connection.vendor != "postgresql":
-            yield
-            return
-        model = state.apps.get_model(app_label, self.model_name)
-        with _called(model, f"{model._meta.db_table}_live"):
-            yield
 
 
 def partition_plain_table(connection: BaseDatabaseWrapper, table: str) -> None:

@@ -7,33 +7,24 @@ request, and only every five seconds a write. A failed write affects only the di
 
 from __future__ import annotations
 
-import logging
 import threading
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
-from django.db import Error, connections
+from django.db import connections
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
+from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import (
-    AFTER_FAILURE_SECONDS,
-    FORGET_SECONDS,
-    FORGOTTEN_AFTER,
-    HEARTBEAT_SECONDS,
-    UNCHANGED_SECONDS,
-    ProcessIdentity,
-    Rate,
-    milliseconds,
-    one_line,
-    resident_bytes,
-)
+from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.requests import Request
-from exactly_once.sql.faults import is_outage
+from exactly_once.sql.connections import with_table
+from exactly_once.sql.counts import LIMIT
 from exactly_once.telemetry.statistics import Tally
-from outbox.store import heartbeats, statistics
-
-logger = logging.getLogger(__name__)
+from outbox.models import SHARDS, OutboxMessage
+from outbox.states import State
+from outbox.store import heartbeats
 
 
 class Heartbeat:
@@ -50,25 +41,23 @@ class Heartbeat:
 
     def __init__(self, alias: str, stop: StopRequest | None = None) -> None:
         self._alias = alias
-        self._stop = StopRequest() if stop is None else stop
-        self._identity = ProcessIdentity()
         self.tally = Tally()
-        self._statistics = statistics.writer(alias, self.tally)
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
         self._waits: dict[threading.Thread, str] = {}
         self._shards: dict[threading.Thread, int] = {}
         self._broker_seconds: float | None = None
-        self._database_seconds: float | None = None
-        self._started_at = monotonic()
-        self._rate = Rate(self._started_at)
         self._writing = threading.Lock()
-        self._due_at = self._started_at
-        self._written_at = float("-inf")
-        self._written: dict[str, Any] | None = None
-        self._forget_at = self._started_at
-        self._failing = False
+        self._due_at = monotonic()
+        self._writer = HeartbeatWriter(
+            heartbeats.relays,
+            alias,
+            ProcessIdentity(),
+            self.tally,
+            StopRequest() if stop is None else stop,
+            self._due_at,
+        )
         self._ended = False
 
     def published(self, count: int) -> None:
@@ -108,10 +97,8 @@ class Heartbeat:
         try:
             now = monotonic()
             if now >= self._due_at and not self._ended:
-                self._due_at = now + HEARTBEAT_SECONDS
                 self._beat(now)
-                if not self._failing:
-                    self._statistics.write_if_due()
+                self._due_at = monotonic() + AFTER_FAILURE_SECONDS if self._writer.is_failing else now + HEARTBEAT_SECONDS
         finally:
             self._writing.release()
 
@@ -119,59 +106,21 @@ class Heartbeat:
         """Mark the row as stopped at an orderly end of the process. Call it after all loops have ended."""
         with self._writing:
             self._ended = True
-            if self._written is None or self._failing:
-                return  # It would only wait for an unavailable database; silent rows are deleted later.
-            self._statistics.write()
-            try:
-                heartbeats.relays.mark_stopped(self._alias, self._identity.id)
-            except Error as error:
-                logger.debug("The heartbeat was not marked as stopped: %s", error)
+            self._writer.close()
             if not connections[self._alias].in_atomic_block:  # as in a test
                 connections[self._alias].close()
 
     def _beat(self, now: float) -> None:
         with self._counting:
             published, passed_at = self._published, self._passed_at
-        columns = {
-            "published": published,
-            "rate": self._rate.of(now, published),
-            "waits_for": self._reason(),
-            "mode": self._stop.mode,
-            "shards": self._claimed(),
-        }
-        try:
-            if columns == self._written and now < self._written_at + UNCHANGED_SECONDS:
-                request = heartbeats.relays.pending(self._alias, self._identity.id)
-            else:
-                request = self._write(now, passed_at, columns)
-            if request:
-                self._obey(request)
-        except Error as error:
-            self._failed(error)
-
-    def _write(self, now: float, passed_at: float | None, columns: dict[str, Any]) -> Request | None:
-        began_at = monotonic()
-        request = heartbeats.relays.write(
-            self._alias,
-            self._identity,
-            running_for=timedelta(seconds=now - self._started_at),
-            last_pass_at=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
-            memory_bytes=resident_bytes(),
-            database_ms=milliseconds(self._database_seconds),
-            broker_ms=milliseconds(self._broker_seconds),
-            **columns,
+        self._writer.send(
+            now,
+            done=published,
+            waits_for=self._reason(),
+            facts={"published": published, "shards": self._claimed()},
+            broker_seconds=self._broker_seconds,
+            passed_at=passed_at,
         )
-        self._database_seconds = monotonic() - began_at
-        if now >= self._forget_at:
-            self._forget_at = now + FORGET_SECONDS
-            heartbeats.relays.delete_old(self._alias, FORGOTTEN_AFTER)
-        self._written, self._written_at, self._failing = columns, now, False
-        return request
-
-    def _obey(self, request: Request) -> None:
-        self._stop.obey(request)
-        heartbeats.relays.acknowledge(self._alias, self._identity.id, request, self._stop.mode)
-        logger.warning("relay: an operator requested: %s; this process is %s.", request, self._stop.mode)
 
     def _claimed(self) -> int:
         with self._counting:
@@ -182,13 +131,23 @@ class Heartbeat:
         with self._counting:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
-        return one_line(waits[0]) if waits and all(waits) else ""
+        return waits[0] if waits and all(waits) else ""
 
-    def _failed(self, error: Error) -> None:
-        connection = connections[self._alias]
-        if is_outage(error) and not connection.in_atomic_block:
-            connection.close()
-        self._due_at = monotonic() + AFTER_FAILURE_SECONDS
-        if not self._failing:
-            logger.info("The heartbeat was not written (%s). The relay continues; it may be shown as silent.", error)
-        self._failing = True
+
+def _counts(row: Any) -> Sequence[str]:
+    shards = row.facts["shards"]
+    return [
+        gettext("{} published").format(f"{row.facts['published']:,}"),
+        gettext("shards {}").format(f"{shards} / {SHARDS}" if shards else "-"),
+    ]
+
+
+def _missing(alias: str) -> str:
+    if heartbeats.relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
+        return ""
+    ready = OutboxMessage.objects.using(alias).filter(state=State.READY)[: LIMIT + 1].count()
+    count = f"{LIMIT:,}+" if ready > LIMIT else f"{ready:,}"
+    return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": count}
+
+
+RELAYS = ProcessKind(name=_("relay"), heartbeats=heartbeats.relays, counts=_counts, missing=_missing)

@@ -29,7 +29,7 @@ from exactly_once.operators.operations import BulkAction, Operations
 from exactly_once.process.clock import monotonic
 from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.operations import ACTIONS, operations
+from outbox.operations import ACTIONS, operations, why_not
 from outbox.relay.outgoing import outgoing
 from outbox.relay.waves import waves
 from outbox.states import State
@@ -103,7 +103,8 @@ def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) ->
 
 def executor(alias: str, **options: Any) -> Operations:
     """The companion of a relay that executes the operations of its database. `options`: see `Operations`."""
-    return Operations("relay", lambda: [alias], operations, {**ACTIONS, REPLAY.name: REPLAY}, **options)
+    actions = {**ACTIONS, REPLAY.name: REPLAY}
+    return Operations("relay", lambda: [alias], operations, actions, why_not=why_not, **options)
 
 
 def send_again(

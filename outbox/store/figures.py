@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, time
 
 from django.db import connections
 
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.counts import Count, count_up_to_limit, earliest, estimated, instant
+from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 from outbox.store import history
@@ -21,11 +22,28 @@ WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)
 
 def counts(alias: str) -> dict[State, Count]:
     """The number of messages in each state, up to a limit; of published messages beyond it the planner's estimate."""
+    settled_in = HISTORY if is_postgresql(connections[alias]) else TABLE
+    found = count_up_to_limit(alias, _sources(alias, State), column="available_at")
+    by_state = {state: found[state] for state in State}
+    for state in SETTLED:
+        if by_state[state].is_cut:
+            estimate = estimated(alias, f"FROM {settled_in} WHERE state = '{state}'")
+            by_state[state] = estimate or by_state[state]
+    return by_state
+
+
+def counts_by_topic(alias: str, states: Iterable[State]) -> dict[str, dict[str, Count]]:
+    """The number of messages in each of these states by topic, up to a limit for each state."""
+    return count_each(alias, _sources(alias, states), column="available_at", by="topic")
+
+
+def _sources(alias: str, states: Iterable[State]) -> dict[str, list[str]]:
+    """Where the messages of each state are found by an index."""
     connection = connections[alias]
     table, is_partitioned = live(connection), is_postgresql(connection)
     settled_in = HISTORY if is_partitioned else TABLE
     sources: dict[str, list[str]] = {}
-    for state in State:
+    for state in states:
         if state in SETTLED:
             # The index of the others has this condition.
             others = "" if state is State.PUBLISHED else " AND state <> 'published'"
@@ -35,13 +53,7 @@ def counts(alias: str) -> dict[State, Count]:
         else:
             # In the order of an index, so that the planner needs no other reason to use it.
             sources[state] = [f"FROM {table} WHERE state = '{state}' AND day = {LIVE}{_ORDER.get(state, '')}"]
-    found = count_up_to_limit(alias, sources, column="available_at")
-    by_state = {state: found[state] for state in State}
-    for state in SETTLED:
-        if by_state[state].is_cut:
-            estimate = estimated(alias, f"FROM {settled_in} WHERE state = '{state}'")
-            by_state[state] = estimate or by_state[state]
-    return by_state
+    return sources
 
 
 _ORDER = {

@@ -5,14 +5,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from exactly_once.operators.trail import Account, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import with_table
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage, TrailEntry
+from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
 
 _HERE = "outbox"
+_OF_A_CHAIN = (
+    *("message_id", "correlation_id", "causation_id", "topic", "biz_id"),
+    *("state", "created_at", "settled_at", "attempts", "last_error"),
+)
 _GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
 """States with an automatic next step, due at the row's `available_at`."""
 _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
@@ -60,6 +64,49 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str
         .order_by("pk")
         .values_list("message_id", flat=True)
     ]
+
+
+def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
+    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    having, unavailable = with_table(TrailEntry, aliases)
+    chain: list[ChainRow] = []
+    is_cut, name = False, _as_id(correlation_id)
+    for alias in having:
+        rows = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN)
+        found = [] if name is None else list(rows.filter(message_id=name))
+        found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most + 1]
+        is_cut = is_cut or len(found) > most
+        chain += [
+            ChainRow(
+                app="outbox",
+                pk=row.pk,
+                message_id=str(row.message_id),
+                correlation_id=row.correlation_id,
+                causation_id=row.causation_id,
+                topic=row.topic,
+                biz_id=row.biz_id,
+                where=_HERE,
+                state=row.state,
+                began_at=row.created_at,
+                settled_at=row.settled_at,
+                published_at=row.created_at,
+                attempts=row.attempts,
+                error=row.last_error,
+                database=alias,
+            )
+            for row in found[:most]
+        ]
+    return ChainRows(chain, is_cut, unavailable)
+
+
+def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:
+    """See `exactly_once.operators.trail`."""
+    if (name := _as_id(message_id)) is not None:
+        for alias in with_table(TrailEntry, aliases)[0]:
+            rows = OutboxMessage.objects.using(alias).filter(message_id=name)
+            if found := rows.values_list("correlation_id", flat=True).first():
+                return found
+    return ""
 
 
 def _as_id(message_id: str) -> uuid.UUID | None:

@@ -12,21 +12,21 @@ from typing import NamedTuple
 from django.db import OperationalError, connections
 from django.db.models import Count, Max, Min, Q, QuerySet
 
-from exactly_once.models import Operation
+from exactly_once.models import Lease, Operation
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import outbox_options
-from outbox.models import SHARDS, OutboxMessage, PausedTopic, RelayLease
+from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.states import FIRST_DAY, State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.lease import in_hand
 
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
-_PLANNING = "replay"
+_PLANNING = "outbox: planning a replay"
 _LONGEST_PASS_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 
@@ -78,12 +78,13 @@ def positions(alias: str, selection: Selection) -> Iterator[int]:
 
 def plan_alone(alias: str) -> None:
     """Wait until no other transaction plans a replay; none does until the open transaction ends."""
-    lease = RelayLease.objects.using(alias).filter(name=_PLANNING)
+    lease = Lease.objects.using(alias).filter(name=_PLANNING)
     holder = process_name()[:NAME_LENGTH]
     # The first statement writes, because SQLite refuses to upgrade a transaction that has read an older snapshot.
     if not lease.update(holder=holder):
-        row = RelayLease(name=_PLANNING, token=uuid.UUID(int=0), holder=holder, expires_at=DatabaseTime())
-        RelayLease.objects.using(alias).bulk_create([row], ignore_conflicts=True)
+        now = DatabaseTime()
+        row = Lease(name=_PLANNING, token=uuid.UUID(int=0), holder=holder, valid_from=now, expires_at=now)
+        Lease.objects.using(alias).bulk_create([row], ignore_conflicts=True)
         lease.update(holder=holder)
 
 
@@ -119,14 +120,18 @@ def _day(instant: datetime) -> int:
 
 def read_past(
     alias: str, topic: str, since: datetime | None, until: datetime | None, after: int, most: int
-) -> tuple[list[RelayedMessage], bool]:
-    """The first published messages of a topic behind a position, in the order of publishing, and whether they are all."""
+) -> tuple[list[RelayedMessage], int, bool]:
+    """The first published messages of a topic behind a position, in the order of publishing.
+
+    Returns:
+        The messages that still exist, the position up to which they were read, and whether they are all.
+    """
     chosen = _chosen(alias, Selection(topic=topic, since=since, until=until)).filter(state=State.PUBLISHED, pk__gt=after)
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
     if not positions:
-        return [], True
+        return [], after, True
     part = parts_of_published(alias, positions, outbox_options().BATCH_BYTES)[0]
-    return read_published(alias, part), len(part) == len(positions) < most
+    return read_published(alias, part), part[-1], len(part) == len(positions) < most
 
 
 def bound_step(alias: str, longest: timedelta) -> None:

@@ -9,7 +9,7 @@
 They read and relay the real rows of the test's database, in the test's own transaction if it has one. So they work in a
 `TestCase`, in a `TransactionTestCase` and with pytest-django. They use no broker.
 
-The names below are public. `outbox.pytest_plugin` provides them as fixtures.
+The names below are public. `outbox.pytest_plugin` provides them as fixtures, with the prefix `outbox_`.
 """
 
 from exactly_once.testing.travelling import travel

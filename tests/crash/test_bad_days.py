@@ -17,9 +17,12 @@ from collections import Counter
 import pytest
 from django.db import connection
 
+from exactly_once.models import Lease
+from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import EXIT_SILENT
-from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
+from outbox.models import OutboxMessage
 from outbox.store.dialect import LOCK_SPACE
+from outbox.store.lease import RELAYING
 from tests.support.apps.effects.models import Effect
 from tests.support.crash import witness as load
 from tests.support.crash.oracle import verdict
@@ -313,7 +316,7 @@ def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_re
 def published_by(relays):
     """Messages published, by process id, as the heartbeats report."""
     pids = [relay.process.pid for relay in relays]
-    return dict(RelayHeartbeat.objects.filter(pid__in=pids).values_list("pid", "published"))
+    return dict(ProcessRow.objects.filter(app="outbox", pid__in=pids).values_list("pid", "facts__published"))
 
 
 class Backlog:
@@ -469,7 +472,7 @@ class TestOnSqlite:
         second = world.relay(outbox=outbox)
         load.write(MANY)
         world.wait_until(lambda: second.has_said("SQLite takes one relay at a time") or load.write(5), "the second waits")
-        holder = RelayLease.objects.filter(name="relay").values_list("holder", flat=True).get()
+        holder = Lease.objects.filter(name=RELAYING).values_list("holder", flat=True).get()
         assert second.has_said(holder), "it logs which relay it waits for"
 
         if how == "killed":

@@ -11,12 +11,12 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.models import Lease
 from inbox.joins.models import Part, Run
 from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish
-from outbox.models import RelayLease
 from tests.crash.test_kill_points import ACK, COMMIT, EFFECT
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import TOPICS
@@ -86,7 +86,7 @@ def assert_started_once(run_id="monday"):
 def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local, name):
     publish_run("monday")
     local.dies_at(POINTS[name], local.relay)
-    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    Lease.objects.all().delete()  # SQLite's, as if it had run out
     local.relay()
     local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the run is done")
 
@@ -113,7 +113,7 @@ def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_mi
     local.end(collector)
     travel(timedelta(hours=2))
     local.dies_at(f"before {GATHER}", local.relay)
-    RelayLease.objects.all().delete()
+    Lease.objects.all().delete()
     local.relay()
     local.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
 

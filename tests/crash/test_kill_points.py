@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from exactly_once.models import Lease
-from outbox.models import RelayLease
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
 
@@ -65,7 +64,7 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
 
     world.dies_at(point, world.relay, outbox=UNHURRIED)
     settled = world.published()
-    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    Lease.objects.all().delete()  # SQLite's, as if it had run out
     world.relay(outbox=UNHURRIED)
     found = world.drain()
 

@@ -1,4 +1,4 @@
-"""Outbound webhooks while processes are killed: each message arrives at each endpoint, under one id, and at most twice."""
+"""Outgoing webhooks while processes are killed: each message arrives at each endpoint, under one id, and at most twice."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.models import Lease
 from inbox.models import InboxMessage
+from inbox.outgoing_webhooks import Endpoint
 from inbox.testing import travel
-from inbox.webhooks import Endpoint
 from outbox import publish
-from outbox.models import RelayLease
-from outbox.webhooks import StandardWebhooks
+from outbox.incoming_webhooks import StandardWebhooks
 from tests.crash.test_kill_points import COMMIT
 from tests.support.apps.hooked import TOPIC
 from tests.support.fakes.receiver import Receiver, Reply
 
 SETTINGS = "tests.support.apps.hooked.settings"
-COMMAND = "inbox_webhooks"
-INSERT = "inbox.webhooks.fanning_out.insert"
-POST = "inbox.webhooks.delivering.post"
+COMMAND = "inbox_outgoing_webhooks"
+INSERT = "inbox.outgoing_webhooks.fanning_out.insert"
+POST = "inbox.outgoing_webhooks.delivering.post"
 CONSUME = "inbox.leases.database.DatabaseLeases.consume"
 SENDING = {
     "before the request": (f"before {POST}", 1),
@@ -91,7 +91,7 @@ def test_a_process_killed_while_it_fans_out_stores_a_row_for_each_endpoint_or_fo
         local.dies_at(point, local.relay)
         stored = [InboxMessage.objects.filter(handler=f"webhook/{name}").count() for name in ("first", "second")]
         assert stored[0] == stored[1]
-        RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+        Lease.objects.all().delete()  # SQLite's, as if it had run out
     local.relay()
     local.command(COMMAND)
     local.wait_until(lambda: handled("first") == handled("second") == len(FANNING_OUT), "all messages are sent")

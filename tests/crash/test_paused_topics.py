@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.models import OutboxMessage, PausedTopic, RelayLease
+from exactly_once.models import Lease
+from outbox.models import OutboxMessage, PausedTopic
 from tests.support.crash.world import OPEN
 
 pytestmark = [pytest.mark.every_database, pytest.mark.proof]
@@ -53,7 +54,7 @@ def assert_all_arrive(world):
 @pytest.mark.parametrize("name", WHILE_REFUSED)
 def test_relay_killed_while_its_topic_is_refused_leaves_a_topic_that_the_next_one_resumes(world, name):
     world.dies_at(WHILE_REFUSED[name], refused(world))
-    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    Lease.objects.all().delete()  # SQLite's, as if it had run out
 
     world.relay()
     world.wait_until(lambda: PausedTopic.objects.filter(pause_seconds__gt=1).exists(), "the next relay tries its messages")
@@ -67,11 +68,11 @@ def test_relay_killed_while_it_resumes_a_topic_strands_no_message(world, name):
     first = refused(world)()
     world.wait_until(lambda: OutboxMessage.objects.filter(state="paused").count() > OPERATIONS / 2, "most messages are paused")
     first.kill()
-    RelayLease.objects.all().delete()
+    Lease.objects.all().delete()
     world.listening()
 
     world.dies_at(WHEN_ACCEPTED[name], world.relay)
-    RelayLease.objects.all().delete()
+    Lease.objects.all().delete()
     world.relay()
 
     assert_all_arrive(world)

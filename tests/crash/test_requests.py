@@ -7,13 +7,13 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.models import Lease
 from exactly_once.wire.context import Cause, caused_by
 from inbox.joins.models import Part
 from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish, request
-from outbox.models import RelayLease
 from tests.crash.test_joins import ADD, GATHER, MAKE_DUE, SETTINGS
 from tests.crash.test_kill_points import COMMIT, EFFECT
 from tests.support.apps.effects.models import Effect
@@ -56,7 +56,7 @@ def effects():
 def test_a_process_killed_at_any_step_handles_the_answer_once(local, name):
     ask(is_answered=True)
     local.dies_at(POINTS[name], local.relay)
-    RelayLease.objects.all().delete()  # SQLite's, as if it had run out
+    Lease.objects.all().delete()  # SQLite's, as if it had run out
     local.relay()
     local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the answer is handled")
 
@@ -72,7 +72,7 @@ def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_
     local.end(collector)
     travel(timedelta(hours=1))
     local.dies_at(AT_THE_TIMEOUT[name], local.relay)
-    RelayLease.objects.all().delete()
+    Lease.objects.all().delete()
     local.relay()
     local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the timeout is handled")
     with transaction.atomic(), caused_by(Cause(correlation_id=str(asked.id))):

@@ -18,9 +18,9 @@ from tests.support.crash.urls import SECRET
 from tests.support.servers.private import LOOPBACK, free_port
 
 POINTS = {
-    "before outbox.webhooks.endpoint.publish": 0,
-    "after outbox.webhooks.endpoint.publish": 0,
-    "after outbox.webhooks.endpoint.Endpoint.store": 1,
+    "before outbox.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.incoming_webhooks.endpoint.Endpoint.store": 1,
 }
 """Where the server is killed, and how many events are stored then."""
 BODY = json.dumps({"operation": "paid-1", "how": ""}).encode()

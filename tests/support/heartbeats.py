@@ -5,11 +5,10 @@ from __future__ import annotations
 import uuid
 from datetime import timedelta
 
+from exactly_once.models import Process
 from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import ConsumerHeartbeat
 from inbox.store.heartbeats import consumers
-from outbox.models import RelayHeartbeat
 from outbox.store import heartbeats
 
 
@@ -20,12 +19,13 @@ def write_beat(alias="default", **given):
     columns = {
         "running_for": timedelta(hours=5),
         "last_pass_at": timedelta(minutes=4),
-        "published": 1_234_567,
         "rate": 812.5,
         "waits_for": "",
+        "running": [],
     }
+    facts = {name: given.pop(name, default) for name, default in {"published": 1_234_567, "shards": 0}.items()}
     process = ProcessIdentity(**identity)
-    heartbeats.relays.write(alias, process, **{**columns, **given})
+    heartbeats.relays.write(alias, process, facts=facts, **{**columns, **given})
     return process
 
 
@@ -38,24 +38,20 @@ def a_relay(*, silent_for=None, **given):
 
 
 def fall_silent(duration, **which):
-    RelayHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-duration))
+    Process.objects.filter(app="outbox", **which).update(beat_at=DatabaseTime(-duration))
 
 
 def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **given):
     """The row of a consumer, by its identity; with `silent_for`, of one that was killed that long ago."""
     identity = ProcessIdentity(host=host, pid=pid, version="1.2.3")
-    values = {
-        "running_for": timedelta(hours=5),
-        "handlers": ["shop.reserve_stock"],
-        "received": 1_234_567,
-        "ran": 89,
-        "waits_for": "",
-    }
-    consumers.write(using, identity, **{**values, **given})
+    defaults = {"handlers": ["shop.reserve_stock"], "received": 1_234_567, "ran": 89}
+    facts = {name: given.pop(name, default) for name, default in defaults.items()}
+    values = {"running_for": timedelta(hours=5), "waits_for": "", "running": []}
+    consumers.write(using, identity, facts=facts, **{**values, **given})
     if silent_for is not None:
         let_consumers_fall_silent(silent_for, pk=identity.id)
     return identity
 
 
 def let_consumers_fall_silent(duration, **which):
-    ConsumerHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-duration))
+    Process.objects.filter(app="inbox", **which).update(beat_at=DatabaseTime(-duration))

@@ -116,7 +116,7 @@ def main() -> int:
             "outbox",
             "inbox",
             "inbox.joins",
-            "inbox.webhooks",
+            "inbox.outgoing_webhooks",
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
         STRIPE_WEBHOOK_SECRET="whsec_eA==",
@@ -187,13 +187,22 @@ def well_known() -> dict:
     import inbox.celery  # noqa: PLC0415 - needs configured settings, as do the others
     import inbox.http  # noqa: PLC0415
     import inbox.joins  # noqa: PLC0415
+    import inbox.outgoing_webhooks  # noqa: PLC0415
     import inbox.testing  # noqa: PLC0415
-    import inbox.webhooks  # noqa: PLC0415
     import outbox.celery  # noqa: PLC0415
+    import outbox.incoming_webhooks  # noqa: PLC0415
     import outbox.testing  # noqa: PLC0415
-    import outbox.webhooks  # noqa: PLC0415
 
-    modules: Iterable = (outbox.testing, inbox.testing, outbox.webhooks, inbox.http, inbox.joins, inbox.webhooks, outbox, inbox)
+    modules: Iterable = (
+        outbox.testing,
+        inbox.testing,
+        outbox.incoming_webhooks,
+        inbox.http,
+        inbox.joins,
+        inbox.outgoing_webhooks,
+        outbox,
+        inbox,
+    )
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}
     django_names = {"transaction": transaction, "timedelta": timedelta, "F": F, "settings": settings}

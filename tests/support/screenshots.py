@@ -83,7 +83,7 @@ def pictures() -> Iterator[Picture]:
     yield Picture(name="correction-dark", page=life, height=900, dark=True, prepare=correct)
     yield Picture(name="failure-group", page=group, height=900)
     yield Picture(name="operation", page=operation, height=760)
-    yield Picture(name="processes", page=of("inbox_consumerheartbeat_changelist"), height=560)
+    yield Picture(name="processes", page=of("exactly_once_process_changelist"), height=560)
 
 
 def main() -> None:
@@ -163,12 +163,12 @@ def _take_all(browser: Any, address: str) -> None:
 
 def _beat() -> None:
     """The processes of the shop send a heartbeat; the recent starts are set to now."""
+    from exactly_once.models import Process  # noqa: PLC0415
     from exactly_once.sql.now import DatabaseTime  # noqa: PLC0415
-    from inbox.models import ConsumerHeartbeat  # noqa: PLC0415
-    from outbox.models import RelayHeartbeat  # noqa: PLC0415
 
-    ConsumerHeartbeat.objects.update(beat_at=DatabaseTime())
-    RelayHeartbeat.objects.exclude(host="shop-web-0").update(beat_at=DatabaseTime(), last_pass_at=DatabaseTime())
+    Process.objects.filter(app="inbox").update(beat_at=DatabaseTime())
+    relays = Process.objects.filter(app="outbox").exclude(host="shop-web-0")
+    relays.update(beat_at=DatabaseTime(), last_pass_at=DatabaseTime())
 
 
 def _reduced(page: Any, picture: bytes) -> bytes:

@@ -19,13 +19,13 @@ from typing import Any
 import inbox.models
 import outbox.models
 from exactly_once.failures import DEFERRED
-from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Operation
+from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Minute, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, bucket_of
 from exactly_once.wire.identity import new_message_id
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from inbox.webhooks import Endpoint
+from inbox.outgoing_webhooks import Endpoint
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message
@@ -67,52 +67,39 @@ def a_busy_day(*, hours: int = 24, history: int = 0) -> None:
 def _statistics(hours: int) -> None:
     now = utcnow().replace(second=0, microsecond=0)
     minutes = [now - number * MINUTE for number in range(1, 60 * hours)]
-    published, handled = [], []
+    rows = []
     for number, minute in enumerate(minutes):
         rate = 320 + 140 * math.sin(number / 9) + 60 * math.sin(number / 2.3)
         trouble = max(0.0, 40 * math.sin((number - 8) / 7)) if number < 30 else 0.0
         sent = int(rate)
-        published.append(
-            outbox.models.MinuteStatistics(
-                minute=minute,
-                process="shop-web-1:811",
-                subject=ALL,
-                published=sent,
-                retried=int(trouble / 4),
+        rows.append(
+            _minute(
+                "outbox",
+                minute,
+                {"published": sent, "retried": int(trouble / 4)},
                 to_broker=_histogram(sent, 0.012 + 0.008 * abs(math.sin(number / 6))),
             )
         )
-        handled.append(
-            inbox.models.MinuteStatistics(
-                minute=minute,
-                process="shop-worker-1:902",
-                subject=ALL,
-                handled=sent - int(trouble),
-                failed=int(trouble),
-                deferred=int(trouble / 3),
-                redeliveries=int(2 + math.sin(number / 3)),
-                resends=number % 2,
-                repeats=number % 7 == 0,
-                to_inbox=_histogram(sent, 0.03),
-                to_effect=_histogram(sent, 0.045 + trouble / 150),
-            )
-        )
+        counts = {
+            "handled": sent - int(trouble),
+            "failed": int(trouble),
+            "deferred": int(trouble / 3),
+            "redeliveries": int(2 + math.sin(number / 3)),
+            "resends": number % 2,
+            "repeats": int(number % 7 == 0),
+        }
+        times = {"to_inbox": _histogram(sent, 0.03), "to_effect": _histogram(sent, 0.045 + trouble / 150)}
+        rows.append(_minute("inbox", minute, counts, **times))
         if trouble:
-            handled.append(
-                inbox.models.MinuteStatistics(
-                    minute=minute, process="shop-worker-1:902", subject=CHARGE, failed=int(trouble * 0.8)
-                )
-            )
-            handled.append(
-                inbox.models.MinuteStatistics(
-                    minute=minute, process="shop-worker-1:902", subject=PARCEL, failed=int(trouble * 0.2)
-                )
-            )
-            published.append(
-                outbox.models.MinuteStatistics(minute=minute, process="shop-web-1:811", subject=SMS, retried=int(trouble / 4))
-            )
-    outbox.models.MinuteStatistics.objects.bulk_create(published)
-    inbox.models.MinuteStatistics.objects.bulk_create(handled)
+            rows.append(_minute("inbox", minute, {"failed": int(trouble * 0.8)}, subject=CHARGE))
+            rows.append(_minute("inbox", minute, {"failed": int(trouble * 0.2)}, subject=PARCEL))
+            rows.append(_minute("outbox", minute, {"retried": int(trouble / 4)}, subject=SMS))
+    Minute.objects.bulk_create(rows)
+
+
+def _minute(app, minute, counts, *, subject=ALL, **times):
+    process = "shop-web-1:811" if app == "outbox" else "shop-worker-1:902"
+    return Minute(app=app, minute=minute, process=process, subject=subject, counts=counts, times=times)
 
 
 def _histogram(count: int, median: float) -> dict[int, int]:
@@ -135,11 +122,18 @@ def _processes() -> None:
             **{"host": f"shop-worker-{number}", "pid": 900 + 2 * number, "handlers": names, "mode": mode, **measured},
             received=730_114 // number,
             ran=2_310 // number,
+            running=[a_run(name, f"worker-{thread}") for thread, name in enumerate(names)] if mode == "running" else [],
             rate=0.0 if mode == "paused" else 131.4 / number,
         )
-    inbox.models.ConsumerHeartbeat.objects.filter(mode="paused").update(
+    Process.objects.filter(app="inbox", mode="paused").update(
         requested="pause", requested_by="ada in the admin", requested_at=utcnow() - 9 * MINUTE, acknowledged_at=utcnow()
     )
+
+
+def a_run(what: str, thread: str, *, message: str = "") -> dict[str, Any]:
+    """What a thread runs, as a heartbeat has it."""
+    given = {"what": what, "message": message or str(uuid.uuid4()), "messages": 1, "thread": thread}
+    return {**given, "began": 5 * HOUR.total_seconds() - 3}
 
 
 # ----------------------------------------------------------------------------------------------------------------- outbox
@@ -261,6 +255,23 @@ def _inbox() -> None:
     )
     _endpoints()
     _a_life()
+    _a_chain()
+
+
+def _a_chain() -> None:
+    """An order with its effects, of which one fails, and what their handlers published. Its correlation id is "cart-7299"."""
+    cause = ""
+    for number, (topic, handlers) in enumerate(((PLACED, (RESERVE, CHARGE)), (PAID, (PARCEL,)), (SHIPPED, ()))):
+        ids = {"correlation_id": "cart-7299", "causation_id": cause}
+        at = (40 - number) * SECOND
+        row = a_message(State.PUBLISHED, topic=topic, biz_id=_order(99), ago=at, settled_at=utcnow() - at + SECOND / 50, **ids)
+        cause = str(row.message_id)
+        for handler in handlers:
+            received = {"ago": at - SECOND / 10, "message_id": cause, "topic": topic, **ids}
+            if handler == CHARGE:
+                failing(handler, _order(99), TIMEOUT, attempts=2, **received)
+            else:
+                a_handled(handler, _order(99), **received)
 
 
 def _endpoints() -> None:
@@ -475,9 +486,8 @@ def _decisions() -> None:
             cleared_at=now - 4 * MINUTE if cleared else None,
         )
     for app in ("outbox", "inbox"):
-        Lease.objects.create(
-            name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", expires_at=now + MINUTE, done_at=now
-        )
+        at = {"valid_from": now - MINUTE, "expires_at": now + MINUTE, "done_at": now}
+        Lease.objects.create(name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", **at)
         # "where" of an entry is the admin or the name of a command.
         for action, kind, name, parameters in (
             ("pause", "topic", "shop.review.due", {"reason": "The mail provider asks us to wait until 18:00."}),
@@ -520,9 +530,8 @@ def hostile_rows(text: str) -> None:
     Endpoint.objects.create(name=text[:64], url=text, topics=[text], state="disabled", state_since=now, reason=text)
     asked = {"requested": "pause", "requested_by": text, "requested_at": now}
     a_relay(host=text, waits_for=text)
-    a_consumer(host=text, waits_for=text, handlers=[text])
-    outbox.models.RelayHeartbeat.objects.filter(host=text).update(**asked)
-    inbox.models.ConsumerHeartbeat.objects.filter(host=text).update(**asked)
+    a_consumer(host=text, waits_for=text, handlers=[text], running=[a_run(text, text, message=text)])
+    Process.objects.filter(host=text).update(**asked)
     received = failing(
         text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=json.dumps({text: text}).encode(),
         headers={text: text}, message_id=str(row.message_id), duplicates=2, conflicts=1, conflicting_id=text,
@@ -530,9 +539,8 @@ def hostile_rows(text: str) -> None:
     )  # fmt: skip
     inbox.models.Step.objects.create(message=received, name=text, result=text, taken_at=now)
     inbox.models.TrailEntry.objects.create(**trail, handler=text)
-    for app in (outbox.models, inbox.models):
-        app.MinuteStatistics.objects.create(minute=now, process=text, subject=text, dead=900)
     for app in ("outbox", "inbox"):
+        Minute.objects.create(app=app, minute=now, process=text, subject=text, counts={"dead": 900})
         FailureNote.objects.create(app=app, error_class=text, place=text, note=text, written_by=text, written_at=now)
         Alert.objects.create(
             app=app, condition=text[:64], object=text,

@@ -23,17 +23,17 @@ import inbox.checks
 import inbox.http
 import inbox.joins
 import inbox.metrics
+import inbox.outgoing_webhooks
+import inbox.outgoing_webhooks.checks
 import inbox.signals
 import inbox.testing
-import inbox.webhooks
-import inbox.webhooks.checks
 import outbox
 import outbox.checks
+import outbox.incoming_webhooks
+import outbox.incoming_webhooks.signals
 import outbox.metrics
 import outbox.signals
 import outbox.testing
-import outbox.webhooks
-import outbox.webhooks.signals
 from exactly_once import metrics
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage
@@ -104,7 +104,7 @@ def arguments(command):
 
 
 def command_pages():
-    names = ["console-commands.md"]
+    names = ["console-commands.md", "status-commands.md"]
     names += [f"{side}/{name}.md" for side in SIDES for name in ("process-commands", "message-commands")]
     return {name: page(f"reference/{name}") for name in names}
 
@@ -135,16 +135,25 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (outbox.checks, inbox.checks, inbox.joins.checks, inbox.webhooks.checks)
+        for module in (outbox.checks, inbox.checks, inbox.joins.checks, inbox.outgoing_webhooks.checks)
         for found in re.findall(
-            r'id="((?:outbox|inbox|inbox_joins|inbox_webhooks)\.[EWI]\d{3})"', Path(module.__file__).read_text()
+            r'id="((?:outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', Path(module.__file__).read_text()
         )
     }
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-PACKAGES = [outbox, inbox, inbox.http, inbox.joins, inbox.webhooks, outbox.testing, inbox.testing, outbox.webhooks]
+PACKAGES = [
+    outbox,
+    inbox,
+    inbox.http,
+    inbox.joins,
+    inbox.outgoing_webhooks,
+    outbox.testing,
+    inbox.testing,
+    outbox.incoming_webhooks,
+]
 
 
 def documented_names(package):
@@ -215,7 +224,7 @@ def test_every_table_is_documented_and_no_other():
 
     tables = {
         model._meta.db_table
-        for app in ("exactly_once", *SIDES, "inbox_joins", "inbox_webhooks")
+        for app in ("exactly_once", *SIDES, "inbox_joins", "inbox_outgoing_webhooks")
         for model in apps.get_app_config(app).get_models()
         if not model._meta.proxy
     }
@@ -237,7 +246,8 @@ def test_every_index_of_messages_is_documented_and_no_other():
 
 
 @pytest.mark.parametrize(
-    ("module", "title"), [(outbox.signals, "Outbox"), (inbox.signals, "Inbox"), (outbox.webhooks.signals, "outbox.webhooks")]
+    ("module", "title"),
+    [(outbox.signals, "Outbox"), (inbox.signals, "Inbox"), (outbox.incoming_webhooks.signals, "outbox.incoming_webhooks")],
 )
 def test_every_signal_is_documented_and_no_other(module, title):
     table = rows(section(page("reference/signals.md"), title), "signal", "sent when", "arguments")

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from exactly_once.masking import masked, quoted
+from exactly_once.masking import masked, masked_path, quoted
 from outbox.conf import OutboxOptions
 
 SECRET = "Xy7secret7yX"
@@ -24,6 +24,7 @@ SECRET = "Xy7secret7yX"
         ("rediss://host:6379/0?password=secret", "rediss://host:6379/0?***"),
         ("unix://:secret@/run/redis.sock?db=1", "unix://***@/run/redis.sock?***"),
         ("sqs://key:secret@", "sqs://***@"),
+        ("https://example.com/services/T024BE7LD?token=secret", "https://example.com/services/***?***"),
         ("sqla+sqlite:///celery.sqlite3", "sqla+sqlite:///celery.sqlite3"),
         ("amqp://host//", "amqp://host//"),
         ("local://", "local://"),
@@ -32,6 +33,23 @@ SECRET = "Xy7secret7yX"
 )
 def test_a_url_is_shown_without_its_secrets(url, shown):
     assert masked(url) == repr(shown)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("", ""),
+        ("/", "/"),
+        ("/v1/shop-events/hook2/sendMessage.json", "/v1/shop-events/hook2/sendMessage.json"),
+        ("/services/T024BE7LD/XnVx8vR2qkTq0a1b2c3d4e5f", "/services/***/***"),
+        ("/api/webhooks/123456789012345678/abc-DEF_123", "/api/webhooks/***/***"),
+        ("/catch/8f14e45f-ceea-467f-a8f0-bf28e3f1a2b3/abc12d/", "/catch/***/***/"),
+        ("/bot110201543:AAHdqTcvCH1vGWJxfSeof/sendMessage", "/***/sendMessage"),
+        ("/averyverylongsegmentoflettersonly", "/***"),
+    ],
+)
+def test_path_of_an_http_url_is_shown_without_what_may_be_a_secret(path, shown):
+    assert masked_path(path) == shown
 
 
 @pytest.mark.parametrize(

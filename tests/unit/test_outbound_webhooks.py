@@ -1,4 +1,4 @@
-"""Parts of outbound webhooks without a server: addresses, the pause that an endpoint asks for."""
+"""Parts of outgoing webhooks without a server: addresses, the pause that an endpoint asks for."""
 
 import socket
 from datetime import timedelta
@@ -8,8 +8,8 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from inbox.conf import InboxOptions
-from inbox.webhooks.addresses import NotAllowed, allowed_addresses, networks
-from inbox.webhooks.delivering import retry_after
+from inbox.outgoing_webhooks.addresses import NotAllowed, allowed_addresses, networks
+from inbox.outgoing_webhooks.delivering import retry_after
 
 PUBLIC = ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"]
 NOT_PUBLIC = [

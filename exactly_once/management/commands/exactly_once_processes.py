@@ -9,14 +9,14 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import age, fitted, table
+from exactly_once.cli.terminal import BOLD, RED, Line, Table, age, sentence, show
 from exactly_once.operators.audit import Actor, Subject, actor_of_command, record
-from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
+from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
 from exactly_once.process.requests import Request
 from exactly_once.sql.schema import require_schema
 
 _LEAST_OF_AN_ID = 4
-_Known = tuple[ProcessKind, Any]
+_PROCESSES = HeartbeatTable()
 
 
 class Command(TranslatedCommand):
@@ -42,16 +42,15 @@ class Command(TranslatedCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
-        kinds = process_kinds()
-        require_schema(alias, *(kind.app for kind in kinds))
-        known = [(kind, process) for kind in kinds for process in kind.heartbeats.known(alias)]
+        require_schema(alias)
+        known = list(_PROCESSES.known(alias))
         if options["request"] == "list":
-            self.stdout.write(fitted(_listed(known), self.stdout) if known else _("No process is known."))
+            show([_listed(known) if known else sentence(_("No process is known."))], self.stdout)
             return
         chosen = self._chosen(known, options["processes"], everyone=options["all"])
         request, actor, left = Request(options["request"]), actor_of_command(__name__), []
-        for kind, process in chosen:
-            if not _request(alias, kind, process, request, actor):
+        for process in chosen:
+            if not _request(alias, process, request, actor):
                 left.append(process)
                 continue
             words = _("%(process)s is asked to %(request)s. It reads that with its next heartbeat, within 2 s.")
@@ -60,8 +59,8 @@ class Command(TranslatedCommand):
             words = _("The request has no effect in the state of: %(processes)s.")
             raise CommandError(words % {"processes": ", ".join(map(str, left))})
 
-    def _chosen(self, known: Sequence[_Known], given: Sequence[str], *, everyone: bool) -> list[_Known]:
-        running = [(kind, process) for kind, process in known if process.stopped_at is None]
+    def _chosen(self, known: Sequence[Any], given: Sequence[str], *, everyone: bool) -> list[Any]:
+        running = [process for process in known if process.stopped_at is None]
         if everyone:
             return running
         if not given:
@@ -69,18 +68,18 @@ class Command(TranslatedCommand):
         return [_named(name, running) for name in given]
 
 
-def _request(alias: str, kind: ProcessKind, process: Any, request: Request, actor: Actor) -> bool:
+def _request(alias: str, process: Any, request: Request, actor: Actor) -> bool:
     with transaction.atomic(using=alias):
-        if not kind.heartbeats.request(alias, process.pk, request, f"{actor.name} with {actor.place}"):
+        if not _PROCESSES.request(alias, process.pk, request, f"{actor.name} with {actor.place}"):
             return False
-        record(kind.app, alias, actor, request, [Subject(kind="process", id=str(process.pk), name=str(process))])
+        record(process.app, alias, actor, request, [Subject(kind="process", id=str(process.pk), name=str(process))])
     return True
 
 
-def _named(name: str, processes: Sequence[_Known]) -> _Known:
+def _named(name: str, processes: Sequence[Any]) -> Any:
     found = [
-        (kind, process)
-        for kind, process in processes
+        process
+        for process in processes
         if name == str(process) or (len(name) >= _LEAST_OF_AN_ID and str(process.pk).startswith(name.lower()))
     ]
     if len(found) != 1:
@@ -91,37 +90,32 @@ def _named(name: str, processes: Sequence[_Known]) -> _Known:
     return found[0]
 
 
-def _listed(known: Sequence[_Known]) -> str:
-    head = (
-        _("process"),
-        _("kind"),
-        "id",
-        _("version"),
-        _("started"),
-        _("heartbeat"),
-        _("per second"),
-        _("memory"),
-        _("database"),
-        _("broker"),
-    )
-    lines = [
-        (
-            str(process),
-            str(kind.name),
-            str(process.pk)[:8],
-            process.version,
-            age(process.started_at, process.database_now),
-            age(process.beat_at, process.database_now),
-            "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
-            "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
-            _milliseconds(process.database_ms),
-            _milliseconds(process.broker_ms),
-        )
-        for kind, process in known
+def _listed(known: Sequence[Any]) -> Table:
+    kinds = {kind.app: str(kind.name) for kind in process_kinds()}
+    head = [
+        *(_("process"), _("kind"), "id", _("version"), _("started"), _("heartbeat")),
+        *(_("per second"), _("memory"), _("database"), _("broker"), _("state")),
     ]
-    # The state may contain a sentence, too long for a column.
-    states = [_("state"), *(_state(process) for _kind, process in known)]
-    return "\n".join(f"{line}  {state}" for line, state in zip(table([head, *lines]).splitlines(), states, strict=True))
+    lines = [
+        Line(
+            [
+                str(process),
+                kinds.get(process.app, process.app),
+                str(process.pk)[:8],
+                process.version,
+                age(process.started_at, process.database_now),
+                age(process.beat_at, process.database_now),
+                "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
+                "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
+                _milliseconds(process.database_ms),
+                _milliseconds(process.broker_ms),
+                _state(process),
+            ],
+            RED if process.silent and not process.stopped_at else "",
+        )
+        for process in known
+    ]
+    return Table([Line(head, BOLD), *lines], texts=1)
 
 
 def _milliseconds(value: float | None) -> str:

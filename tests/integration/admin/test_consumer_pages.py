@@ -7,18 +7,18 @@ from django.contrib import admin
 from django.test import override_settings
 from django.urls import reverse
 
+from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.models import Process
 from exactly_once.process.heartbeat import SILENT_AFTER
-from inbox.admin.consumers import ConsumerAdmin
-from inbox.models import ConsumerHeartbeat
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-CONSUMERS = "admin:inbox_consumerheartbeat_changelist"
-CONSUMER = "admin:inbox_consumerheartbeat_change"
-VIEW = "view_consumerheartbeat"
+CONSUMERS = "admin:exactly_once_process_changelist"
+CONSUMER = "admin:exactly_once_process_change"
+VIEW = "view_process"
 
 
 def the_page():
@@ -96,9 +96,9 @@ def test_consumer_pages_are_read_only():
     assert "Working" in Page(client.get(reverse(CONSUMER, args=[consumer.id]))).text
     assert not the_page().all("input", name="_selected_action")
     assert client.post(reverse(CONSUMER, args=[consumer.id]), {"host": "changed"}).status_code == 403
-    assert client.get(reverse("admin:inbox_consumerheartbeat_add")).status_code == 403
-    assert client.post(reverse("admin:inbox_consumerheartbeat_delete", args=[consumer.id]), {"post": "yes"}).status_code == 403
-    assert ConsumerHeartbeat.objects.get().host == "consumer-1"
+    assert client.get(reverse("admin:exactly_once_process_add")).status_code == 403
+    assert client.post(reverse("admin:exactly_once_process_delete", args=[consumer.id]), {"post": "yes"}).status_code == 403
+    assert Process.objects.get().host == "consumer-1"
 
 
 def test_consumer_list_requires_the_view_permission():
@@ -111,7 +111,8 @@ def test_query_count_of_the_list_does_not_grow_with_rows(django_assert_num_queri
     client = staff_client(VIEW)
     client.get(reverse(CONSUMERS))
 
-    with django_assert_num_queries(7):  # session, user, permissions (2), handlers without a consumer, count, rows
+    # session, user, permissions (2), is there a relay, its table, what is ready, handlers without a consumer, count, rows
+    with django_assert_num_queries(10):
         client.get(reverse(CONSUMERS))
 
 
@@ -122,21 +123,22 @@ def test_text_of_a_consumer_adds_no_element():
         page = the_page()
         assert text in page.text
         shapes.append([element for element in page.shape if element != ("wbr",)])
-        ConsumerHeartbeat.objects.all().delete()
+        Process.objects.all().delete()
 
     assert shapes[0] == shapes[1]
 
 
 def test_admin_of_another_database_lists_its_consumers_and_handlers(rf, handles):
-    class OtherAdmin(ConsumerAdmin):
+    class OtherAdmin(ProcessAdmin):
         using = "other"
 
     handles(the_effect, name="shop.here")
     handles(the_effect, name="shop.there", using="other")
     a_consumer(host="here")
     a_consumer(host="there", using="other")
-    other = OtherAdmin(ConsumerHeartbeat, admin.site)
+    other = OtherAdmin(Process, admin.site)
 
     assert [row.host for row in other.get_queryset(rf.get("/"))] == ["there"]
-    assert "shop.there" in other.none_runs()
-    assert "shop.here" not in other.none_runs()
+    [*_, warned] = other.warnings(rf.get("/"))
+    assert "shop.there" in warned
+    assert "shop.here" not in warned

@@ -124,6 +124,19 @@ def test_transaction_that_the_handler_ends_makes_another_database_no_more_writab
     assert "It would fail" in page.text
 
 
+@pytest.mark.every_database
+def test_commit_of_the_drivers_connection_makes_another_database_no_more_writable(run_dry):
+    def commit():
+        with_the_driver("SELECT 1")
+        connections["other"].connection.commit()
+        with_the_driver()
+        connections["other"].connection.commit()
+
+    page = run_dry(commit)
+    assert the_names() == ["kept"]
+    assert "It would fail" in page.text
+
+
 def test_handler_reads_another_database_also_in_a_transaction_and_its_commit_hooks_do_not_run(run_dry):
     ran, read = [], []
 
@@ -156,6 +169,21 @@ def test_other_threads_of_the_web_process_write_to_another_database_during_a_dry
     assert the_names() == ["kept", "written meanwhile"]
 
 
+def test_pooled_connection_that_the_handler_has_closed_writes_again(run_dry, the_only_session):
+    sessions = []
+
+    def look():
+        sessions.append(the_only_session())
+        connections["other"].close()
+
+    assert "It would be handled" in run_dry(look).text
+    sessions.append(the_only_session())
+    with transaction.atomic(using="other"):
+        Effect.objects.using("other").create(name="written afterwards")
+    assert the_names() == ["kept", "written afterwards"]
+    assert len(set(sessions)) == 1
+
+
 @pytest.mark.parametrize("refused", [False, True], ids=["handled", "refused"])
 def test_pooled_connection_writes_again_after_a_dry_run(run_dry, the_only_session, refused):
     """The pool has one connection, so the dry run and the web process use the same session."""
@@ -169,7 +197,8 @@ def test_pooled_connection_writes_again_after_a_dry_run(run_dry, the_only_sessio
     page = run_dry(look)
     assert ("It would fail" if refused else "It would be handled") in page.text
     sessions.append(the_only_session())
-    Effect.objects.using("other").create(name="written afterwards")
+    with transaction.atomic(using="other"):
+        Effect.objects.using("other").create(name="written afterwards")
     assert the_names() == ["kept", "written afterwards"]
     assert len(set(sessions)) == 1
 

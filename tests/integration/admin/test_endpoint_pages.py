@@ -8,12 +8,12 @@ from django.urls import reverse
 
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
-from inbox.webhooks import Endpoint, endpoints
+from inbox.outgoing_webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-LIST, ADD, ONE = (f"admin:inbox_webhooks_endpoint_{page}" for page in ("changelist", "add", "change"))
+LIST, ADD, ONE = (f"admin:inbox_outgoing_webhooks_endpoint_{page}" for page in ("changelist", "add", "change"))
 VIEW = "view_endpoint"
 CONFIRMED = {"confirmed": "yes", "reason": "asked by the partner"}
 
@@ -40,14 +40,14 @@ def test_list_shows_state_url_and_the_messages_that_wait(endpoint):
         assert words in text
 
 
-def test_query_of_the_url_which_may_contain_a_secret_is_not_shown(endpoint):
-    endpoints.edit("default", endpoint.pk, url="https://example.com/hooks?token=s3cr3t")
+def test_parts_of_the_url_which_may_be_secrets_are_not_shown(endpoint):
+    endpoints.edit("default", endpoint.pk, url="https://example.com/hooks/s3cr3t?token=s3cr3t")
     client = staff_client(VIEW)
 
     for url in (reverse(LIST), reverse(ONE, args=[endpoint.pk])):
         text = Page(client.get(url)).text
         assert "s3cr3t" not in text
-        assert "https://example.com/hooks?…" in text
+        assert "https://example.com/hooks/***?…" in text
 
 
 def test_secret_is_shown_on_the_page_with_its_permission_only(endpoint):
@@ -55,6 +55,8 @@ def test_secret_is_shown_on_the_page_with_its_permission_only(endpoint):
     shown, hidden = (Page(staff_client(VIEW, *more).get(url)).text for more in (["secret_endpoint"], []))
 
     assert endpoint.secret in shown.replace("\n", "")
+    assert "Show the URL" in shown
+    assert "Show the URL" not in hidden
     assert endpoint.secret[6:20] not in hidden
     assert "shop.order.placed" in hidden
 

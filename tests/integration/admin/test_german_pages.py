@@ -16,11 +16,11 @@ from django.core.management import call_command, get_commands, load_command_clas
 from django.urls import reverse
 from django.utils import translation
 
-from exactly_once.models import Alert
+from exactly_once.models import Alert, Minute
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
-from outbox.models import MinuteStatistics, OutboxMessage
+from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.deliveries import deliver
 from tests.support.heartbeats import a_relay
@@ -31,7 +31,7 @@ from tests.support.shop_day import hostile_rows
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 
 ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
-LABELS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+LABELS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 LISTS = sorted(
     f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in LABELS
 )
@@ -160,9 +160,10 @@ def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, ha
 @pytest.mark.parametrize(
     "command",
     [
-        *(["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]),
+        *(["exactly_once_status"], ["exactly_once_purge"]),
         *(["exactly_once_alerts"], ["exactly_once_processes"]),
-        *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"], ["outbox_resume_checks"]),
+        *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"]),
+        ["outbox_resume", "--checks"],
     ],
     ids=" ".join,
 )
@@ -189,6 +190,6 @@ def test_help_of_a_command_in_german_has_no_english_text(command, german, leftov
 def test_latency_by_topic_and_raised_alerts_in_german_have_no_english_text(admin_client, german, leftovers):
     times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
     Alert.objects.create(app="outbox", condition="lag", summary="-", state="raised", **times)
-    MinuteStatistics.objects.create(minute=DatabaseTime(), process="-", subject="t", to_broker={"3": 1})
+    Minute.objects.create(app="outbox", minute=DatabaseTime(), process="-", subject="t", times={"to_broker": {"3": 1}})
     for page in ("changelist", "latency"):
         assert leftovers(admin_client.get(reverse(f"admin:outbox_overview_{page}")).content.decode()) == []

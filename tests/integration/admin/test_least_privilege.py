@@ -11,7 +11,7 @@ from exactly_once.process.loop import StopRequest
 from inbox import Lease
 from inbox.models import InboxMessage, State
 from inbox.operations import executor
-from inbox.webhooks import Endpoint
+from inbox.outgoing_webhooks import Endpoint
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, options
 
@@ -75,10 +75,10 @@ def test_life_of_a_message_is_shown_only_with_its_permission(app, with_a_step):
 def test_query_of_an_endpoints_url_is_not_in_the_audit_log():
     client = staff_client("add_endpoint", "edit_endpoint", "view_endpoint", "view_auditentry")
     fields = {"name": "partner", "url": "https://example.com/hooks?token=s3cret", "topics": "[]", "concurrency": "2"}
-    client.post(reverse("admin:inbox_webhooks_endpoint_add"), fields)
+    client.post(reverse("admin:inbox_outgoing_webhooks_endpoint_add"), fields)
     row = Endpoint.objects.get()
     changed = {"confirmed": "yes", "reason": "moved", "url": "https://example.com/new?token=s3cret"}
-    act(client, "edit", row, page="admin:inbox_webhooks_endpoint_changelist", **changed)
+    act(client, "edit", row, page="admin:inbox_outgoing_webhooks_endpoint_changelist", **changed)
     assert Endpoint.objects.get().url == changed["url"]
 
     urls = [entry.parameters["url"] for entry in AuditEntry.objects.order_by("pk")]

@@ -9,12 +9,12 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once.admin import message_search
-from exactly_once.models import Operation
+from exactly_once.models import Operation, Process
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrailEntry
-from outbox.models import OutboxMessage, RelayHeartbeat, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.integration.admin import test_inbox_pages
 from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, listed, staff_client
@@ -194,7 +194,7 @@ class TestFilters:
 
     def test_host_filter_offers_the_hosts_of_the_processes(self):
         at = utcnow()
-        RelayHeartbeat.objects.create(id=uuid.uuid4(), host="web-7", pid=1, started_at=at, beat_at=at)
+        Process.objects.create(app="outbox", id=uuid.uuid4(), host="web-7", pid=1, started_at=at, beat_at=at)
 
         assert page(Outbox()).all("a", href="?host=web-7")
 

@@ -17,11 +17,13 @@ from django.urls import reverse
 
 from exactly_once import display
 from exactly_once.admin import acting as acting_admin
+from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
-from outbox.admin import OutboxMessageAdmin, RelayAdmin
+from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage, RelayHeartbeat
+from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import operating, restoring
 from tests.support.admin_pages import (
@@ -44,8 +46,8 @@ from tests.support.heartbeats import a_relay, write_beat
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-RELAYS, RELAY = "admin:outbox_relayheartbeat_changelist", "admin:outbox_relayheartbeat_change"
-VIEW_RELAYS = "view_relayheartbeat"
+RELAYS, RELAY = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
+VIEW_RELAYS = "view_process"
 LONG_AGO = timedelta(days=1)
 
 
@@ -675,9 +677,9 @@ class TestRelayList:
         assert "Working" in Page(client.get(reverse(RELAY, args=[relay.id]))).text
         assert not self.page().all("input", name="_selected_action")
         assert client.post(reverse(RELAY, args=[relay.id]), {"host": "changed"}).status_code == 403
-        assert client.get(reverse("admin:outbox_relayheartbeat_add")).status_code == 403
-        assert client.post(reverse("admin:outbox_relayheartbeat_delete", args=[relay.id]), {"post": "yes"}).status_code == 403
-        assert RelayHeartbeat.objects.get().host == "relay-1"
+        assert client.get(reverse("admin:exactly_once_process_add")).status_code == 403
+        assert client.post(reverse("admin:exactly_once_process_delete", args=[relay.id]), {"post": "yes"}).status_code == 403
+        assert Process.objects.get().host == "relay-1"
 
     def test_relay_list_requires_the_view_permission(self):
         assert staff_client(VIEW).get(reverse(RELAYS)).status_code == 403
@@ -688,7 +690,8 @@ class TestRelayList:
         client = staff_client(VIEW_RELAYS)
         client.get(reverse(RELAYS))
 
-        with django_assert_num_queries(7):  # session, user, permissions (2), does one run, count, rows
+        # session, user, permissions (2), does one run, handlers without a consumer, count, rows
+        with django_assert_num_queries(8):
             client.get(reverse(RELAYS))
 
     def test_relay_text_adds_no_element(self):
@@ -698,16 +701,16 @@ class TestRelayList:
             page = self.page()
             assert text in page.text
             shape += [element for element in page.shape if element != ("wbr",)]
-            RelayHeartbeat.objects.filter(pk=relay.id).delete()
+            Process.objects.filter(pk=relay.id).delete()
 
         assert nasty == harmless
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_relay_admin_of_another_database_lists_the_relays_of_that_database(self, rf):
-        class OtherAdmin(RelayAdmin):
+        class OtherAdmin(ProcessAdmin):
             using = "other"
 
         a_relay(host="here")
         write_beat("other", host="there")
 
-        assert [row.host for row in OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))] == ["there"]
+        assert [row.host for row in OtherAdmin(Process, admin.site).get_queryset(rf.get("/"))] == ["there"]

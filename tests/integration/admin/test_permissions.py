@@ -17,23 +17,23 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
-from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox.editing import conflict_token
 from inbox.joins.models import Run
-from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
-from inbox.webhooks import Endpoint
-from outbox.models import PausedTopic, PendingCallback, RelayHeartbeat
+from inbox.models import InboxMessage, PausedHandler
+from inbox.outgoing_webhooks import Endpoint
+from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import a_message, staff_client
 from tests.support.deliveries import deliver, run_to_the_end
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
 ACTIONS = [(label, action) for label, model_admin in OURS.items() for action in (model_admin.actions or ())]
 PERMISSION = {
@@ -69,8 +69,7 @@ NEEDED = {
 
 
 EFFECTIVE = {
-    ("outbox.RelayHeartbeat", "resume"): {"mode": "paused"},
-    ("inbox.ConsumerHeartbeat", "resume"): {"mode": "paused"},
+    ("exactly_once.Process", "resume"): {"mode": "paused"},
     ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
     ("inbox.InboxMessage", "run_conflicting"): {
         "conflicts": 1,
@@ -85,7 +84,7 @@ EFFECTIVE = {
             "created_at": None,
         },
     },
-    ("inbox_webhooks.Endpoint", "enable"): {"state": "disabled"},
+    ("inbox_outgoing_webhooks.Endpoint", "enable"): {"state": "disabled"},
 }
 """Columns with which an action has an effect on the row of its page."""
 
@@ -149,12 +148,11 @@ def a_row(handles):
         "exactly_once.AuditEntry": partial(AuditEntry.objects.create, app="outbox", at=DatabaseTime()),
         "outbox.PausedTopic": partial(PausedTopic.objects.create, topic="shop.t", **paused),
         "inbox.PausedHandler": partial(PausedHandler.objects.create, handler="shop.h", **paused),
-        "outbox.RelayHeartbeat": lambda: RelayHeartbeat.objects.get(pk=a_relay().id),
-        "inbox.ConsumerHeartbeat": lambda: ConsumerHeartbeat.objects.get(pk=a_consumer().id),
+        "exactly_once.Process": lambda: Process.objects.get(pk=a_relay().id),
         "outbox.PendingCallback": a_pending_callback,
         "inbox.InboxMessage": a_dead_letter,
         "inbox_joins.Run": a_run,
-        "inbox_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
+        "inbox_outgoing_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
     }
 
     # A page without rows of its own, such as the overview, has a list only.
@@ -255,7 +253,7 @@ def forms_beside_the_actions(a_row):
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
     yield (
-        url_of("inbox_webhooks.Endpoint", "add"),
+        url_of("inbox_outgoing_webhooks.Endpoint", "add"),
         {"name": "h", "url": "https://example.com", "topics": "[]", "concurrency": 2},
     )
 

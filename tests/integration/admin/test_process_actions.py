@@ -10,13 +10,12 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Process
 from exactly_once.process.heartbeat import STOPPED_SHOWN_FOR
 from exactly_once.process.requests import Mode, Request
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import PausedHandler
 from inbox.store.heartbeats import consumers
-from outbox.models import RelayHeartbeat
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import NASTY, Page, act, said, staff_client
 from tests.support.deliveries import the_effect
@@ -24,10 +23,9 @@ from tests.support.heartbeats import a_consumer, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-RELAYS, RELAY = "admin:outbox_relayheartbeat_changelist", "admin:outbox_relayheartbeat_change"
-CONSUMERS = "admin:inbox_consumerheartbeat_changelist"
+PROCESSES, PROCESS = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
 HANDLERS, HANDLER_ADD = "admin:inbox_pausedhandler_changelist", "admin:inbox_pausedhandler_add"
-VIEW_RELAYS, VIEW_CONSUMERS, VIEW_HANDLERS = "view_relayheartbeat", "view_consumerheartbeat", "view_pausedhandler"
+VIEW, VIEW_HANDLERS = "view_process", "view_pausedhandler"
 
 
 class Row:
@@ -38,7 +36,7 @@ class Row:
 
 
 def the_relays(*permissions):
-    return Page(staff_client(VIEW_RELAYS, *permissions).get(reverse(RELAYS)))
+    return Page(staff_client(VIEW, *permissions).get(reverse(PROCESSES)))
 
 
 class TestList:
@@ -65,14 +63,14 @@ class TestList:
         assert "Stopped" in text
         assert text.index("live-host") < text.index("stopped-host")
 
-        RelayHeartbeat.objects.filter(pk=stopped.id).update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR))
+        Process.objects.filter(pk=stopped.id).update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR))
         assert "stopped-host" not in the_relays().text
 
     def test_stopped_consumer_counts_as_not_running(self, handles):
         handles(the_effect, name="shop.reserve_stock")
         consumers.mark_stopped("default", a_consumer().id)
 
-        text = Page(staff_client(VIEW_CONSUMERS).get(reverse(CONSUMERS))).text
+        text = Page(staff_client(VIEW).get(reverse(PROCESSES))).text
 
         assert "No consumer is running for: shop.reserve_stock." in text
         assert "consumer-1:4712" in text
@@ -96,7 +94,7 @@ class TestList:
             page = the_relays()
             assert text in page.text
             shapes.append([element for element in page.shape if element != ("wbr",)])
-            RelayHeartbeat.objects.all().delete()
+            Process.objects.all().delete()
 
         assert shapes[0] == shapes[1]
 
@@ -105,26 +103,27 @@ class TestRequests:
     @pytest.mark.parametrize("request_", ["pause", "drain", "stop"])
     def test_confirmed_request_is_in_the_row_in_the_log_and_in_the_audit_log(self, request_):
         relay = a_relay()
-        client = staff_client(VIEW_RELAYS, f"{request_}_relayheartbeat")
-        asked = Page(act(client, request_, Row(relay), page=RELAYS))
+        client = staff_client(VIEW, f"{request_}_process")
+        asked = Page(act(client, request_, Row(relay), page=PROCESSES))
         assert "relay-1:4711" in asked.text
         assert relays.pending("default", relay.id) is None
 
-        response = act(client, request_, Row(relay), page=RELAYS, confirmed="yes")
+        response = act(client, request_, Row(relay), page=PROCESSES, confirmed="yes")
 
-        assert said(response) == [("success", f"Relay relay-1:4711: asked to {request_}")]
-        row = RelayHeartbeat.objects.get()
+        assert said(response) == [("success", f"Process relay-1:4711: asked to {request_}")]
+        row = Process.objects.get()
         assert (row.requested, row.requested_by, row.acknowledged_at) == (request_, "staff0 in the admin", None)
         assert LogEntry.objects.get().object_id == str(relay.id)
         entry = AuditEntry.objects.get()
         assert (entry.actor, entry.place, entry.address) == ("staff0", "admin", "127.0.0.1")
-        assert (entry.action, entry.kind, entry.object_id, entry.name) == (request_, "relay", str(relay.id), "relay-1:4711")
+        assert (entry.app, entry.action, entry.kind) == ("outbox", request_, "process")
+        assert (entry.object_id, entry.name) == (str(relay.id), "relay-1:4711")
 
     def test_paused_process_is_resumed_without_a_question(self):
         consumer = a_consumer(mode="paused")
-        client = staff_client(VIEW_CONSUMERS, "resume_consumerheartbeat")
+        client = staff_client(VIEW, "resume_process")
 
-        act(client, "resume", Row(consumer), page=CONSUMERS)
+        act(client, "resume", Row(consumer), page=PROCESSES)
 
         assert consumers.pending("default", consumer.id) is Request.RESUME
         assert AuditEntry.objects.get().action == "resume"
@@ -132,9 +131,9 @@ class TestRequests:
     def test_request_to_a_process_that_has_stopped_meanwhile_is_refused(self):
         relay = a_relay()
         relays.mark_stopped("default", relay.id)
-        client = staff_client(VIEW_RELAYS, "stop_relayheartbeat")
+        client = staff_client(VIEW, "stop_process")
 
-        response = act(client, "stop", Row(relay), page=RELAYS, confirmed="yes")
+        response = act(client, "stop", Row(relay), page=PROCESSES, confirmed="yes")
 
         [(level, words)] = said(response)
         assert level == "warning"
@@ -143,9 +142,9 @@ class TestRequests:
 
     def test_own_page_offers_only_requests_with_an_effect(self):
         relay = a_relay(mode="paused")
-        client = staff_client(VIEW_RELAYS, *(f"{request}_relayheartbeat" for request in Request))
+        client = staff_client(VIEW, *(f"{request}_process" for request in Request))
 
-        page = Page(client.get(reverse(RELAY, args=[relay.id])))
+        page = Page(client.get(reverse(PROCESS, args=[relay.id])))
 
         assert {field["value"] for field in page.all("input", name="action")} == {"resume", "drain", "stop"}
 

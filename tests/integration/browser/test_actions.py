@@ -9,17 +9,18 @@ import pytest
 from django.contrib import admin
 
 from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.models import Process as ProcessRow
 from exactly_once.sql.now import DatabaseTime
 from inbox.joins.models import Run
-from inbox.models import ConsumerHeartbeat, InboxMessage, PausedHandler
-from inbox.webhooks import Endpoint
-from outbox.models import OutboxMessage, PausedTopic, PendingCallback, RelayHeartbeat
+from inbox.models import InboxMessage, PausedHandler
+from inbox.outgoing_webhooks import Endpoint
+from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
 from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import NASTY, a_message
 from tests.support.apps.worker import JOB
 from tests.support.browser import DESKTOP, PHONE
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_relay
 from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
@@ -28,8 +29,8 @@ from tests.support.workers import Process
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
 
-PROCESSES = {"inbox_consumerheartbeat": ConsumerHeartbeat, "outbox_relayheartbeat": RelayHeartbeat}
-OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_webhooks"}
+PROCESSES = {"inbox": "consumer", "outbox": "relay"}
+OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 EVERY = {
     (model._meta.label, action)
     for model, model_admin in admin.site._registry.items()
@@ -73,8 +74,8 @@ def a_paused(model, **given):
     return model.objects.create(paused_by=NASTY, reason=NASTY, paused_at=DatabaseTime(), **given)
 
 
-def a_process(model, make, **given):
-    return model.objects.get(pk=make(host=NASTY, **given).id)
+def a_process(**given):
+    return ProcessRow.objects.get(pk=a_relay(host=NASTY, **given).id)
 
 
 def a_dead_letter(biz_id, **given):
@@ -101,8 +102,7 @@ def rows_to_act_on():
     found["inbox.PausedHandler", "resume"] = partial(a_paused, PausedHandler, handler=NASTY)
     for action in ("pause", "resume", "drain", "stop"):
         mode = {"mode": "paused"} if action == "resume" else {}
-        found["outbox.RelayHeartbeat", action] = partial(a_process, RelayHeartbeat, a_relay, **mode)
-        found["inbox.ConsumerHeartbeat", action] = partial(a_process, ConsumerHeartbeat, a_consumer, **mode)
+        found["exactly_once.Process", action] = partial(a_process, **mode)
     for action in ("call_now", "discard"):
         found["outbox.PendingCallback", action] = a_callback
     found["exactly_once.Alert", "acknowledge"] = an_alert
@@ -122,7 +122,7 @@ def rows_to_act_on():
         found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
     for action in ("test", "edit", "rotate", "enable", "disable"):
         state = "disabled" if action == "enable" else "active"
-        found["inbox_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
+        found["inbox_outgoing_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
     return found
 
 
@@ -248,12 +248,12 @@ def test_failure_group_takes_a_note_and_its_operation_is_cancelled(operator):
     assert all("csrfmiddlewaretoken=" in body for _path, body in operator.posted)
 
 
-def until_state(operator, name, state):
-    """Reload the list, which shows the last heartbeat, until its only process is in this state."""
+def until_state(operator, kind, state):
+    """Reload the list, which shows the last heartbeat, until the only process of this kind is in this state."""
 
     def shown():
-        page = operator.visit(f"admin:{name}_changelist")
-        return page.locator(".field-state", has_text=state).count()
+        page = operator.visit("admin:exactly_once_process_changelist")
+        return page.locator("#result_list tr", has_text=kind).locator(".field-state", has_text=state).count()
 
     wait_until(shown)
 
@@ -280,14 +280,14 @@ def test_running_processes_execute_an_operation_and_follow_requests(operator, en
         relay.until(lambda: not OutboxMessage.objects.filter(state=State.READY).exists())
 
         for action, before, after in (("pause", "Working", "Paused"), ("resume", "Paused", "Working")):
-            for name, model in PROCESSES.items():
-                until_state(operator, name, before)
-                choose(operator.page, model.objects.get(), action)
-            for name in PROCESSES:
-                until_state(operator, name, after)
+            for app, kind in PROCESSES.items():
+                until_state(operator, kind, before)
+                choose(operator.page, ProcessRow.objects.get(app=app), action)
+            for kind in PROCESSES.values():
+                until_state(operator, kind, after)
                 require_good_layout(operator.page)
-        for (name, model), action, process in zip(PROCESSES.items(), ("drain", "stop"), (consumer, relay), strict=True):
-            page = operator.visit(f"admin:{name}_changelist")
-            choose(page, model.objects.get(), action)
+        for (app, kind), action, process in zip(PROCESSES.items(), ("drain", "stop"), (consumer, relay), strict=True):
+            page = operator.visit("admin:exactly_once_process_changelist")
+            choose(page, ProcessRow.objects.get(app=app), action)
             assert process.ends() == 0
-            until_state(operator, name, "Stopped")
+            until_state(operator, kind, "Stopped")

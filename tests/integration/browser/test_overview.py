@@ -2,9 +2,8 @@
 
 import pytest
 
+from exactly_once.models import Minute
 from exactly_once.telemetry.statistics import ALL
-from inbox.models import MinuteStatistics as InboxStatistics
-from outbox.models import MinuteStatistics as OutboxStatistics
 from tests.support.apps.worker import JOB
 from tests.support.relaying import published
 
@@ -18,8 +17,8 @@ def settled(running):
     """Have messages published and handled, and wait until both processes have written their statistics."""
     for number in range(5):
         published(topic=JOB, payload={"do": "fail"} if number == 0 else {})
-    running.until(lambda: OutboxStatistics.objects.filter(subject=ALL, published__gt=0).exists())
-    running.until(lambda: InboxStatistics.objects.filter(subject=ALL, handled__gt=0).exists())
+    running.until(lambda: Minute.objects.filter(app="outbox", subject=ALL, counts__published__gt=0).exists())
+    running.until(lambda: Minute.objects.filter(app="inbox", subject=ALL, counts__handled__gt=0).exists())
 
 
 def test_overview_draws_charts_and_refreshes_its_figures(operator, running):

@@ -14,7 +14,7 @@ from tests.support.shop_day import TOPIC_OF, a_busy_day, hostile_rows
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
 
-OURS = [model for model in admin.site._registry if model._meta.app_label in {"outbox", "inbox", "inbox_webhooks"}]
+OURS = [model for model in admin.site._registry if model._meta.app_label in {"outbox", "inbox", "inbox_outgoing_webhooks"}]
 MESSAGES = (OutboxMessage, InboxMessage)
 HOSTILE = f"{NASTY}{'W' * 120}"
 SAFE = {"auth_user", "django_session", "django_migrations", "django_content_type", "auth_permission"}
@@ -38,7 +38,7 @@ def lists():
     yield reverse("admin:index")
     for model in OURS:
         yield reverse(name_of(model, "changelist"))
-    for name in ("outbox_pausedtopic", "inbox_pausedhandler", "inbox_webhooks_endpoint"):
+    for name in ("outbox_pausedtopic", "inbox_pausedhandler", "inbox_outgoing_webhooks_endpoint"):
         yield reverse(f"admin:{name}_add")
 
 

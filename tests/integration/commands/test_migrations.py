@@ -14,7 +14,9 @@ from tests.support.relaying import published, state_of
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
-NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_webhooks")}
+NEWEST = {
+    app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
+}
 
 
 def tables_of(app):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
-from outbox.models import RelayHeartbeat
+from exactly_once.models import Process as ProcessRow
 from outbox.states import State
 from outbox.store.dialect import live
 from tests.support.relaying import published, row_of, state_of
@@ -20,7 +21,9 @@ from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
-NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_webhooks")}
+NEWEST = {
+    app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
+}
 
 
 def migrate_to(*targets):
@@ -72,16 +75,14 @@ def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_m
         assert f"Run `python manage.py migrate {half_migrated}`, which applies {NEWEST[half_migrated][1]}" in line
 
 
-COMMANDS = {
-    "outbox": ["outbox_status", "outbox_purge", "outbox_restore", "outbox_resume_checks"],
-    "inbox": ["inbox_status", "inbox_purge", "inbox_retry"],
-}
+COMMANDS = [["exactly_once_status"], ["exactly_once_purge"], ["exactly_once_export"], ["exactly_once_import", "no file"]]
+OF_ONE = {"outbox": [["outbox_restore"], ["outbox_resume", "--checks"]], "inbox": [["inbox_retry"]]}
 
 
 def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(half_migrated):
-    for name in COMMANDS[half_migrated]:
+    for command in [*COMMANDS, *OF_ONE[half_migrated]]:
         with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
-            call_command(name)
+            call_command(*command)
 
         assert "\n" not in str(refused.value)
 
@@ -101,7 +102,7 @@ def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(comma
         with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
             assert relay.ends() == 0, relay.said()
     finally:
-        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_webhooks"])
+        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_outgoing_webhooks"])
 
 
 def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_to_run(command):
@@ -113,7 +114,7 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
 
 
 def test_database_that_is_newer_than_the_code_is_accepted(command):
-    tables = ("outbox_outboxmessage", "outbox_relayheartbeat", "inbox_inboxmessage")
+    tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
         executed(f"ALTER TABLE {table} ADD COLUMN of_the_next_version integer NULL")
     try:
@@ -134,7 +135,7 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
     try:
         missing = r"it has no column inbox_step\.result\. Run `python manage\.py migrate inbox`"
         with pytest.raises(CommandError, match=missing):
-            call_command("inbox_status", stdout=io.StringIO())
+            call_command("exactly_once_status", stdout=io.StringIO())
     finally:
         executed("ALTER TABLE inbox_step RENAME COLUMN hidden TO result")
 
@@ -142,8 +143,16 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
 def test_database_that_the_routers_keep_the_app_out_of_is_refused(settings):
     settings.DATABASE_ROUTERS = [Nowhere()]
 
-    with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
-        call_command("outbox_status")
+    for command in (["exactly_once_status", "--app", "outbox"], ["outbox_resume", "--checks"]):
+        with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
+            call_command(*command)
+
+
+def test_command_for_both_apps_leaves_out_the_one_that_the_routers_keep_out_of_the_database(settings):
+    settings.DATABASE_ROUTERS = [Nowhere()]
+    call_command("exactly_once_status", "--json", stdout=(out := io.StringIO()))
+
+    assert json.loads(out.getvalue()).keys() == {"inbox"}
 
 
 class Nowhere:
@@ -162,13 +171,13 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
     url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
     with command("outbox_relay", OUTBOX={"BROKER_URL": url}) as relay:
-        relay.until(lambda: "Relaying" in relay.said() and RelayHeartbeat.objects.exclude(last_pass_at=None).exists())
+        relay.until(lambda: "Relaying" in relay.said() and ProcessRow.objects.exclude(last_pass_at=None).exists())
         taken = "inbox_inboxmessage" if broker == "local://" else live(connection)
         message = published(topic="worker.job", payload={}, delay=timedelta(seconds=1))
         executed(f"ALTER TABLE {taken} RENAME TO hidden")
         try:
             relay.until(lambda: LATER in relay.said())
-            relay.until(lambda: RelayHeartbeat.objects.filter(waits_for="the database, which is not migrated").exists())
+            relay.until(lambda: ProcessRow.objects.filter(waits_for="the database, which is not migrated").exists())
         finally:
             executed(f"ALTER TABLE hidden RENAME TO {taken}")
         relay.until(lambda: "is available again after" in relay.said())

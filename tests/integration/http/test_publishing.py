@@ -424,6 +424,48 @@ def test_operation_is_shown_to_its_own_client_only(token):
     assert Api().get(f"outbox/operations/{2**63}").status_code == 422
 
 
+@pytest.mark.django_db(transaction=True)
+def test_repeated_restore_of_a_topic_is_answered_with_the_operation_that_is_still_open():
+    some_cancelled(2)
+    restore = {"topic": TOPIC}
+    first, again = (Api().post("outbox/messages/restore", restore) for _ in range(2))
+    others = [
+        Api(AUDITOR).post("outbox/messages/restore", restore),
+        Api().post("outbox/messages/restore", {**restore, "overdue": False}),
+        Api().post("outbox/messages/restore", {**restore, "states": ["dead"]}),
+    ]
+
+    assert (again.json(), again["Location"]) == (first.json(), first["Location"])
+    assert len({answer.json()["id"] for answer in (first, *others)}) == 4
+    executed(first)
+    assert Api().post("outbox/messages/restore", restore).json()["id"] != first.json()["id"]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("tokens", "state"),
+    [
+        pytest.param(HTTP["TOKENS"], "finished", id="has its scope"),
+        pytest.param({}, "finished", id="a relay without tokens"),
+        pytest.param({"shop": {**HTTP["TOKENS"]["shop"], "SCOPES": ["manage:other"]}}, "stopped", id="reduced"),
+        pytest.param({"partner": HTTP["TOKENS"]["partner"]}, "stopped", id="removed"),
+    ],
+)
+def test_operation_stops_when_its_client_has_lost_the_scope(tokens, state):
+    message = some_cancelled(1)[0]
+    planned = Api().post("outbox/messages/restore", {"topic": TOPIC})
+
+    with override_settings(OUTBOX={"HTTP": {**HTTP, "TOKENS": tokens}}):
+        relays_operations(DEFAULT_DB_ALIAS).drain(StopRequest())
+        if "shop" in tokens:
+            assert (Api().get(f"outbox/operations/{planned.json()['id']}").status_code == 404) == (state == "stopped")
+
+    ended = Api().get(f"outbox/operations/{planned.json()['id']}").json()
+    assert ended["state"] == state
+    assert ("no longer has the scope manage:shop.order.placed" in ended["stopped_because"]) == (state == "stopped")
+    assert status_of(message.id)["state"] == ("cancelled" if state == "stopped" else "ready")
+
+
 def test_overdue_messages_are_left_out_of_a_restore_on_request():
     overdue = push().json()
     ahead = push(message={**MESSAGE, "delay_seconds": 3600}).json()

@@ -18,12 +18,13 @@ from django.core.servers.basehttp import WSGIRequestHandler, WSGIServer
 from django.db import connection, connections, transaction
 from django.test import AsyncClient, override_settings
 
+from exactly_once.models import Minute
 from inbox import Ordered, Retry
 from inbox.dry_run import why_not
 from inbox.handlers.registry import registry
 from inbox.http import reading, subscribe
 from inbox.http.waiting import waiting
-from inbox.models import InboxMessage, MinuteStatistics, State, TrailEntry
+from inbox.models import InboxMessage, State, TrailEntry
 from inbox.pausing import pause_handler, resume_handler
 from inbox.receiving.outcomes import Received
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
@@ -633,7 +634,7 @@ def test_web_process_writes_what_it_has_counted(orders, monkeypatch):
     arrive(orders)
     settle("acknowledge", read()[0])
 
-    assert MinuteStatistics.objects.filter(subject=TOPIC, handled__gte=1).exists()
+    assert Minute.objects.filter(app="inbox", subject=TOPIC, counts__handled__gte=1).exists()
 
 
 def test_message_of_a_subscription_is_not_run_dry(orders):

@@ -161,7 +161,7 @@ class World:
             decide("default", rows[which % len(rows)])
 
     def purge(self):
-        gone = InboxMessage.objects.filter(state__in=SETTLED)
+        gone = InboxMessage.objects.filter(state__in=SETTLED, conflicting_at=None)
         sums = gone.aggregate(rows=Count("id", filter=Q(replaces__isnull=True)), duplicates=Sum("duplicates", default=0))
         gone.update(settled_at=utcnow() - timedelta(days=31))
         list(operating.purge_settled("default", OPTIONS.RETENTION))

@@ -303,15 +303,50 @@ class TestRunAsItsOwnMessage:
         drain()
         deliver(handler, other, redelivered=True)  # and the broker delivers it once more
         run_to_the_end()
-        level, words = self.run_it(operator, row)
-        drain()
 
-        assert (level, "has been run as its own message before" in words) == ("error", True)
         assert [message.payload["night"] for message in given] == [1, 2]
         assert (given[1].id, given[1].biz_id, given[1].key, given[1].headers) == (other.id, "7", "k", {"tenant": "b"})
         assert given[1].created_at == other.created_at
         entry = AuditEntry.objects.get()
         assert (entry.action, entry.object_id) == ("run_conflicting", row.message_id)
+
+    def test_content_that_was_run_is_a_duplicate_when_its_publisher_resends_it(self, handles, operator, caplog):
+        handler = handles(lambda message: None, biz_id="booking")
+        deliver(handler, an_envelope({"booking": 7, "night": 1}))
+        other = an_envelope({"booking": 7, "night": 2})
+        deliver(handler, other)
+        self.run_it(operator, the_row())
+        drain()
+        caplog.clear()
+
+        deliver(handler, other)
+        deliver(handler, an_envelope({"booking": 7, "night": 2}))
+        run_to_the_end()
+
+        own = the_row(biz_id__startswith="edited:")
+        assert (own.duplicates, own.resends, own.conflicts) == (2, 1, 0)
+        assert (the_row(biz_id="7").duplicates, the_row(biz_id="7").conflicts) == (0, 0)
+        assert "other content" not in caplog.text
+
+    def test_conflict_with_content_that_was_run_meanwhile_is_cleared_and_not_run_again(self, handles, operator):
+        """Its second delivery may be counted before the first decision is committed."""
+        given = []
+        handler = handles(given.append, biz_id="booking")
+        for night in (1, 2):
+            deliver(handler, an_envelope({"booking": 7, "night": night}))
+        conflicting = InboxMessage.objects.filter(pk=the_row().pk)
+        (before,) = conflicting.values("conflicts", "duplicates", "conflicting_attributes")
+        self.run_it(operator, the_row())
+        drain()
+        conflicting.update(**before)
+
+        level, words = self.run_it(operator, conflicting.get())
+        drain()
+
+        assert (level, "it was run" in words) == ("warning", True)
+        assert [message.payload["night"] for message in given] == [1, 2]
+        assert conflicting.filter(conflicts=0, duplicates=0, conflicting_attributes__isnull=True).exists()
+        assert the_row(biz_id__startswith="edited:").duplicates == 1
 
     def test_it_is_kept_beside_an_old_message_and_its_copies_have_no_second_effect(self, handles, operator):
         given = []
@@ -321,16 +356,16 @@ class TestRunAsItsOwnMessage:
         other = an_envelope({"booking": 7, "night": 2})
         deliver(handler, other)
 
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         assert self.run_it(operator, the_row(biz_id="7"))[0] == "success"
         drain()
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         deliver(handler, other, redelivered=True)
         run_to_the_end()
         assert [message.payload["night"] for message in given] == [1, 2]
 
         InboxMessage.objects.update(conflicting_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         assert not InboxMessage.objects.filter(biz_id="7").exists()
 
     def test_ordered_handler_runs_it_after_the_open_messages_of_its_key(self, handles, operator):

@@ -9,10 +9,11 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.models import Process as ProcessRow
+from exactly_once.operators import heartbeat_table
 from exactly_once.process.heartbeat import SILENT_AFTER
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.models import ConsumerHeartbeat
 from inbox.store.heartbeats import consumers
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
@@ -40,15 +41,15 @@ class Service:
         return Process(self._environment, self._directory / f"{name}.log", name)
 
     def status(self, *options):
-        """What `inbox_status` prints."""
-        log = self._directory / "inbox_status.log"
+        """What `exactly_once_status` prints."""
+        log = self._directory / "exactly_once_status.log"
         log.unlink(missing_ok=True)
-        with Process(self._environment, log, "inbox_status", *options) as process:
+        with Process(self._environment, log, "exactly_once_status", *options) as process:
             assert process.ends() == 0, process.said()
         return process.said()
 
     def status_as_json(self):
-        return json.loads(self.status("--json"))
+        return json.loads(self.status("--json"))["inbox"]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
     with service.runs("inbox_consume") as consumer:
         consumer.until(lambda: f"receiving from {len(HANDLERS)} queues" in consumer.said())
         send(rabbitmq_url, JOB, {}, message_id="m-1")
-        consumer.until(lambda: [row.received for row in heartbeats()] == [1])
+        consumer.until(lambda: [row.facts["received"] for row in heartbeats()] == [1])
         shown = service.status_as_json()
         text = service.status()
         consumer.terminate()
@@ -118,7 +119,7 @@ def test_process_that_runs_the_handlers_of_local_is_shown_as_a_consumer(service,
     with service.runs(name) as process, service.runs("outbox_relay"):
         process.until(heartbeats)
         published(topic=JOB, payload={})
-        process.until(lambda: sum(row.ran for row in heartbeats()) == 1)
+        process.until(lambda: sum(row.facts["ran"] for row in heartbeats()) == 1)
         shown = service.status_as_json()
         process.terminate()
         assert process.ends() == 0
@@ -134,7 +135,7 @@ class TestThreads:
     @pytest.fixture(autouse=True)
     def often(self, monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
-        monkeypatch.setattr(module, "UNCHANGED_SECONDS", 0.05)
+        monkeypatch.setattr(heartbeat_table, "UNCHANGED_SECONDS", 0.05)
 
     def test_each_database_gets_a_row_with_the_handlers_that_write_to_it(self, handles):
         here, there = handles(the_effect, name="tests.here"), handles(the_effect, name="tests.there", using="other")
@@ -144,8 +145,8 @@ class TestThreads:
             wait_until(lambda: consumers.rows("default") and consumers.rows("other"))
             rows = [consumers.rows(alias).get() for alias in ("default", "other")]
 
-        assert [row.handlers for row in rows] == [["tests.here"], ["tests.there"]]
-        assert [(row.received, row.ran) for row in rows] == [(3, 2), (3, 2)]
+        assert [row.facts["handlers"] for row in rows] == [["tests.here"], ["tests.there"]]
+        assert [(row.facts["received"], row.facts["ran"]) for row in rows] == [(3, 2), (3, 2)]
         assert not consumers.rows("default")
         assert not consumers.rows("other")
 
@@ -156,7 +157,7 @@ class TestThreads:
             wait_until(lambda: consumers.rows("default"))
             first = consumers.rows("default").get()
             said.update(waits_for="the broker:\n\x1b[2Jgone", ran=7)
-            wait_until(lambda: consumers.rows("default").get().ran == 7)
+            wait_until(lambda: consumers.rows("default").get().facts["ran"] == 7)
             second = consumers.rows("default").get()
 
         assert second.waits_for == "the broker: [2Jgone"
@@ -168,7 +169,7 @@ class TestThreads:
         a_consumer(host="recent", silent_for=timedelta(hours=23))
 
         with Heartbeats(lambda: Activity(handlers=[])).sending(["default"]):
-            wait_until(lambda: not ConsumerHeartbeat.objects.filter(host="old"))
+            wait_until(lambda: not ProcessRow.objects.filter(host="old"))
 
         assert consumers.rows("default").get().host == "recent"
 
@@ -191,4 +192,4 @@ def test_locked_table_of_heartbeats_stops_neither_handling_nor_the_end_of_a_cons
 
 def lock_the_table():
     with connection.cursor() as cursor:
-        cursor.execute(f"LOCK TABLE {ConsumerHeartbeat._meta.db_table} IN ACCESS EXCLUSIVE MODE")
+        cursor.execute(f"LOCK TABLE {ProcessRow._meta.db_table} IN ACCESS EXCLUSIVE MODE")

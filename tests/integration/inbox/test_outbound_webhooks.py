@@ -1,4 +1,4 @@
-"""Outbound webhooks, sent to real HTTP servers: signed, retried, paused, refused; each endpoint by itself."""
+"""Outgoing webhooks, sent to real HTTP servers: signed, retried, paused, refused; each endpoint by itself."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-import inbox.webhooks
+import inbox.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
+from inbox.outgoing_webhooks.fanning_out import send_test
+from inbox.outgoing_webhooks.service import EndpointHandlers, serve
 from inbox.runner import Runner
 from inbox.store.operating import retry
 from inbox.testing import deliver, make_message, run_handler, travel
-from inbox.webhooks import Endpoint, endpoints, posting, send_webhooks
-from inbox.webhooks.fanning_out import send_test
-from inbox.webhooks.service import EndpointHandlers, serve
 from outbox import publish
+from outbox.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
-from outbox.webhooks import InvalidSignature, StandardWebhooks
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
 from tests.support.servers.private import LOOPBACK, free_port
@@ -281,9 +281,9 @@ class TestFanOut:
 
     @pytest.mark.parametrize("name", ["Endpoint", "send_webhooks"])
     def test_use_without_the_app_is_refused(self, settings, name):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.webhooks"]
-        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.webhooks' to INSTALLED_APPS"):
-            getattr(inbox.webhooks, name)
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.outgoing_webhooks"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.outgoing_webhooks' to INSTALLED_APPS"):
+            getattr(inbox.outgoing_webhooks, name)
 
     def test_handler_of_a_topic_can_be_tested_as_any_other(self, offers, receiver):
         offers(TOPIC)
@@ -559,7 +559,7 @@ class TestProcess:
         offers(TOPIC)
         an_endpoint(receiver)
         offered({"order": 1}, {"order": 2})
-        call_command("inbox_webhooks", drain=True)
+        call_command("inbox_outgoing_webhooks", drain=True)
         assert states() == ["done", "done"]
 
     def test_leases_may_be_in_redis(self, offers, receiver, settings, redis_url):
@@ -570,7 +570,7 @@ class TestProcess:
         offered()
         for _ in range(2):
             make_due()
-            call_command("inbox_webhooks", drain=True)
+            call_command("inbox_outgoing_webhooks", drain=True)
         assert states() == ["done"]
         assert len(receiver.requests) == 2
 

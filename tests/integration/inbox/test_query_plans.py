@@ -11,10 +11,10 @@ from django.test.utils import CaptureQueriesContext
 
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, ordering, sentinel, together
 from inbox.testing import deliver, make_message
-from inbox.webhooks import Endpoint, send_webhooks
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

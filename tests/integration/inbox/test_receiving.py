@@ -26,6 +26,7 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
+from inbox.receiving import outcomes
 from inbox.receiving.execute import Received, receive
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, operating, rows
@@ -545,6 +546,27 @@ class TestCarefulPath:
             assert claims.begin_stored(handler.using, fresh) is not None
             transaction.set_rollback(True)
         assert the_row().last_error == ""
+
+    @pytest.mark.parametrize(
+        ("meanwhile", "shown"),
+        [("it is claimed", "stale"), ("the next attempt has failed", "newer"), ("an operator has retried it", "")],
+    )
+    def test_error_of_an_expired_claim_replaces_no_later_error_and_no_decision(self, handles, meanwhile, shown):
+        handler = handles(the_effect)
+        arrivals.store_due(handler.using, read(handler, an_envelope(), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        slow = claims.claim_due(handler.using, [handler.name], timedelta())
+        make_due()
+        fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+        newer = rows.Failure(error="newer", retry_after=timedelta(), attempts=2)
+        if meanwhile != "it is claimed":
+            assert claims.fail_stored(handler.using, fresh, newer)
+        if meanwhile == "an operator has retried it":
+            assert operating.retry(handler.using, slow.pk)
+            InboxMessage.objects.update(last_error="", failed_at=None)
+
+        outcomes.fail_stored(handler, slow, rows.Failure(error="stale", retry_after=timedelta(), attempts=1))
+
+        assert the_row().last_error == shown
 
 
 class TestConcurrentDuplicate:

@@ -150,7 +150,7 @@ class TestConsuming:
 
         assert service.waiting(OF_THE_WORKERS) == 1
         assert not Effect.objects.exists()
-        assert consumer_rows.only.handlers == ["testworker.chained", "testworker.named", WORK]
+        assert consumer_rows.only.facts["handlers"] == ["testworker.chained", "testworker.named", WORK]
 
     def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
         service = service(rabbitmq_url)
@@ -219,9 +219,9 @@ class TestCommands:
         deliver(handles(fails_once, name="tests.h"))
         run("inbox_pause", "tests.h", reason="defect")
 
-        [shown] = json.loads(run("inbox_status", json=True))["paused_handlers"]
+        [shown] = json.loads(run("exactly_once_status", json=True))["inbox"]["paused_handlers"]
         assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
-        assert "defect" in run("inbox_status")
+        assert "defect" in run("exactly_once_status")
 
     @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
     def test_unknown_handler_fails(self, command):

@@ -11,9 +11,11 @@ from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox.consumer.housekeeping import Housekeeper
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.store.operating import skip
 from tests.support.deliveries import deliver, the_effect
+from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -77,4 +79,20 @@ def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monke
     Housekeeper("default").drain(stopped)
     assert len(states()) == 2, "it ends after one small transaction"
     Housekeeper("default").drain(StopRequest())
+    assert states() == {State.RETRYING}
+
+
+def test_messages_of_a_handler_that_only_another_service_runs_are_left_to_its_own_housekeeping(old, settings):
+    registry.remove("tests.skipped")
+    a_consumer(handlers=["tests.skipped", "tests.done"])
+    other = Housekeeper("default")
+    assert other.take_lease()
+    settings.INBOX = {"GROUP": "accounts"}
+
+    Housekeeper("default").drain(StopRequest())
+    call_command("exactly_once_purge", app="inbox")
+    assert states() == {State.SKIPPED, State.RETRYING}
+
+    let_consumers_fall_silent(timedelta(hours=1))
+    call_command("exactly_once_purge", app="inbox")
     assert states() == {State.RETRYING}

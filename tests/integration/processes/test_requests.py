@@ -9,9 +9,10 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from exactly_once.models import AuditEntry
+from exactly_once.models import Process as ProcessRow
 from exactly_once.process.requests import Mode, Request
 from inbox.store.heartbeats import consumers
-from outbox.models import OutboxMessage, RelayHeartbeat
+from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.apps.effects.models import Effect
@@ -102,7 +103,7 @@ class TestRelay:
         assert row.memory_bytes > 10_000_000
         assert 0 < row.database_ms < 10_000
         assert 0 < row.broker_ms < 10_000
-        relay.until(lambda: relay_rows.only.shards == 64)
+        relay.until(lambda: relay_rows.only.facts["shards"] == 64)
 
 
 class TestConsumer:
@@ -163,7 +164,7 @@ class TestTable:
         assert not relays.request("default", relay.id, Request.RESUME, "ada")
         assert relays.request("default", relay.id, Request.PAUSE, "ada")
 
-        RelayHeartbeat.objects.update(mode=Mode.STOPPING)
+        ProcessRow.objects.update(mode=Mode.STOPPING)
         assert not relays.request("default", relay.id, Request.DRAIN, "ada")
 
     def test_stopped_process_takes_no_request(self):

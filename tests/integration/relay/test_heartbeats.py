@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from django.db import OperationalError, connections
 
+from exactly_once.models import Process
 from exactly_once.process import heartbeat as kernel
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import NAME_LENGTH
-from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
 from outbox.store import heartbeats
@@ -82,12 +82,18 @@ class TestRow:
         )
         second = the_row()
 
-        assert (first.host, first.pid, first.version, first.published, first.rate) == ("relay-1", 4711, "1.2.3", 7, 1.5)
+        assert (first.host, first.pid, first.version, first.facts["published"], first.rate) == (
+            "relay-1",
+            4711,
+            "1.2.3",
+            7,
+            1.5,
+        )
         assert is_near(first.started_at, timedelta(minutes=5))
         assert is_near(first.last_pass_at, timedelta(minutes=1))
         assert is_near(first.beat_at)
         assert second.started_at == first.started_at
-        assert (second.published, second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
+        assert (second.facts["published"], second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
         assert second.beat_at > first.beat_at
 
     def test_heartbeat_costs_one_statement(self, django_assert_num_queries):
@@ -121,14 +127,14 @@ class TestRow:
 
         fall_silent(timedelta(hours=25))
         assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
-        assert not RelayHeartbeat.objects.exists()
+        assert not Process.objects.exists()
 
     def test_delete_old_deletes_a_stopped_row_after_an_hour(self):
         relay = write_beat()
         heartbeats.relays.mark_stopped("default", relay.id)
         assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 0
 
-        RelayHeartbeat.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
+        Process.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
         assert not heartbeats.relays.known("default")
         assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
 
@@ -163,7 +169,7 @@ class TestHeartbeat:
         assert (row.host, row.pid) == (socket.gethostname(), os.getpid())
         assert row.version == version("django-exactly-once")
         assert is_near(row.started_at)
-        assert (row.last_pass_at, row.published, row.rate, row.waits_for) == (None, 0, 0.0, "")
+        assert (row.last_pass_at, row.facts["published"], row.rate, row.waits_for) == (None, 0, 0.0, "")
 
     def test_heartbeat_without_an_installed_version_says_unknown(self, monkeypatch):
         monkeypatch.setattr(kernel, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
@@ -182,13 +188,13 @@ class TestHeartbeat:
         with django_assert_num_queries(1):
             heartbeat.beat()
 
-        assert the_row().published == 1
+        assert the_row().facts["published"] == 1
 
     def test_heartbeat_counts_published_messages(self, heartbeat, next_beat):
         heartbeat.published(3)
         heartbeat.published(4)
 
-        assert next_beat().published == 7
+        assert next_beat().facts["published"] == 7
 
     def test_rate_is_of_the_last_seconds_and_falls_to_zero(self, heartbeat, next_beat):
         rates = []
@@ -238,30 +244,30 @@ class TestHeartbeat:
         heartbeat.waits_for(reason)
 
         assert next_beat().waits_for == stored
-        assert RelayHeartbeat._meta.get_field("waits_for").max_length >= len(stored)
+        assert Process._meta.get_field("waits_for").max_length >= len(stored)
 
     def test_deleted_row_of_a_frozen_relay_is_inserted_again(self, heartbeat, clock, next_beat):
         next_beat()
-        RelayHeartbeat.objects.all().delete()
+        Process.objects.all().delete()
 
         assert is_near(next_beat(86_400).started_at, timedelta(seconds=86_400))
 
     def test_closed_heartbeat_marks_its_row_as_stopped_and_writes_no_more(self, heartbeat, clock):
         heartbeat.beat()
         heartbeat.close()
-        stopped = RelayHeartbeat.objects.get()
+        stopped = Process.objects.get()
         assert is_near(stopped.stopped_at)
 
         clock.advance(60)
         heartbeat.beat()
-        assert RelayHeartbeat.objects.get().beat_at == stopped.beat_at
+        assert Process.objects.get().beat_at == stopped.beat_at
         assert not heartbeats.relays.rows("default")
 
     def test_heartbeat_has_memory_round_trips_shards_and_mode(self, clock, next_beat, heartbeat):
         heartbeat.broker_took(0.0125)
         heartbeat.claims(32)
         first = next_beat()
-        assert (first.broker_ms, first.shards, first.mode, first.database_ms) == (12.5, 32, "running", None)
+        assert (first.broker_ms, first.facts["shards"], first.mode, first.database_ms) == (12.5, 32, "running", None)
         assert first.memory_bytes > 1_000_000
 
         heartbeat.published(1)
@@ -337,7 +343,7 @@ class TestTwoLoops:
         monkeypatch.setattr(heartbeat, "_due_at", 0.0)
         heartbeat.beat()
 
-        assert the_row().published == 400
+        assert the_row().facts["published"] == 400
 
     @pytest.mark.django_db(transaction=True)
     def test_loop_does_not_wait_for_the_heartbeat_of_the_other(self, monkeypatch):
@@ -380,7 +386,7 @@ class TestFailedHeartbeat:
     def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
         self, failing_database, heartbeat, clock, caplog, next_beat
     ):
-        caplog.set_level(logging.INFO, logger="outbox")
+        caplog.set_level(logging.INFO, logger="exactly_once")
         for _ in range(3):
             heartbeat.beat()
             clock.advance(60)
@@ -389,7 +395,7 @@ class TestFailedHeartbeat:
         failing_database.error = None
         heartbeat.published(1)
 
-        assert next_beat(0).published == 1
+        assert next_beat(0).facts["published"] == 1
 
     def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, failing_database, heartbeat, clock):
         heartbeat.beat()

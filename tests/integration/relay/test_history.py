@@ -98,6 +98,12 @@ def rows_read(tables):
     return count
 
 
+def other_sessions_have_ended():
+    """Sessions of earlier tests count what they have read when they end, which may be after their test."""
+    others = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'"
+    return not execute(f"{others} AND pid <> pg_backend_pid()")
+
+
 @contextmanager
 def a_session(statement="SELECT 1"):
     """Another session with an open transaction that has executed the statement."""
@@ -360,6 +366,7 @@ class TestUnique:
         a_history(0)
         execute(f"ANALYZE {TABLE}")
 
+        wait_until(other_sessions_have_ended)
         before = rows_read(TABLE)
         again = request()
 
@@ -619,6 +626,7 @@ class TestHousekeeping:
             try:
                 keeping = housekeeper(KEEP_HISTORY=7 * DAY)
                 keeping.drain(StopRequest())
+                wait_until(other_sessions_have_ended)
                 before = rows_read(HISTORY)
                 for _ in range(3):
                     keeping.drain(StopRequest())

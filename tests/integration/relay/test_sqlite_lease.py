@@ -7,12 +7,13 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.models import Lease
+from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
-from outbox.models import RelayLease
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, operating
-from outbox.store.lease import Lease, LeaseLost, in_hand
+from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
 from tests.support.relaying import (
     connected,
@@ -36,16 +37,16 @@ DURATION = timedelta(minutes=2)
 
 @pytest.fixture
 def ours():
-    return Lease("default", DURATION)
+    return RelayLease("default", DURATION)
 
 
 @pytest.fixture
 def theirs():
-    return Lease("default", DURATION)
+    return RelayLease("default", DURATION)
 
 
 def expire_the_lease():
-    assert RelayLease.objects.update(expires_at=DatabaseTime()) == 1
+    assert Lease.objects.filter(name=RELAYING).update(expires_at=DatabaseTime()) == 1
 
 
 def positions(rows):
@@ -101,7 +102,7 @@ class TestLease:
             ours.settle(Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
-        assert RelayLease.objects.get().in_hand == [message.position], "the rows claimed by the new holder stay claimed"
+        assert Lease.objects.get(name=RELAYING).in_hand == [message.position], "the rows claimed by the new holder stay claimed"
         assert theirs.settle(Settlement(published=[message.position])) == 1
 
     def test_expired_lease_settles_nothing_even_if_no_relay_took_it_over(self, ours):
@@ -122,12 +123,17 @@ class TestLease:
 
         assert state_of(message) == State.READY
 
+    def test_live_lease_is_not_taken_by_a_relay_with_a_shorter_duration(self, ours):
+        take(ours)
+
+        assert take(RelayLease("default", DURATION / 10)) is None
+
     def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
         answers = []
 
         def ask():
-            answers.append(take(Lease("default", DURATION)))
+            answers.append(take(RelayLease("default", DURATION)))
 
         with in_threads(*[ask] * 4):
             pass
@@ -137,7 +143,7 @@ class TestLease:
 
     def test_every_lease_has_a_token_of_its_own(self):
         with transaction.atomic():
-            tokens = {Lease("default", DURATION)._token for _ in range(100)}
+            tokens = {RelayLease("default", DURATION)._token for _ in range(100)}
 
         assert len(tokens) == 100
         assert all(isinstance(token, uuid.UUID) for token in tokens)
@@ -147,7 +153,7 @@ class TestLease:
 class TestCancel:
     def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
-        assert Lease("default", DURATION, name="timer").take()
+        assert TableLease("default", "outbox: timer").take(DURATION)
         take(ours)
 
         assert not operating.cancel("default", message.position)
@@ -197,7 +203,9 @@ class TestRelay:
     def test_relay_takes_over_at_once_if_the_clock_was_set_back_after_the_holder_died(self, peer, theirs):
         message = published()
         take(theirs)
-        RelayLease.objects.update(expires_at=DatabaseTime(DURATION + timedelta(hours=1)))
+        Lease.objects.update(
+            valid_from=DatabaseTime(timedelta(hours=1)), expires_at=DatabaseTime(DURATION + timedelta(hours=1))
+        )
 
         with relaying(peer.url):
             wait_until(lambda: state_of(message) == State.PUBLISHED)
@@ -209,7 +217,7 @@ class TestRelay:
         drained(peer.url)
 
         assert states() == [State.PUBLISHED]
-        assert not RelayLease.objects.exists()
+        assert not Lease.objects.filter(name=RELAYING, expires_at__gt=DatabaseTime()).exists()
 
     def test_relay_whose_lease_expired_during_a_send_settles_nothing_and_logs_it(self, peer, caplog):
         caplog.set_level(logging.WARNING)
@@ -256,7 +264,7 @@ class TestRelay:
 
 def test_message_that_is_being_sent_is_not_cancelled_while_other_leases_are_held(ours):
     message = published()
-    assert Lease("default", DURATION, name="timer").take()
+    assert TableLease("default", "outbox: timer").take(DURATION)
     assert positions(take(ours)) == [message.position]
 
     assert in_hand("default") == {message.position}

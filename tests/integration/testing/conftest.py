@@ -5,37 +5,8 @@ from __future__ import annotations
 import pytest
 from django.db import connection
 
-from inbox.pytest_plugin import (
-    assert_duplicate,
-    assert_effect_once,
-    assert_handled,
-    dead,
-    deliver,
-    drain,
-    handled,
-    make_message,
-    redeliver,
-    run_handler,
-)
-from outbox.pytest_plugin import assert_nothing_published, assert_published, published, run_relay, travel
-
-__all__ = [
-    "assert_duplicate",
-    "assert_effect_once",
-    "assert_handled",
-    "assert_nothing_published",
-    "assert_published",
-    "dead",
-    "deliver",
-    "drain",
-    "handled",
-    "make_message",
-    "published",
-    "redeliver",
-    "run_handler",
-    "run_relay",
-    "travel",
-]
+from inbox.pytest_plugin import *  # noqa: F403 - its fixtures, as `pytest_plugins` finds them
+from outbox.pytest_plugin import *  # noqa: F403
 
 AMQP = "amqp://nobody:nowhere@broker.invalid//"
 

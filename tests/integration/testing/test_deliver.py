@@ -54,7 +54,7 @@ class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
 
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestDeliver:
-    def test_every_handler_of_the_topic_gets_its_own_copy(self, handles, deliver, assert_handled):
+    def test_every_handler_of_the_topic_gets_its_own_copy(self, handles, inbox_deliver, inbox_assert_handled):
         def change(message):
             message.payload["name"] += "!"
             the_effect(message)
@@ -63,39 +63,39 @@ class TestDeliver:
         handles(change, topic=TOPIC)
         handles(the_effect, topic="tests.other")
 
-        deliver(a_message())
+        inbox_deliver(a_message())
 
         assert effects() == ["a!", "a!"]
-        assert_handled(TOPIC, count=2, payload={"name": "a"})
+        inbox_assert_handled(TOPIC, count=2, payload={"name": "a"})
 
-    def test_message_arrives_as_it_was_made(self, handles, deliver):
+    def test_message_arrives_as_it_was_made(self, handles, inbox_deliver):
         arrived = []
         handles(arrived.append, topic=TOPIC)
         message = make_message(
             TOPIC, {"total": Decimal("9.90"), "n": 10**20}, key="k", headers={"tenant": "acme"}, causation_id="c"
         )
 
-        deliver(message)
+        inbox_deliver(message)
 
         assert arrived == [message]
 
-    def test_business_that_repeats_itself_is_a_duplicate(self, handles, deliver, assert_duplicate):
+    def test_business_that_repeats_itself_is_a_duplicate(self, handles, inbox_deliver, inbox_assert_duplicate):
         handles(the_effect, topic=TOPIC)
-        deliver(a_message(biz_id="order-1"))
-        deliver(a_message(biz_id="order-1"))
+        inbox_deliver(a_message(biz_id="order-1"))
+        inbox_deliver(a_message(biz_id="order-1"))
 
         assert effects() == ["a"]
-        assert_duplicate(TOPIC, biz_id="order-1")
+        inbox_assert_duplicate(TOPIC, biz_id="order-1")
 
-    def test_other_content_under_the_same_biz_id_is_a_conflict(self, handles, deliver, assert_duplicate):
+    def test_other_content_under_the_same_biz_id_is_a_conflict(self, handles, inbox_deliver, inbox_assert_duplicate):
         handles(the_effect, topic=TOPIC)
-        deliver(a_message("a", biz_id="order-1"))
-        deliver(a_message("b", biz_id="order-1"))
+        inbox_deliver(a_message("a", biz_id="order-1"))
+        inbox_deliver(a_message("b", biz_id="order-1"))
 
-        assert assert_duplicate(TOPIC).conflicts == 1
+        assert inbox_assert_duplicate(TOPIC).conflicts == 1
         assert effects() == ["a"]
 
-    def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, deliver):
+    def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, inbox_deliver):
         def fail(message):
             the_effect(message)
             raise ValueError("no")
@@ -103,121 +103,123 @@ class TestDeliver:
         handles(fail, topic=TOPIC)
 
         with pytest.raises(ValueError, match="no") as raised:
-            deliver(a_message())
+            inbox_deliver(a_message())
 
         assert raised.traceback[-1].name == "fail"
         assert effects() == []
 
-    def test_error_of_one_handler_keeps_no_other_from_running(self, handles, deliver, assert_handled):
+    def test_error_of_one_handler_keeps_no_other_from_running(self, handles, inbox_deliver, inbox_assert_handled):
         def fail(message):
             raise ValueError("no")
 
         handles(fail, topic=TOPIC)
         other = handles(the_effect, topic=TOPIC)
 
-        deliver(a_message(), raise_errors=False)
+        inbox_deliver(a_message(), raise_errors=False)
 
-        assert_handled(TOPIC, handler=other.name)
+        inbox_assert_handled(TOPIC, handler=other.name)
         assert effects() == ["a"]
 
-    def test_handler_that_breaks_its_transaction_fails_although_it_raises_nothing(self, handles, deliver, dead):
+    def test_handler_that_breaks_its_transaction_fails_although_it_raises_nothing(self, handles, inbox_deliver, inbox_dead):
         def end(message):
             transaction.set_rollback(True)
 
         handles(end, topic=TOPIC)
 
         with pytest.raises(HandlerFailed, match="TransactionBroken"):
-            deliver(a_message())
+            inbox_deliver(a_message())
 
-    def test_rejected_message_is_dead_and_reaches_the_test(self, handles, deliver, dead):
+    def test_rejected_message_is_dead_and_reaches_the_test(self, handles, inbox_deliver, inbox_dead):
         def refuse(message):
             raise Reject("no such order")
 
         handles(refuse, topic=TOPIC)
 
         with pytest.raises(Reject, match="no such order"):
-            deliver(a_message())
+            inbox_deliver(a_message())
 
-        (letter,) = dead(TOPIC)
+        (letter,) = inbox_dead(TOPIC)
         assert "no such order" in letter.last_error
 
-    def test_message_that_is_too_old_is_refused(self, handles, deliver, dead):
+    def test_message_that_is_too_old_is_refused(self, handles, inbox_deliver, inbox_dead):
         handles(the_effect, topic=TOPIC)
         message = a_message()
 
         with pytest.raises(HandlerFailed, match="past the deduplication window"):
-            deliver(make_message(TOPIC, {}, created_at=message.created_at - timedelta(days=40)))
+            inbox_deliver(make_message(TOPIC, {}, created_at=message.created_at - timedelta(days=40)))
 
-        assert len(dead()) == 1
+        assert len(inbox_dead()) == 1
 
-    def test_load_is_given_to_a_batch_handler_together(self, handles, deliver, assert_handled):
+    def test_load_is_given_to_a_batch_handler_together(self, handles, inbox_deliver, inbox_assert_handled):
         loads = []
         handles(lambda messages: loads.append([message.payload["name"] for message in messages]), topic=TOPIC, size=2)
 
-        deliver(a_message("a"), a_message("b"), a_message("c"))
+        inbox_deliver(a_message("a"), a_message("b"), a_message("c"))
 
         assert loads == [["a", "b"], ["c"]]
-        assert_handled(TOPIC, count=3)
+        inbox_assert_handled(TOPIC, count=3)
 
     @pytest.mark.parametrize("options", [{"ordered": True}, {"group_commit": 5}, {"rate_limit": "1/h"}, {"lease": Lease()}])
-    def test_handlers_of_each_kind_run(self, handles, deliver, options):
+    def test_handlers_of_each_kind_run(self, handles, inbox_deliver, options):
         handles(the_effect, topic=TOPIC, **options)
 
-        deliver(*(a_message(name, key="k") for name in "abc"))
+        inbox_deliver(*(a_message(name, key="k") for name in "abc"))
 
         assert effects() == ["a", "b", "c"]
 
-    def test_topic_without_a_handler_is_refused(self, handles, deliver):
+    def test_topic_without_a_handler_is_refused(self, handles, inbox_deliver):
         handles(the_effect, topic=TOPIC)
 
         with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.unhandled'.*'tests\.deliver'"):
-            deliver(make_message("tests.unhandled", {}))
+            inbox_deliver(make_message("tests.unhandled", {}))
 
-    def test_attempt_of_a_message_is_refused(self, handles, deliver):
+    def test_attempt_of_a_message_is_refused(self, handles, inbox_deliver):
         handles(the_effect, topic=TOPIC)
 
         with pytest.raises(ValueError, match=r"attempt=3, but the inbox counts attempts\. Use run_handler"):
-            deliver(a_message(attempt=3))
+            inbox_deliver(a_message(attempt=3))
 
     @pytest.mark.parametrize("nothing", [{"times": 0}, {}])
-    def test_nothing_to_deliver_is_refused(self, deliver, nothing):
+    def test_nothing_to_deliver_is_refused(self, inbox_deliver, nothing):
         with pytest.raises(ValueError, match=r"deliver\(\) has nothing to deliver"):
-            deliver(*([a_message()] if nothing else []), **nothing)
+            inbox_deliver(*([a_message()] if nothing else []), **nothing)
 
-    def test_call_inside_atomic_is_refused(self, handles, deliver, drain):
+    def test_call_inside_atomic_is_refused(self, handles, inbox_deliver, inbox_drain):
         handles(the_effect, topic=TOPIC)
 
         with transaction.atomic():
             with pytest.raises(RuntimeError, match="call it after that block"):
-                deliver(a_message())
+                inbox_deliver(a_message())
             with pytest.raises(RuntimeError, match="call it after that block"):
-                drain()
+                inbox_drain()
 
 
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestRedeliver:
-    def test_redelivery_of_a_handled_message_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
+    def test_redelivery_of_a_handled_message_is_a_duplicate(
+        self, handles, inbox_deliver, inbox_redeliver, inbox_assert_duplicate
+    ):
         handles(the_effect, topic=TOPIC)
         message = a_message()
-        deliver(message)
+        inbox_deliver(message)
 
-        redeliver(message)
+        inbox_redeliver(message)
 
         assert effects() == ["a"]
-        assert assert_duplicate(TOPIC).redeliveries == 1
+        assert inbox_assert_duplicate(TOPIC).redeliveries == 1
 
-    def test_redelivery_of_an_unhandled_message_runs(self, handles, redeliver, assert_handled):
+    def test_redelivery_of_an_unhandled_message_runs(self, handles, inbox_redeliver, inbox_assert_handled):
         handles(the_effect, topic=TOPIC, biz_id="name")
 
-        redeliver(a_message())
+        inbox_redeliver(a_message())
 
         assert effects() == ["a"]
-        assert_handled(TOPIC, attempts=1)
+        inbox_assert_handled(TOPIC, attempts=1)
 
 
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestDrain:
-    def test_retry_runs_when_it_is_due_and_not_before(self, handles, deliver, drain, travel):
+    def test_retry_runs_when_it_is_due_and_not_before(self, handles, inbox_deliver, inbox_drain, outbox_travel):
         attempts = []
 
         def fail_first(message):
@@ -226,48 +228,48 @@ class TestDrain:
                 raise ValueError("no")
 
         handles(fail_first, topic=TOPIC)
-        deliver(a_message(), raise_errors=False)
-        assert drain() == 0
+        inbox_deliver(a_message(), raise_errors=False)
+        assert inbox_drain() == 0
 
-        travel(timedelta(minutes=1))
+        outbox_travel(timedelta(minutes=1))
 
-        assert drain() == 1
+        assert inbox_drain() == 1
         assert attempts == [1, 2]
 
-    def test_error_of_a_retry_reaches_the_test(self, handles, deliver, drain, travel, settings, dead):
+    def test_error_of_a_retry_reaches_the_test(self, handles, inbox_deliver, inbox_drain, outbox_travel, settings, inbox_dead):
         settings.INBOX = {"MAX_ATTEMPTS": 2}
 
         def fail(message):
             raise ValueError(f"attempt {message.attempt}")
 
         handles(fail, topic=TOPIC)
-        deliver(a_message(), raise_errors=False)
-        travel(timedelta(minutes=1))
+        inbox_deliver(a_message(), raise_errors=False)
+        outbox_travel(timedelta(minutes=1))
 
         with pytest.raises(ValueError, match="attempt 2"):
-            drain()
+            inbox_drain()
 
-        assert len(dead(TOPIC, attempts=2)) == 1
-        assert drain() == 0
+        assert len(inbox_dead(TOPIC, attempts=2)) == 1
+        assert inbox_drain() == 0
 
-    def test_deferred_message_is_not_a_failure(self, handles, deliver, drain, travel):
+    def test_deferred_message_is_not_a_failure(self, handles, inbox_deliver, inbox_drain, outbox_travel):
         def later(message):
             raise RetryLater(timedelta(minutes=5))
 
         handles(later, topic=TOPIC)
-        deliver(a_message())
-        travel(timedelta(minutes=5))
+        inbox_deliver(a_message())
+        outbox_travel(timedelta(minutes=5))
 
-        assert drain() == 1
+        assert inbox_drain() == 1
 
-    def test_what_handlers_publish_stays_in_the_outbox(self, handles, deliver, assert_published, run_relay):
+    def test_what_handlers_publish_stays_in_the_outbox(self, handles, inbox_deliver, outbox_assert_published, outbox_run_relay):
         handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)
         handles(the_effect, topic="tests.second")
         message = a_message()
 
-        deliver(message)
-        assert assert_published("tests.second", state="ready").causation_id == message.id
+        inbox_deliver(message)
+        assert outbox_assert_published("tests.second", state="ready").causation_id == message.id
         assert effects() == []
 
-        run_relay()
+        outbox_run_relay()
         assert effects() == ["a"]

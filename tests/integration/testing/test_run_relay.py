@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from importlib import import_module
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import transaction
 from django.test import TestCase, TransactionTestCase
 
+import inbox.testing
+import outbox.testing
 from inbox import Lease, idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -89,18 +92,18 @@ class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
 @pytest.mark.every_database
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestWithLocalHandlers:
-    def test_what_handlers_publish_is_relayed_too(self, handles, run_relay, assert_published):
+    def test_what_handlers_publish_is_relayed_too(self, handles, outbox_run_relay, outbox_assert_published):
         handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)
         handles(the_effect, topic="tests.second")
         say("a")
 
-        sent = run_relay()
+        sent = outbox_run_relay()
 
         assert [message.topic for message in sent] == [TOPIC, "tests.second"]
         assert effects() == ["a"]
-        assert assert_published("tests.second").causation_id == assert_published(TOPIC).id
+        assert outbox_assert_published("tests.second").causation_id == outbox_assert_published(TOPIC).id
 
-    def test_failing_handler_leaves_no_effect_and_the_test_goes_on(self, handles, run_relay):
+    def test_failing_handler_leaves_no_effect_and_the_test_goes_on(self, handles, outbox_run_relay):
         def fail(message):
             the_effect(message)
             raise ValueError("no")
@@ -109,13 +112,13 @@ class TestWithLocalHandlers:
         say("a")
 
         with pytest.raises(ValueError, match="no") as raised:
-            run_relay()
+            outbox_run_relay()
 
         assert raised.traceback[-1].name == "fail"
         assert effects() == []
         assert InboxMessage.objects.get().state == "retrying"
 
-    def test_failing_handler_keeps_no_other_from_running(self, handles, run_relay):
+    def test_failing_handler_keeps_no_other_from_running(self, handles, outbox_run_relay):
         def fail_for_a(message):
             if message.payload["name"] == "a":
                 raise ValueError("no")
@@ -126,31 +129,31 @@ class TestWithLocalHandlers:
             say(name)
 
         with pytest.raises(ValueError, match="no"):
-            run_relay()
+            outbox_run_relay()
 
         assert effects() == ["b", "c"]
-        assert run_relay() == []
+        assert outbox_run_relay() == []
 
-    def test_failure_is_not_raised_when_that_is_not_wanted(self, handles, run_relay):
+    def test_failure_is_not_raised_when_that_is_not_wanted(self, handles, outbox_run_relay):
         def fail(message):
             raise ValueError("no")
 
         handles(fail, topic=TOPIC)
         say("a")
 
-        assert len(run_relay(raise_errors=False)) == 1
+        assert len(outbox_run_relay(raise_errors=False)) == 1
         assert InboxMessage.objects.get().state == "retrying"
 
-    def test_message_that_the_inbox_refuses_is_raised_as_such(self, handles, run_relay):
+    def test_message_that_the_inbox_refuses_is_raised_as_such(self, handles, outbox_run_relay):
         handles(the_effect, topic=TOPIC, biz_id="order.id")
         say("a")
 
         with pytest.raises(HandlerFailed, match=r"the payload has no field 'order\.id'"):
-            run_relay()
+            outbox_run_relay()
 
         assert InboxMessage.objects.get().state == "dead"
 
-    def test_handler_that_breaks_its_transaction_does_not_break_the_test(self, handles, run_relay):
+    def test_handler_that_breaks_its_transaction_does_not_break_the_test(self, handles, outbox_run_relay):
         def swallow(message):
             try:
                 with transaction.atomic():
@@ -163,60 +166,61 @@ class TestWithLocalHandlers:
         handles(swallow, topic=TOPIC)
         say("a")
 
-        run_relay()
+        outbox_run_relay()
 
         assert effects() == ["a"]
 
-    def test_leased_handler_runs_and_takes_its_steps(self, handles, run_relay):
+    def test_leased_handler_runs_and_takes_its_steps(self, handles, outbox_run_relay):
         handles(lambda message: message.step("effect", lambda: the_effect(message) and None), topic=TOPIC, lease=Lease())
         say("a")
 
-        run_relay()
+        outbox_run_relay()
 
         assert effects() == ["a"]
         assert InboxMessage.objects.get().state == "done"
 
-    def test_ordered_handler_keeps_the_order_of_a_key(self, handles, run_relay):
+    def test_ordered_handler_keeps_the_order_of_a_key(self, handles, outbox_run_relay):
         handles(the_effect, topic=TOPIC, ordered=True)
         for name in "abc":
             say(name, key="k")
 
-        run_relay()
+        outbox_run_relay()
 
         assert effects() == ["a", "b", "c"]
 
-    def test_rate_limit_is_not_waited_for(self, handles, run_relay):
+    def test_rate_limit_is_not_waited_for(self, handles, outbox_run_relay):
         handles(the_effect, topic=TOPIC, rate_limit="1/h")
         for name in "abc":
             say(name)
 
-        run_relay()
+        outbox_run_relay()
 
         assert effects() == ["a", "b", "c"]
 
     @pytest.mark.parametrize("options", [{"size": 5}, {"group_commit": 5}])
-    def test_handlers_of_several_messages_get_all_of_them(self, handles, run_relay, options):
+    def test_handlers_of_several_messages_get_all_of_them(self, handles, outbox_run_relay, options):
         handled = []
         handles(handled.append, topic=TOPIC, **options)
         for name in "abc":
             say(name)
 
-        run_relay()
+        outbox_run_relay()
 
         assert len(handled) == 3
 
-    def test_message_that_no_handler_takes_is_not_published(self, run_relay, assert_published):
+    def test_message_that_no_handler_takes_is_not_published(self, outbox_run_relay, outbox_assert_published):
         say("a", topic="tests.unhandled")
 
-        assert run_relay() == []
-        assert "no handler is registered for the topic" in assert_published("tests.unhandled", state="retrying").last_error
+        assert outbox_run_relay() == []
+        message = outbox_assert_published("tests.unhandled", state="retrying")
+        assert "no handler is registered for the topic" in message.last_error
 
-    def test_callbacks_are_called(self, run_relay):
+    def test_callbacks_are_called(self, outbox_run_relay):
         called = []
         on_published(TOPIC, name="tests.run_relay")(lambda message: called.append(message.biz_id))
         try:
             say("a")
-            run_relay(handlers=False)
+            outbox_run_relay(handlers=False)
         finally:
             callbacks.registry.remove("tests.run_relay")
 
@@ -227,40 +231,40 @@ class TestWithLocalHandlers:
 @pytest.mark.django_db(databases=["default", "other"])
 @pytest.mark.usefixtures("amqp")
 class TestWithAnotherBroker:
-    def test_handlers_on_another_database_run_there(self, handles, run_relay):
+    def test_handlers_on_another_database_run_there(self, handles, outbox_run_relay):
         handles(lambda message: Effect.objects.using("other").create(name="a"), topic=TOPIC, using="other")
         say("a")
 
-        run_relay()
+        outbox_run_relay()
 
         assert Effect.objects.using("other").get().name == "a"
         assert InboxMessage.objects.using("other").get().state == "done"
         assert not InboxMessage.objects.exists()
 
-    def test_every_message_is_captured_as_it_travels(self, run_relay, assert_published):
+    def test_every_message_is_captured_as_it_travels(self, outbox_run_relay, outbox_assert_published):
         written = say("a", headers={"tenant": "acme"}, key="k")
 
-        (sent,) = run_relay()
+        (sent,) = outbox_run_relay()
 
         assert (sent.id, sent.topic, sent.payload, sent.body) == (str(written.id), TOPIC, {"name": "a"}, b'{"name":"a"}')
         assert sent.headers["tenant"] == "acme"
         assert sent.headers["cloudEvents:id"] == sent.id
         assert sent.headers["cloudEvents:orderingkey"] == "k"
-        assert_published(TOPIC, state="published")
+        outbox_assert_published(TOPIC, state="published")
 
-    def test_handlers_of_the_project_run_as_well(self, handles, run_relay):
+    def test_handlers_of_the_project_run_as_well(self, handles, outbox_run_relay):
         handles(the_effect, topic=TOPIC)
         say("a")
         say("b", topic="tests.of_another_service")
 
-        assert [message.payload["name"] for message in run_relay()] == ["a", "b"]
+        assert [message.payload["name"] for message in outbox_run_relay()] == ["a", "b"]
         assert effects() == ["a"]
 
-    def test_handlers_do_not_run_when_they_are_not_wanted(self, handles, run_relay):
+    def test_handlers_do_not_run_when_they_are_not_wanted(self, handles, outbox_run_relay):
         handles(the_effect, topic=TOPIC)
         say("a")
 
-        assert len(run_relay(handlers=False)) == 1
+        assert len(outbox_run_relay(handlers=False)) == 1
         assert effects() == []
         assert not InboxMessage.objects.exists()
 
@@ -273,23 +277,23 @@ class TestWithoutTheInbox:
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox"]
 
     @pytest.mark.usefixtures("amqp")
-    def test_messages_are_captured(self, run_relay, travel):
+    def test_messages_are_captured(self, outbox_run_relay, outbox_travel):
         say("a", delay=timedelta(hours=1))
-        travel(timedelta(hours=1))
+        outbox_travel(timedelta(hours=1))
 
-        assert [message.payload for message in run_relay()] == [{"name": "a"}]
+        assert [message.payload for message in outbox_run_relay()] == [{"name": "a"}]
 
-    def test_local_broker_names_what_is_missing(self, run_relay):
+    def test_local_broker_names_what_is_missing(self, outbox_run_relay):
         with pytest.raises(ImportError, match="'inbox' is not in INSTALLED_APPS"):
-            run_relay()
+            outbox_run_relay()
 
 
 @pytest.mark.every_database
 class TestMisuse:
     @pytest.mark.django_db
-    def test_call_inside_atomic_is_refused(self, run_relay):
+    def test_call_inside_atomic_is_refused(self, outbox_run_relay):
         with transaction.atomic(), pytest.raises(RuntimeError, match="call it after that block"):
-            run_relay()
+            outbox_run_relay()
 
     @pytest.mark.parametrize("call", ["run_relay()", "travel(timedelta(days=1))"])
     def test_use_outside_of_tests_is_refused(self, call):
@@ -303,6 +307,17 @@ class TestMisuse:
         assert done.returncode == 1
         assert "RuntimeError" in done.stderr
         assert "is for tests only" in done.stderr
+
+
+@pytest.mark.parametrize("testing", [outbox.testing, inbox.testing])
+def test_each_helper_is_a_fixture_with_the_prefix_of_its_app(request, testing):
+    app = testing.__name__.partition(".")[0]
+    helpers = {name for name in testing.__all__ if name.islower()}
+
+    assert {name for name in vars(import_module(f"{app}.pytest_plugin")) if name.startswith(f"{app}_")} == {
+        f"{app}_{name}" for name in helpers
+    }
+    assert all(request.getfixturevalue(f"{app}_{name}") is getattr(testing, name) for name in helpers)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
+from exactly_once.models import Lease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, reschedule
 from outbox.expressions import Today
-from outbox.models import OutboxMessage, RelayLease, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
 from outbox.states import State
@@ -226,7 +227,7 @@ def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
     assert not second._holds
 
     later = published(delay=timedelta(seconds=0.05))
-    RelayLease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
+    Lease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
     second._ask_for_lease_at = 0.0
     wait_until(lambda: second._turn() is not None and is_ready(later))
     assert second._holds

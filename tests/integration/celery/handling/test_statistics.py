@@ -2,7 +2,7 @@
 
 import pytest
 
-from inbox.models import MinuteStatistics
+from exactly_once.models import Minute
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(180)]
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_worker_writes_what_its_tasks_have_done(tasks, worker, pool):
     def written():
-        return list(MinuteStatistics.objects.filter(subject="celery.shop.charge", handled__gt=0))
+        return list(Minute.objects.filter(subject="celery.shop.charge", counts__handled__gt=0))
 
     with worker(pool=pool) as running:
         tasks["shop.charge"].delay({"id": "o-1"}).get(timeout=60, interval=0.05)

@@ -1,0 +1,58 @@
+"""Pages of the admin that show no rows of a table: flow, what runs now, topics and handlers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib.admin import AdminSite
+from django.core.exceptions import PermissionDenied
+from django.forms import Media
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import NoReverseMatch, reverse
+from django.utils.text import capfirst
+
+from exactly_once.admin.acting import ReadOnlyAdmin
+from exactly_once.sql.labels import label_of
+
+
+class PageAdmin(ReadOnlyAdmin):
+    """A page in the place of a list. Its model is a proxy for its permission and its name."""
+
+    template: str
+    actions = None
+
+    def content(self, request: HttpRequest) -> dict[str, Any]:
+        """The context of the template."""
+        raise NotImplementedError
+
+    @property
+    def media(self) -> Media:
+        return super().media + Media(css={"all": ["exactly_once/overview.css", "exactly_once/pages.css"]})
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "title": capfirst(self.opts.verbose_name_plural),
+            "opts": self.opts,
+            "media": self.media,
+            **self.content(request),
+            **(extra_context or {}),
+        }
+        return TemplateResponse(request, self.template, context)
+
+
+def may_see_messages(request: HttpRequest, app: str) -> bool:
+    """May the user see the messages of this half?"""
+    return request.user.has_perm(f"{label_of(app)}.view_{app}message")
+
+
+def message_url(site: AdminSite, app: str, row: int) -> str:
+    """The page of a row of messages of the default database; "" if the site does not have it."""
+    try:
+        return reverse(f"{site.name}:{label_of(app)}_{app}message_change", args=[row])
+    except NoReverseMatch:
+        return ""

@@ -1,0 +1,75 @@
+"""What the threads of this process run now: handlers, callbacks and checkers of users, and the passes of a relay.
+
+A heartbeat writes it, so that operators see also what has no row until it commits. Nothing is written for a message: to begin
+and to end only change a dictionary.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from exactly_once.process.clock import monotonic
+from exactly_once.process.heartbeat import one_line
+
+_MOST = 50
+
+
+class Work(NamedTuple):
+    """What one thread runs.
+
+    Attributes:
+        app: the package whose process it is.
+        what: the name of a handler, callback or topic; "" for a pass of a relay.
+        message: the id of its message, or of the first of `messages`; "" if it is not known.
+        began_at: monotonic.
+    """
+
+    app: str
+    alias: str
+    what: str
+    message: str
+    messages: int
+    began_at: float
+
+
+_now: dict[int, Work] = {}
+"""By thread."""
+
+
+def begin(app: str, alias: str, what: str, message: str = "", messages: int = 1) -> Work | None:
+    """This thread begins; returns what it does meanwhile no longer, for `end`."""
+    thread = threading.get_ident()
+    before = _now.get(thread)
+    _now[thread] = Work(app, alias, what, message, messages, monotonic())
+    return before
+
+
+def end(before: Work | None) -> None:
+    """This thread has ended what it began last."""
+    if before is None:
+        _now.pop(threading.get_ident(), None)
+    else:
+        _now[threading.get_ident()] = before
+
+
+def running(app: str, alias: str, started_at: float) -> list[dict[str, Any]]:
+    """What threads run now for this database, the oldest first and not more than fifty.
+
+    An instant is a number of seconds since the process started (`started_at`, monotonic), so that it does not change while the
+    thread goes on, and no clock of this host is compared with that of the database.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found: list[dict[str, Any]] = [
+        {
+            "what": work.what,
+            "message": one_line(work.message),
+            "messages": work.messages,
+            "thread": names[thread],
+            "began": round(work.began_at - started_at, 1),
+        }
+        # A copy: other threads change it. One that has ended without a word, by the end of its process only, is left out.
+        for thread, work in list(_now.items())
+        if work.app == app and work.alias == alias and thread in names
+    ]
+    return sorted(found, key=lambda work: work["began"])[:_MOST]

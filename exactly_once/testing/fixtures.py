@@ -1,0 +1,22 @@
+"""The functions of `outbox.testing` and `inbox.testing` as pytest fixtures."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+
+def fixtures(app: str, *names: str) -> dict[str, Any]:
+    """A fixture `{app}_{name}` for each of `names`: it returns the function `{app}.testing.{name}`."""
+    return {f"{app}_{name}": _fixture(f"{app}.testing", name) for name in names}
+
+
+def _fixture(module: str, name: str) -> Any:
+    def function() -> Any:
+        # pytest imports plugins before Django is set up.
+        return getattr(import_module(module), name)
+
+    function.__doc__ = f"The function `{module}.{name}`."
+    return pytest.fixture(function)

@@ -1,0 +1,160 @@
+"""One message for several endpoints: in one transaction it becomes an inbox row for each of them.
+
+The row has the body that is sent, so every attempt sends the same bytes. The rows have the id of the message: it finds them
+all, and the receivers deduplicate on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
+from typing import Any
+
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import DEFAULT_DB_ALIAS
+
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.formats import WEBHOOK_HANDLERS
+from exactly_once.wire.identity import new_message_id
+from inbox.handlers.decorator import registering
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
+from inbox.models import State as MessageState
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.store.dialect import LONGEST_LOCK_WAIT
+from inbox.store.inserting import Insertion, insert_many
+from inbox.store.rows import NewRow
+from inbox.store.trail import record
+
+Payload = Callable[[Message], Any]
+Wanted = Callable[[Message, Endpoint], bool]
+TEST = "webhook.test"
+"""The topic of a test message, which an operator sends."""
+_FAN_OUTS = "webhooks/"
+_AT_ONCE, _BYTES_AT_ONCE = 500, 8 * 1024 * 1024
+"""Rows of one statement, and the bytes of their bodies."""
+_BODIES = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FanOut:
+    payload: Payload | None
+    to: Wanted | None
+    using: str
+
+
+def send_webhooks(
+    *topics: str, payload: Payload | None = None, to: Wanted | None = None, using: str = DEFAULT_DB_ALIAS
+) -> None:
+    """Send the messages of these topics to the endpoints that are registered for them. For the module `handlers` of an app.
+
+    The body of a request is `{"type": topic, "timestamp": …, "data": payload}`.
+
+    Args:
+        payload: a function of the message that returns the data to send; default: the message's payload. What it returns is
+            public: it should not change with the internal format.
+        to: a function of the message and an endpoint; False leaves this endpoint out. Default: every endpoint of the topic.
+        using: the database alias of the endpoints.
+
+    Raises:
+        TypeError: there is no topic, or `payload` or `to` is not a function.
+        ValueError: a topic is invalid or given twice.
+    """
+    if not topics:
+        raise TypeError("send_webhooks() needs at least one topic.")
+    for option, function in (("payload", payload), ("to", to)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{option} is {function!r}: it must be a function.")
+    for topic in topics:
+        if registry.get(f"{_FAN_OUTS}{topic}"):
+            raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
+        register = registering(topic, biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
+        register(update_wrapper(partial(_fan_out, _FanOut(payload=payload, to=to, using=using)), _fan_out))
+
+
+def fan_outs() -> list[Handler]:
+    """The handlers that `send_webhooks` has registered."""
+    return [handler for handler in registry.all() if handler.name.startswith(_FAN_OUTS)]
+
+
+def aliases() -> list[str]:
+    """The databases with endpoints."""
+    return sorted({handler.using for handler in fan_outs()} | {DEFAULT_DB_ALIAS})
+
+
+def handler_name(endpoint: Endpoint) -> str:
+    """The name of the handler of an endpoint's messages."""
+    return f"{WEBHOOK_HANDLERS}{endpoint.name}"
+
+
+def _fan_out(fan_out: _FanOut, message: Message) -> None:
+    wanting = [
+        one for one in endpoints.subscribed(fan_out.using, message.topic) if fan_out.to is None or fan_out.to(message, one)
+    ]
+    if not wanting:
+        return
+    body = _body(message, message.payload if fan_out.payload is None else fan_out.payload(message))
+    insert(fan_out.using, wanting, message, body)
+
+
+def insert(alias: str, to: Sequence[Endpoint], message: Message, body: bytes) -> None:
+    """∅ → received, due now, for a message to these endpoints; nothing for those that have it already.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting it and did not end in time. The inbox runs the message again.
+    """
+    row = NewRow(
+        handler="",
+        topic=message.topic,
+        biz_id=message.biz_id,
+        message_id=message.id,
+        key="",
+        content_type="application/json",
+        body=body,
+        digest=hashlib.sha256(body).hexdigest(),
+        headers="{}",
+        source="",
+        correlation_id=message.correlation_id,
+        causation_id=message.causation_id,
+        traceparent="",
+        created_at=message.created_at,
+    )
+    size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(body)))
+    for first in range(0, len(to), size):
+        insertions = [
+            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
+            for endpoint in to[first : first + size]
+        ]
+        record(alias, insert_many(alias, insertions, LONGEST_LOCK_WAIT).ids, was="", matters=False)
+
+
+def _body(message: Message, data: Any) -> bytes:
+    """The body of the requests, as Standard Webhooks recommends it."""
+    return _BODIES.encode({"type": message.topic, "timestamp": message.created_at or utcnow(), "data": data}).encode()
+
+
+def send_test(alias: str, pk: int) -> bool:
+    """Send a message of the topic `TEST` to an endpoint, as any other. False: it does not exist, or is disabled."""
+    endpoint = Endpoint.objects.using(alias).exclude(state=State.DISABLED).filter(pk=pk).first()
+    if endpoint is None:
+        return False
+    message_id = str(new_message_id())
+    message = Message(
+        id=message_id,
+        topic=TEST,
+        key="",
+        biz_id=message_id,
+        payload={},
+        headers={},
+        created_at=utcnow(),
+        attempt=1,
+        redelivered=False,
+        correlation_id=message_id,
+        causation_id="",
+    )
+    insert(alias, [endpoint], message, _body(message, message.payload))
+    return True

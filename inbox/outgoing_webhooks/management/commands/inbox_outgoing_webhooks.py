@@ -1,0 +1,38 @@
+from functools import partial
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.schema import require_schema
+from inbox.conf import inbox_options
+from inbox.outgoing_webhooks.fanning_out import aliases
+from inbox.outgoing_webhooks.service import THREADS, serve
+
+
+class Command(TranslatedCommand):
+    help = gettext_lazy("Send the messages to the webhook endpoints. On SIGTERM, finish the running requests and stop.")
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--drain", action="store_true", help=_("stop when no message is due, instead of waiting for more"))
+        parser.add_argument(
+            "--concurrency", type=int, default=THREADS, metavar="N", help=_("number of worker threads (default: %(default)s)")
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        log_to_console(options["verbosity"])
+        if options["concurrency"] < 1:
+            raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
+        work = partial(_send, drain=options["drain"], threads=options["concurrency"])
+        run_until_signalled(work, grace=inbox_options().SHUTDOWN_GRACE)
+
+
+def _send(stop: StopRequest, *, drain: bool, threads: int) -> None:
+    known = aliases()
+    for alias in known:
+        require_schema(alias, "inbox")
+    serve(known, drain=drain, threads=threads, stop=stop)

@@ -1,0 +1,131 @@
+"""The process that sends: a runner whose handlers are the endpoints.
+
+It is a process of its own, so that requests to slow endpoints never occupy a thread of the consumers. The endpoints with due
+messages are read again and again; a new, paused or changed one takes effect in all processes without a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.process.reminder import Reminder
+from exactly_once.sql.connections import leave_pools
+from inbox.conf import inbox_options
+from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.consumer.service import run_on_threads
+from inbox.handlers.handler import Handler
+from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.delivering import handler_of
+from inbox.outgoing_webhooks.models import Endpoint
+from inbox.runner import Runner
+from inbox.transactions.persistence import DatabaseUnavailable, committed
+
+logger = logging.getLogger(__name__)
+
+THREADS = 16
+_REFRESH_SECONDS = 1.0
+_FEW = 64
+
+
+class EndpointHandlers:
+    """The handlers of active endpoints with due messages, a few at a time, so that a claim takes no longer with many endpoints.
+
+    A few serve as many turns of the runner as they are, for a second at most. Then those with the next names follow, so that
+    the endpoints take turns, however many they are and however large the backlog of one is.
+    """
+
+    def __init__(self, aliases: Sequence[str]) -> None:
+        self._windows = {alias: _Window() for alias in aliases}
+        self._errors = Reminder()
+
+    def all(self) -> list[Handler]:
+        for alias, window in self._windows.items():
+            # One thread reads: a database that hangs must not stop the endpoints of the others.
+            if window.is_over and window.reading.acquire(blocking=False):
+                try:
+                    self._read(alias, window)
+                finally:
+                    window.reading.release()
+            window.turns -= 1
+        return self.shown()
+
+    def shown(self) -> list[Handler]:
+        """The present ones."""
+        return [handler for window in self._windows.values() for handler in window.few]
+
+    def refresh(self) -> None:
+        """Read the next ones. While a database is unavailable, the present ones stay, and it is asked once a second."""
+        for alias, window in self._windows.items():
+            with window.reading:
+                self._read(alias, window)
+
+    def _read(self, alias: str, window: _Window) -> None:
+        window.turns, window.read_at = inf, monotonic()
+        try:
+            read = committed(partial(_next_due, alias, window.after), alias)
+        except DatabaseUnavailable as error:
+            if self._errors.is_due():
+                logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", alias, error)
+            return
+        except Exception:
+            if self._errors.is_due():
+                logger.exception("webhooks: unexpected error. The endpoints on %r are read again later.", alias)
+            return
+        window.few = [handler_of(alias, endpoint) for endpoint in read]
+        window.after = read[-1].name if len(read) == _FEW else ""
+        window.turns = len(read)
+
+
+class _Window:
+    """The present few of one database."""
+
+    def __init__(self) -> None:
+        self.few: list[Handler] = []
+        self.after = ""
+        self.turns, self.read_at = 0.0, -inf
+        self.reading = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        return self.turns <= 0 or monotonic() - self.read_at >= _REFRESH_SECONDS
+
+
+def _next_due(alias: str, after: str) -> list[Endpoint]:
+    endpoints.resume_due(alias)
+    return endpoints.next_due(alias, after, _FEW) or (endpoints.next_due(alias, "", _FEW) if after else [])
+
+
+def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS, stop: StopRequest | None = None) -> None:
+    """Send the messages to the endpoints on these databases until asked to stop, or with `drain` until none is due."""
+    leave_pools()
+    options, stop = replace(inbox_options(), CONCURRENCY=threads), StopRequest() if stop is None else stop
+    known, watchdog = EndpointHandlers(aliases), Watchdog(limit=options.WATCHDOG)
+    runner = Runner(options, stop, handlers=known.all, reports_unknown=False)
+    heartbeats = Heartbeats(lambda: Activity(handlers=known.shown(), ran=runner.ran), stop)
+    with watchdog.watching(), heartbeats.sending(aliases):
+        if not drain:
+            run_on_threads(runner, threads, stop, watchdog)
+        if drain or stop.is_draining:
+            with watchdog.suspended():
+                _drain(runner, known, stop)
+    logger.info("webhooks: stopped. Requests made: %d.", runner.ran)
+
+
+def _drain(runner: Runner, known: EndpointHandlers, stop: StopRequest) -> None:
+    """Other processes may have sent the messages of the present endpoints; so read on until no other endpoint is found."""
+    tried: set[tuple[str, str]] = set()
+    while not stop:
+        if runner.drain(stop):
+            tried.clear()
+        known.refresh()
+        due = {(handler.using, handler.name) for handler in known.shown()}
+        if due <= tried:
+            return
+        tried |= due

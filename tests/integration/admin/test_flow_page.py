@@ -1,0 +1,260 @@
+"""The page of a chain of messages: from the publish to every effect, and to what the handlers published."""
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from exactly_once.models import AuditEntry
+from exactly_once.operators.trail import MOST_ROWS, chain_of
+from exactly_once.process.clock import utcnow
+from inbox.models import InboxMessage
+from outbox.models import OutboxMessage
+from outbox.states import State
+from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+PAGE = "admin:exactly_once_flow_changelist"
+VIEW = ("view_flow", "view_outboxmessage", "view_inboxmessage")
+
+
+def a_publication(topic, *, cause=None, after=0.0, state=State.PUBLISHED, confirmed=12, using="default", **columns):
+    """A message, published by the handler of `cause` or at the beginning of a chain."""
+    at = (cause.created_at if cause else utcnow() - timedelta(hours=1)) + timedelta(seconds=after)
+    row = a_message(state, topic=topic, using=using, **columns)
+    settled_at = at + timedelta(milliseconds=confirmed) if state == State.PUBLISHED else None
+    changes = {"created_at": at, "settled_at": settled_at}
+    if "correlation_id" not in columns:
+        changes["correlation_id"] = cause.correlation_id if cause else str(row.message_id)
+    if cause:
+        changes["causation_id"] = str(cause.message_id)
+    for name, value in changes.items():
+        setattr(row, name, value)
+    OutboxMessage.objects.using(using).filter(pk=row.pk).update(**changes)
+    return row
+
+
+def an_effect(row, handler, *, after=0.1, took=30, state="done", using="default", **columns):
+    at = row.created_at + timedelta(seconds=after)
+    return InboxMessage.objects.using(using).create(
+        **{
+            **{name: getattr(row, name) for name in ("topic", "biz_id", "correlation_id", "causation_id", "created_at")},
+            "message_id": str(row.message_id),
+            "handler": handler,
+            "state": state,
+            "body": b"{}",
+            "attempts": 1,
+            "received_at": at,
+            "settled_at": at + timedelta(milliseconds=took) if state == "done" else None,
+            **columns,
+        }
+    )
+
+
+def an_order():
+    """An order whose handlers publish, and whose payment fails."""
+    placed = a_publication("shop.order.placed")
+    an_effect(placed, "stock.reserve")
+    an_effect(placed, "payments.charge", state="retrying", attempts=3, last_error="GatewayTimeout: no answer")
+    reserved = a_publication("stock.reserved", cause=placed, after=0.2)
+    an_effect(reserved, "shipments.pack")
+    return placed, reserved
+
+
+def flow(message_id, *permissions):
+    return Page(staff_client(*(permissions or VIEW)).get(reverse(PAGE), {"id": str(message_id)}))
+
+
+def words(page):
+    return " ".join(page.text.split())
+
+
+def names(chain):
+    return [(message.depth, message.first.topic) for message in chain.messages]
+
+
+def test_chain_is_drawn_from_its_publish_to_every_effect_and_what_they_published_with_the_times_between():
+    placed, _ = an_order()
+
+    text = words(flow(placed.message_id))
+
+    steps = (
+        *(
+            "shop.order.placed",
+            "confirmed by the broker 12 ms later",
+            "stock.reserve",
+            "received 100 ms after it was published",
+        ),
+        *("effect 30 ms later", "payments.charge", "3 attempts", "GatewayTimeout: no answer"),
+        *("stock.reserved", "200 ms after its cause", "shipments.pack"),
+    )
+    positions = [text.index(step) for step in steps]
+    assert positions == sorted(positions)
+
+
+def test_chain_is_found_by_the_id_of_any_of_its_messages_and_by_its_correlation_id():
+    placed, reserved = an_order()
+    a_publication("shop.order.placed")
+
+    for name in (placed.message_id, reserved.message_id, str(placed.message_id).upper()):
+        assert names(chain_of(str(name))) == [(0, "shop.order.placed"), (1, "stock.reserved")]
+
+
+def test_chain_spans_the_databases_and_the_tree_orders_siblings_by_time():
+    placed = a_publication("shop.order.placed")
+    a_publication("third", cause=placed, after=3)
+    second = a_publication("second", cause=placed, after=2, using="other")
+    a_publication("first", cause=placed, after=1)
+    a_publication("below", cause=second, after=9)
+    an_effect(second, "elsewhere.handle", using="other")
+
+    chain = chain_of(str(second.message_id))
+
+    assert names(chain) == [(0, "shop.order.placed"), (1, "first"), (1, "second"), (2, "below"), (1, "third")]
+    assert [leg.database for leg in chain.messages[2].effects] == ["other"]
+    assert "(other)" in words(flow(placed.message_id))
+
+
+def test_message_of_another_producer_begins_a_chain_without_a_publication():
+    at = utcnow()
+    received = {"topic": "bank.paid", "biz_id": "1", "body": b"{}", "received_at": at, "settled_at": at, "state": "done"}
+    InboxMessage.objects.create(message_id="foreign-1", handler="payments.book", **received)
+    a_publication("shop.order.paid", correlation_id="foreign-1", causation_id="foreign-1")
+
+    assert names(chain_of("foreign-1")) == [(0, "bank.paid"), (1, "shop.order.paid")]
+
+
+def test_cause_that_is_not_in_the_chain_is_named_with_a_link_to_its_own_flow():
+    asked = a_publication("bank.transfer.requested", causation_id="outer-message")
+
+    page = flow(asked.message_id)
+
+    assert "Its cause is not in this chain" in page.text
+    assert page.all("a", href=f"{reverse(PAGE)}?id=outer-message")
+
+
+def test_messages_that_name_each_other_as_their_cause_are_shown_once_each():
+    one, two = a_publication("one"), a_publication("two")
+    for row, cause in ((one, two), (two, one)):
+        columns = {"correlation_id": "loop", "causation_id": str(cause.message_id)}
+        OutboxMessage.objects.filter(pk=row.pk).update(**columns)
+
+    assert sorted(topic for _depth, topic in names(chain_of("loop"))) == ["one", "two"]
+
+
+def test_long_chain_is_cut_and_the_page_says_so():
+    OutboxMessage.objects.bulk_create(
+        OutboxMessage(topic="shop.sms", biz_id=str(number), shard=1, body=b"{}", correlation_id="cart-1",
+                      causation_id="", created_at=utcnow(), available_at=utcnow())
+        for number in range(MOST_ROWS + 1)
+    )  # fmt: skip
+
+    assert len(chain_of("cart-1").messages) == MOST_ROWS
+    assert f"only the first {MOST_ROWS} messages of each app are shown" in words(flow("cart-1"))
+
+
+def test_long_line_of_causes_is_drawn_at_a_limited_depth():
+    row = a_publication("hop")
+    root = row.message_id
+    for _ in range(60):
+        row = a_publication("hop", cause=row, after=1)
+
+    page = flow(root)
+
+    assert {depth for depth, _topic in names(chain_of(str(root)))} == set(range(61))
+    assert len(page.all("li", **{"class": "flow-message flow-depth-8"})) == 61 - 8
+
+
+@pytest.mark.parametrize(("permission", "seen", "hidden"), [
+    ("view_outboxmessage", "confirmed by the broker", "stock.reserve "),
+    ("view_inboxmessage", "stock.reserve ", "confirmed by the broker"),
+])  # fmt: skip
+def test_only_the_app_whose_messages_the_user_may_view_is_shown(permission, seen, hidden):
+    placed, _ = an_order()
+
+    text = words(flow(placed.message_id, "view_flow", permission))
+
+    assert seen in text
+    assert hidden not in text
+    assert "Users with the permission to view the messages of both apps see more of it." in text
+
+
+def test_page_is_refused_without_its_permission():
+    assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
+
+
+def test_ids_on_the_pages_of_messages_and_of_the_audit_log_lead_to_the_flow_if_the_user_may_view_it():
+    placed, _ = an_order()
+    received = InboxMessage.objects.filter(handler="stock.reserve").get()
+    audited = {"app": "outbox", "at": utcnow(), "actor": "ada", "place": "admin", "address": "", "action": "cancel"}
+    entry = AuditEntry.objects.create(**audited, kind="message", object_id=str(placed.message_id))
+    pages = (("outbox_outboxmessage", placed.pk), ("inbox_inboxmessage", received.pk), ("exactly_once_auditentry", entry.pk))
+    link = {"href": f"{reverse(PAGE)}?id={placed.message_id}"}
+
+    for name, pk in pages:
+        url = reverse(f"admin:{name}_change", args=[pk])
+        assert Page(staff_client(*VIEW, "view_auditentry").get(url)).all("a", **link), name
+        assert not Page(staff_client(*VIEW[1:], "view_auditentry").get(url)).all("a", **link), name
+
+
+def test_unknown_id_and_no_id_say_what_the_page_shows():
+    assert "No message has this message id or correlation id" in words(flow("nothing"))
+    assert "Here stands a chain of messages" in words(flow(""))
+
+
+def test_hostile_texts_add_no_element():
+    shapes = []
+    for text in ("harm/less", NASTY):  # as often broken into lines
+        row = a_publication(text, correlation_id=text, causation_id=text, biz_id=text, state=State.DEAD, last_error=text)
+        an_effect(row, text, state="dead", last_error=text)
+        page = flow(text)
+        assert text in page.text
+        shapes.append(page.shape)
+
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_statements_of_a_chain_use_indexes_among_many_messages():
+    if connection.vendor == "postgresql":
+        many()
+    placed, _ = an_order()
+    with CaptureQueriesContext(connection) as captured:
+        chain = chain_of(str(placed.message_id))
+
+    assert len(chain.messages) == 2
+    prefix = "EXPLAIN" if connection.vendor == "postgresql" else "EXPLAIN QUERY PLAN"
+    reads = [query["sql"] for query in captured if query["sql"].startswith("SELECT") and "message" in query["sql"]]
+    assert len(reads) >= 4
+    for sql in reads:
+        with connection.cursor() as cursor:
+            cursor.execute(f"{prefix} {sql}")
+            plan = "\n".join(str(line[-1]) for line in cursor.fetchall())
+        assert "Seq Scan" not in plan, (sql, plan)
+        assert "SCAN " not in plan, (sql, plan)
+
+
+def many():
+    """Settled and open messages, each the first of its chain; more than a scan would be chosen for."""
+    row, chained = a_publication("shop.order.placed"), a_publication("shop.order.placed", state=State.READY)
+    for like in (row, chained):
+        ids = [(like.message_id.int + number) % 2**128 for number in range(1, 10_001)]
+        OutboxMessage.objects.bulk_create(
+            OutboxMessage(
+                **{**{field.attname: getattr(like, field.attname) for field in OutboxMessage._meta.concrete_fields},
+                   "id": None, "message_id": uuid.UUID(int=name), "correlation_id": str(uuid.UUID(int=name))}
+            )
+            for name in ids
+        )  # fmt: skip
+    InboxMessage.objects.bulk_create(
+        InboxMessage(handler="shop.handle", topic="t", biz_id=str(number), message_id=str(number), correlation_id=str(number),
+                     state="done", body=b"", received_at=utcnow(), settled_at=utcnow())
+        for number in range(20_000)
+    )  # fmt: skip
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE outbox_outboxmessage")
+        cursor.execute("ANALYZE inbox_inboxmessage")

@@ -1,0 +1,189 @@
+"""The page of topics and handlers: a row each, with what waits, what fails and what is paused."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from exactly_once.models import AuditEntry, Minute
+from exactly_once.process.clock import utcnow
+from exactly_once.sql import counts
+from exactly_once.telemetry.statistics import bucket_of
+from inbox.models import InboxMessage, PausedHandler
+from outbox.models import OutboxMessage, PausedTopic
+from outbox.states import State
+from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+from tests.support.shop_day import AMOUNT, CHARGE, PLACED, RESERVE, SMS, TEXT, a_handled, failing
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+PAGE = "admin:exactly_once_topicsandhandlers_changelist"
+VIEW = ("view_topicsandhandlers", "view_outboxmessage", "view_inboxmessage")
+PAUSED = ("view_pausedtopic", "view_pausedhandler")
+MINUTE = timedelta(minutes=1)
+
+
+def opened(*permissions):
+    return staff_client(*VIEW, *permissions).get(reverse(PAGE))
+
+
+def rows(response):
+    """The content of each row, by its name."""
+    return {"".join(Text(row["name"]).text.split()): row for part in response.context["parts"] for row in part["rows"]}
+
+
+class Text(Page):
+    def __init__(self, html):
+        super(Page, self).__init__()
+        self.elements, self.text = [], ""
+        self.feed(html)
+
+
+def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fails(handles):
+    handles(print, name=RESERVE, topic=PLACED)
+    for ago in (5, 9):
+        a_message(State.READY, topic=PLACED, ago=ago * MINUTE)
+    a_message(State.PUBLISHED, topic=PLACED, settled_at=utcnow())
+    a_message(State.RETRYING, topic=SMS)
+    a_message(State.DEAD, topic=SMS)
+    failing(CHARGE, "order-1", AMOUNT, dead=True)
+    a_handled(TEXT, "order-2", state="received", ago=7 * MINUTE)
+
+    response = opened()
+    found = rows(response)
+
+    assert [found[name]["backlog"] for name in (PLACED, SMS, TEXT, CHARGE, RESERVE)] == ["2", "0", "1", "0", "0"]
+    assert "9 min ago" in found[PLACED]["oldest"]
+    assert "7 min ago" in found[TEXT]["oldest"]
+    assert [(label, count) for label, count, _url in found[SMS]["failing"]] == [("retrying", "1"), ("dead", "1")]
+    assert [(label, count) for label, count, _url in found[CHARGE]["failing"]] == [("dead", "1")]
+
+
+def test_rate_and_percentiles_are_those_of_the_last_ten_minutes():
+    now = utcnow()
+    for ago, count in ((2, 30), (3, 20), (11, 4_000)):
+        times = {"minute": now - ago * MINUTE, "process": "a:1"}
+        sent = {"counts": {"published": count}, "times": {"to_broker": {bucket_of(0.5): count}}}
+        handled = {"counts": {"handled": count}, "times": {"to_effect": {bucket_of(2): count}}}
+        Minute.objects.create(app="outbox", subject=PLACED, **times, **sent)
+        Minute.objects.create(app="inbox", subject=CHARGE, **times, **handled)
+
+    found = rows(opened())
+
+    assert (found[PLACED]["rate"], found[CHARGE]["rate"]) == ("5.0", "5.0")
+    assert found[PLACED]["p50"].endswith("ms")
+    assert found[CHARGE]["p95"].endswith(" s")
+
+
+def test_failing_and_paused_ones_come_first_and_lead_to_the_filtered_list():
+    a_message(State.READY, topic="a.quiet.one")
+    a_message(State.DEAD, topic=SMS)
+
+    page = Page(response := opened())
+
+    assert list(rows(response)) == [SMS, "a.quiet.one"]
+    address = reverse("admin:outbox_outboxmessage_changelist")
+    (dead,) = page.all("a", href=f"{address}?topic={SMS}&state=dead")
+    assert dead
+    listed = staff_client(*VIEW).get(f"{address}?topic={SMS}&state=dead").context["cl"].result_list
+    assert [row.topic for row in listed] == [SMS]
+
+
+def test_more_messages_than_are_counted_are_marked_also_where_none_was_counted(monkeypatch):
+    monkeypatch.setattr(counts, "LIMIT", 3)
+    for _ in range(5):
+        a_message(State.READY, topic=PLACED)
+    a_message(State.DEAD, topic=SMS)
+
+    found = rows(opened())
+
+    assert (found[PLACED]["backlog"], found[SMS]["backlog"]) == ("3+", "0+")
+
+
+def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handles):
+    handles(print, name=RESERVE, topic=PLACED)
+    a_message(State.READY, topic=SMS)
+    client = staff_client(*VIEW, *PAUSED, "pause_pausedtopic", "pause_pausedhandler", "resume_pausedtopic")
+
+    for kind, name, model in (("topic", SMS, PausedTopic), ("handler", RESERVE, PausedHandler)):
+        found = rows(client.get(reverse(PAGE)))[name]
+        form = client.get(found["pause_url"])
+        assert form.context["adminform"].form.initial[kind] == name
+        client.post(found["pause_url"], {kind: name, "reason": "the provider is down"})
+        assert model.objects.get(**{kind: name}).reason == "the provider is down"
+        entry = AuditEntry.objects.get(kind=kind)
+        assert (entry.action, entry.object_id) == ("pause", name)
+
+    response = client.get(reverse(PAGE))
+    assert [name for name, row in rows(response).items() if row["paused"]] == [SMS, RESERVE]
+    page = Page(response)
+    (resume,) = page.all("input", name="_selected_action")  # of the topic; it may not resume a handler
+    assert resume["value"] == str(PausedTopic.objects.get().pk)
+    asked = client.post(
+        reverse("admin:outbox_pausedtopic_changelist"), {"action": "resume", "_selected_action": resume["value"]}
+    )
+    assert "Resume these topics?" in asked.content.decode()
+
+
+def test_pause_and_resume_are_not_offered_without_their_permissions():
+    a_message(State.READY, topic=SMS)
+    PausedTopic.objects.create(topic=PLACED, paused_by="ada", paused_at=utcnow())
+
+    page = Page(opened(*PAUSED))
+
+    assert not page.all("a", **{"class": "traffic-pause"})
+    assert not page.all("input", name="_selected_action")
+
+
+def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_the_user_may_not_view():
+    a_message(State.READY, topic=SMS)
+    a_handled(TEXT, "order-1", state="received")
+
+    assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
+    assert list(rows(staff_client(*VIEW[:2]).get(reverse(PAGE)))) == [SMS]
+    assert list(rows(staff_client(VIEW[0], VIEW[2]).get(reverse(PAGE)))) == [TEXT]
+
+
+def test_hostile_names_and_reasons_add_no_element():
+    shapes = []
+    for text in ("harm/less", NASTY):  # as often broken into lines
+        a_message(State.READY, topic=text)
+        pauses = [
+            PausedTopic.objects.create(topic=text, paused_by=text, reason=text, paused_at=utcnow()),
+            PausedHandler.objects.create(handler=text, paused_by=text, reason=text, paused_at=utcnow()),
+        ]
+        page = Page(opened(*PAUSED))
+        assert text in page.text
+        shapes.append(page.shape)
+        for row in (*pauses, OutboxMessage.objects.get()):
+            row.delete()
+
+    assert shapes[0] == shapes[1]
+
+
+def test_statements_use_indexes_among_many_messages():
+    for model, like in (
+        (OutboxMessage, a_message(State.SCHEDULED)),
+        (InboxMessage, a_handled(TEXT, "first")),
+    ):
+        columns = {field.attname: getattr(like, field.attname) for field in model._meta.concrete_fields}
+        model.objects.bulk_create(
+            model(**{**columns, "id": None, "message_id": type(like.message_id)(f"{number:032}"), "biz_id": str(number)})
+            for number in range(10_000)
+        )
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE")
+    with CaptureQueriesContext(connection) as captured:
+        opened()
+
+    prefix = "EXPLAIN" if connection.vendor == "postgresql" else "EXPLAIN QUERY PLAN"
+    reads = [query["sql"] for query in captured if "boxmessage" in query["sql"]]
+    assert len(reads) >= 4
+    for sql in reads:
+        with connection.cursor() as cursor:
+            cursor.execute(f"{prefix} {sql}")
+            plan = "\n".join(str(line[-1]) for line in cursor.fetchall())
+        assert "Seq Scan on outbox" not in plan, (sql, plan)
+        assert "Seq Scan on inbox" not in plan, (sql, plan)

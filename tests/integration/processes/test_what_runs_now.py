@@ -1,0 +1,161 @@
+"""What runs now: each process says so with its heartbeats, and a page of the admin shows it."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+from django.urls import reverse
+
+from exactly_once.models import Process
+from exactly_once.process import work
+from exactly_once.process.clock import monotonic, utcnow
+from inbox import Lease
+from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.models import InboxMessage, State
+from inbox.store.heartbeats import consumers
+from tests.support.admin_pages import NASTY, Page, staff_client
+from tests.support.deliveries import the_effect
+from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.shop_day import CHARGE, a_handled
+from tests.support.waiting import A_WHILE, wait_until
+from tests.support.workers import broker_options, consuming, declare, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+PAGE = "admin:exactly_once_busy_changelist"
+FLOW = "admin:exactly_once_flow_changelist"
+VIEW = ("view_busy", "view_outboxmessage", "view_inboxmessage")
+RUN = {"what": CHARGE, "message": "m-1", "messages": 1, "thread": "worker-3", "began": 60.0}
+
+
+def page(*permissions):
+    return Page(staff_client(*(permissions or VIEW)).get(reverse(PAGE)))
+
+
+def words(*permissions):
+    return " ".join(page(*permissions).text.split())
+
+
+def said():
+    """What the consumers have said."""
+    return [run for process in Process.objects.filter(app="inbox", stopped_at=None) for run in process.running]
+
+
+@pytest.mark.parametrize("lease", [None, Lease(duration=timedelta(minutes=5))], ids=["transactional", "leased"])
+def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it_has_ended(handles, rabbitmq_url, lease):
+    goes_on = threading.Event()
+
+    def slow(message):
+        assert goes_on.wait(A_WHILE)
+        the_effect(message)
+
+    handler = handles(slow, name="tests.slow", lease=lease)
+    options = broker_options(rabbitmq_url)
+    declare(handler, options)
+    send(rabbitmq_url, handler.topic, {}, message_id="m-1")
+    heartbeats = Heartbeats(lambda: Activity(handlers=[handler]))
+    with heartbeats.sending(["default"]), consuming([handler], options):
+        try:
+            wait_until(said)
+            (run,) = said()
+            assert (run["what"], run["message"], run["messages"]) == ("tests.slow", "m-1", 1)
+            text = words()
+            assert "tests.slow m-1" in text
+            assert run["thread"] in text
+            assert "Further runs under leases" not in text
+        finally:
+            goes_on.set()
+        wait_until(lambda: not said())
+        assert "nothing" in words()
+
+
+@pytest.mark.every_database
+def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
+    runs = [{**RUN, "began": 4 * 3600.0}, {**RUN, "messages": 3, "message": "m-2"}]
+    a_consumer(running_for=timedelta(hours=5), silent_for=timedelta(minutes=4), running=runs)
+    a_relay(host="relay-7", running=[{**RUN, "what": "", "message": "", "thread": "lane-1"}])
+
+    text = words()
+
+    assert "Silent 4 min ago payments.request_payment m-1 60 min ago worker-3" in text
+    assert "m-2 and 2 more" in text
+    assert "Relay pass - 4 h ago lane-1" in text
+
+
+@pytest.mark.every_database
+def test_process_that_works_for_two_databases_is_shown_with_what_it_runs_for_each():
+    first = a_consumer(running=[RUN])
+    consumers.write(
+        "other", first, running_for=timedelta(hours=5), waits_for="", facts={}, running=[{**RUN, "what": "elsewhere.handle"}]
+    )
+
+    text = words()
+
+    assert CHARGE in text
+    assert "elsewhere.handle" in text
+
+
+@pytest.mark.every_database
+def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_lease():
+    ends_at = utcnow() + timedelta(minutes=9, seconds=30)
+    for name in ("m-1", "m-2"):
+        a_handled(CHARGE, name, state=State.RUNNING, message_id=name, next_attempt_at=ends_at)
+    a_consumer(running=[RUN])
+
+    text = words()
+
+    further = text[text.index("Further runs under leases") :]
+    assert "m-2in 9 min" in further.replace(" in 9", "in 9")
+    assert "m-1" not in further
+    InboxMessage.objects.all().delete()
+    assert "Further runs" not in words()
+
+
+@pytest.mark.every_database
+def test_message_leads_to_its_flow_if_the_user_may_view_that():
+    a_consumer(running=[RUN])
+
+    assert page(*VIEW, "view_flow").all("a", href=f"{reverse(FLOW)}?id=m-1")
+    assert not page().all("a", href=f"{reverse(FLOW)}?id=m-1")
+
+
+@pytest.mark.every_database
+def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_the_user_may_not_view():
+    a_consumer(host="consumer-9", running=[RUN])
+    a_relay(host="relay-9")
+
+    assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
+    assert "relay-9" in words(*VIEW[:2])
+    assert "consumer-9" not in words(*VIEW[:2])
+
+
+@pytest.mark.every_database
+def test_hostile_names_add_no_element():
+    shapes = []
+    for text in ("harm/less", NASTY):  # as often broken into lines
+        a_consumer(host=text, running=[{**RUN, "what": text, "message": text, "thread": text}])
+        a_handled(text, text, state=State.RUNNING, message_id=f"2{text}", next_attempt_at=utcnow())
+        shown = page(*VIEW, "view_flow")
+        assert text in shown.text
+        shapes.append(shown.shape)
+        Process.objects.all().delete()
+        InboxMessage.objects.all().delete()
+
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.every_database
+def test_thread_is_named_with_what_it_runs_inside_of_other_work_and_without_it_at_the_end():
+    started_at = monotonic()
+    before = work.begin("outbox", "default", "")
+    try:
+        (run,) = work.running("outbox", "default", started_at)
+        assert (run["what"], run["thread"], work.running("inbox", "default", started_at)) == ("", "MainThread", [])
+        inner = work.begin("outbox", "default", "a.callback", "m-1")
+        assert [run["what"] for run in work.running("outbox", "default", started_at)] == ["a.callback"]
+        work.end(inner)
+        assert [run["what"] for run in work.running("outbox", "default", started_at)] == [""]
+        assert work.running("outbox", "other", started_at) == []
+    finally:
+        work.end(before)
+    assert work.running("outbox", "default", started_at) == []
