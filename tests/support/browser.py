@@ -98,9 +98,9 @@ def chromium() -> Iterator[Any]:
         running.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """One browser for the tests of a module."""
+    """One browser for the tests of a directory."""
     with chromium() as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""The Content-Security-Policy of the suite's pages. Not in `browser`: every process that a test starts imports its middleware."""
+"""The Content-Security-Policy of the suite's pages, without pytest: every process that a test starts imports this."""
 
 from __future__ import annotations
 

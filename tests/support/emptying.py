@@ -3,8 +3,8 @@
 Django's `flush` truncates every table and then creates all content types and permissions again, which takes longer than most
 tests. Here only tables that have pages or rows are emptied, and those two keep theirs.
 
-PostgreSQL needs 15 ms of processor time to truncate one of our tables with its indexes, and a tenth of a millisecond to delete a
-few rows. So a table is truncated only when it has become large; deleted rows never take more than that.
+PostgreSQL needs 15 ms of processor time to truncate one of our tables with its indexes, and a tenth of a millisecond to delete
+its few rows. So a table is truncated only when it has become large, with rows that were deleted before.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ def _fixture_teardown(test_case):
         connection = connections[alias]
         sizes = {name: size for name, size in _used_tables(connection) if name not in KEPT}
         small = [name for name, size in sizes.items() if size < LARGE and _may_delete(connection)]
-        if small:
-            _repeated(lambda: _delete(connection, small))
-        if large := sorted(sizes.keys() - small):
-            _repeated(lambda: _truncate(connection, large))
+        _repeated(_delete, connection, small)
+        _repeated(_truncate, connection, sorted(sizes.keys() - small))
 
 
-def _repeated(empty):
+def _repeated(empty, connection, tables):
     """A process or thread that a test has stopped may still read: PostgreSQL ends one of the two when they deadlock."""
-    for may_repeat in (True, True, False):
+    for may_repeat in (True, True, False) if tables else ():
         try:
-            empty()
+            empty(connection, tables)
         except OperationalError as error:
             if not may_repeat or "deadlock" not in str(error):
                 raise

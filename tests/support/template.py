@@ -2,10 +2,10 @@
 
     python -m tests.support.template
 
-With DJANGO_SETTINGS_MODULE it has also set up Django and imported the apps. It reads requests from the socket that is its standard
-input until the test process has ended. For each of them it forks a keeper, and the keeper forks the child. The child writes its
-process id to the test, the keeper its exit status. When the test process ends first, however that happens, the keeper kills the
-child's process group.
+With DJANGO_SETTINGS_MODULE it has also set up Django and imported the apps. It reads requests from the socket that is its
+standard input until the test process has ended. For each of them it forks a keeper, and the keeper forks the child. The child
+writes its process id to the test, the keeper its exit status. When the test process ends first, however that happens, the
+keeper kills the child's process group.
 
 Linux only: it waits with process file descriptors.
 """
@@ -27,6 +27,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import django
@@ -152,7 +153,7 @@ def _become(request: dict[str, Any], answers: int, stdin: int, output: int) -> l
         os.dup2(descriptor, place)
     os.close(stdin)
     os.close(output)
-    ours = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    ours = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])

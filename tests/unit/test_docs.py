@@ -402,9 +402,7 @@ def test_page_of_proofs_names_a_collected_test_function_for_each_feature_that_is
     named = {row.id: row.tests for row in features() if row.status != "Later"}
     assert [row for row, tests in named.items() if not tests] == []
     collected = pytestconfig.stash[plugin.collected]
-    if (
-        others := {test for tests in named.values() for test in tests} - collected
-    ):  # usually, because a part of the suite is run
+    if others := {test for tests in named.values() for test in tests} - collected:
         collected = collected | collected_from({test.partition("::")[0] for test in others})
 
     missing = {f"{row}: {test}" for row, tests in named.items() for test in tests if test not in collected}

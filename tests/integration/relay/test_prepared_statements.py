@@ -14,7 +14,7 @@ from psycopg import IsolationLevel
 from exactly_once.process.clock import utcnow
 from exactly_once.sql import prepared_statements
 from exactly_once.sql.prepared_statements import PreparedStatement
-from inbox import Lease
+from inbox import Lease, runner
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
@@ -34,7 +34,7 @@ from tests.support.deliveries import (
     the_effect,
 )
 from tests.support.servers import PgBouncer
-from tests.support.waiting import wait_until
+from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -410,7 +410,8 @@ def test_transaction_takes_three_round_trips(handles, pipelines):
     assert pipelines == [(b"BEGIN", b"inbox_begin"), (b"inbox_prove", b"COMMIT")]
 
 
-def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(handles, pipelines):
+def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(handles, pipelines, monkeypatch):
+    monkeypatch.setattr(runner, "_FOLLOWERS_SECONDS", A_WHILE)
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
@@ -419,7 +420,8 @@ def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(h
 
 
 @pytest.mark.parametrize("missing", ["inbox_finish_in_order", "inbox_promote_claimed"])
-def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing):
+def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing, monkeypatch):
+    monkeypatch.setattr(runner, "_FOLLOWERS_SECONDS", A_WHILE)
     calls = []
 
     def impolite(message):
