@@ -3,7 +3,6 @@
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
     failures,
     handlers,
-    health,
     messages,
     overview,
     paused,
