@@ -1,4 +1,4 @@
-"""RabbitMQ's management API: what AMQP does not tell, such as policies and the number of messages in each queue.
+"""RabbitMQ's management API: what AMQP does not show, such as policies and the number of messages in each queue.
 
 A request has a limit for all of it. It must not delay a thread that receives, or a page: read it in a thread of its own.
 """
@@ -47,7 +47,7 @@ class QueueDepths:
         self._read_at = float("-inf")
 
     def known(self) -> Mapping[str, int] | None:
-        """By the name of the queue, at most half a minute old; None if the API does not tell.
+        """By the name of the queue, at most half a minute old; None if the API does not answer.
 
         What is older than five seconds is read again in a thread, for which this waits half a second at most.
         """

@@ -35,8 +35,10 @@ class Process(models.Model):
     # The time of the last heartbeat's statement and its commit, as the process saw it.
     database_ms = models.FloatField(_("database round trip in ms"), null=True)
     broker_ms = models.FloatField(_("broker round trip in ms"), null=True)
+    running = models.JSONField(default=list)
+    """What its threads run now, see `process.work`."""
     facts = models.JSONField(default=dict)
-    """What its threads run now (`running`, see `process.work`), and what only its kind reports. A relay: `published` since its
+    """What only its kind reports. A relay: `published` since its
     start, and the `shards` that it tries in one pass. A consumer: the names of its `handlers` on this database; deliveries
     `received`, and stored messages that it `ran`, since its start.
     """

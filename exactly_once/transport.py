@@ -144,7 +144,7 @@ class Transport(Protocol):
         """
 
     def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        """The confirms of those of `messages` that were sent earlier, in the same form, and were confirmed since."""
+        """The broker's answers since for those of `messages` that were sent earlier, in the same form."""
 
     def idle(self) -> None:
         """Keep the connection alive while there is nothing to send."""

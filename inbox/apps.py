@@ -14,6 +14,7 @@ class InboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
@@ -24,6 +25,7 @@ class InboxConfig(AppConfig):
         from inbox.store import life
 
         escape_log_lines()
+        register_part("inbox", "inbox.management.part.InboxPart")
         register("inbox", life)
         register_process_kind(CONSUMERS)
         register_conditions("inbox", CONDITIONS)

@@ -8,6 +8,7 @@ from typing import Any
 from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
+from exactly_once.operators.audit import Subject
 from exactly_once.operators.dead_letters import Letters, Refused, plain, value_of
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
@@ -22,6 +23,18 @@ _STEP_FIELDS: Mapping[str, Any] = {name: Step._meta.get_field(name) for name in 
 
 class InboxLetters(Letters):
     """A line also has the completed steps of its message."""
+
+    def rows(self, alias: str) -> QuerySet[Any]:
+        return dead_letters.dead(alias)
+
+    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
+        state = store_dead(alias, values, reason)
+        return str(state.label) if state else ""
+
+    def subject(self, values: Mapping[str, Any]) -> Subject:
+        message_id = values["message_id"]
+        name = f"{message_id or 'without id'} ({values['topic']} {values['biz_id']}, {values['handler']})"
+        return Subject(kind="message", id=message_id, name=name)
 
     def lines(self, rows: QuerySet[Any]) -> Iterator[str]:
         return super().lines(rows.prefetch_related(_STEPS))

@@ -15,6 +15,7 @@ from django.db import DatabaseError, transaction
 
 from exactly_once.broker import queue_name
 from exactly_once.process.clock import monotonic
+from exactly_once.process.reminder import Reminder
 from exactly_once.sql.faults import is_about_values
 from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 from exactly_once.wire.text import describe
@@ -50,6 +51,7 @@ class LocalTransport:
         self._alias = alias
         self._is_past = is_past
         self._started: set[str] = set()
+        self._outages = Reminder()
         self._runner = Runner(inbox_options())
 
     def connect(self) -> None:
@@ -105,6 +107,14 @@ class LocalTransport:
         except ConcurrentDuplicate:
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
         except DatabaseUnavailable as outage:
+            if self._outages.is_due():
+                logger.warning(
+                    "local transport: message %s of %s cannot be handed over: %s. It stays ready and is tried again; no "
+                    "attempt is counted. Make that database available, or correct biz_id=.",
+                    message.envelope.id,
+                    message.envelope.topic,
+                    outage,
+                )
             return Verdict(PublishOutcome.UNKNOWN, str(outage))
         except DatabaseError as error:
             if not is_about_values(error):

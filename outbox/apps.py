@@ -18,6 +18,7 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
+        from exactly_once.cli.parts import register_part
         from exactly_once.operators import dry_run as publishing
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import register_process_kind
@@ -29,6 +30,7 @@ class OutboxConfig(AppConfig):
         from outbox.store import dry_run, life
 
         escape_log_lines()
+        register_part("outbox", "outbox.management.part.OutboxPart")
         register("outbox", life)
         register_process_kind(RELAYS)
         publishing.register("outbox", dry_run)

@@ -266,7 +266,7 @@ RESUME_CHECKS = Transition(
     name="resume checks",
     sources=(State.STUCK,),
     targets=(State.PREPARED,),
-    when="`outbox_resume_checks`, or an operator",
+    when="`outbox_resume --checks`, or an operator",
     columns=lambda: {"attempts": 0, "available_at": NOW, "settled_at": None},
 )
 

@@ -38,6 +38,8 @@ _STARTS_PROCESSES = {"test_documented_examples.py", "test_effect_once.py", "test
 
 postgres = pytest.StashKey[PostgresServer]()
 directory = pytest.StashKey[Path]()
+collected = pytest.StashKey[set[str]]()
+"""The test functions of this run before any was deselected, as node ids without parameters."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,6 +89,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On SQLite, leave tests that start processes to `make proof`: on PostgreSQL `make test` has run the same ones."""
+    config.stash[collected] = {item.nodeid.partition("[")[0] for item in items}
     if config.getoption("--db") != "sqlite":
         return
     for item in items:

@@ -62,7 +62,7 @@ INSTALLED_APPS = [
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [
-    "tests.support.browser.strict_content_security_policy",
+    "tests.support.content_policy.strict_content_security_policy",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",

@@ -1,4 +1,4 @@
-"""How long operators wait: `outbox_status` and the admin's list of messages, in milliseconds, when the process is warm."""
+"""How long operators wait: the status and the admin's list of messages, in milliseconds, when the process is warm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMIN = ["django.contrib.admin", "django.contrib.auth", "django.contrib.contentt
 
 
 def main() -> None:
-    looks = {"outbox_status": _status, "admin: list": _list(""), "admin: list of published": _list("state=published")}
+    looks = {"exactly_once_status": _status, "admin: list": _list(""), "admin: list of published": _list("state=published")}
     print(json.dumps({name: 1000 * median(_seconds(look) for _ in range(TIMES)) for name, look in looks.items()}))
 
 
@@ -29,7 +29,7 @@ def _seconds(look: Callable[[], object]) -> float:
 
 
 def _status() -> None:
-    call_command("outbox_status", stdout=io.StringIO())
+    call_command("exactly_once_status", app="outbox", stdout=io.StringIO())
 
 
 def _list(query: str) -> Callable[[], object]:

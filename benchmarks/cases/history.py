@@ -2,7 +2,7 @@
 
 Two projects side by side, one of them with a day of ten million published messages, and in both the same relay drains the same
 messages, every second time in the opposite order. Then the project with the history gets 100,000 messages that are not due yet,
-and `outbox_status` and the admin's list are timed in a process that is warm. At last the day is dropped.
+and `exactly_once_status` and the admin's list are timed in a process that is warm. At last the day is dropped.
 """
 
 from __future__ import annotations

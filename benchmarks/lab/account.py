@@ -34,17 +34,17 @@ def _counted(project: Project, table: str, query: str) -> dict[str, int] | None:
 
 
 def _without_rows(project: Project) -> dict[str, int] | None:
-    """What `inbox_status` reports about leases in Redis: messages handled, and duplicates of them. None: nothing is known."""
+    """What the status reports about leases in Redis: messages handled, and duplicates of them. None: nothing is known."""
     if not project.redis.is_running:
         return None
-    command = [sys.executable, "manage.py", "inbox_status", "--json"]
+    command = [sys.executable, "manage.py", "exactly_once_status", "--app", "inbox", "--json"]
     try:
         answer = subprocess.run(
             command, cwd=ROOT, env=project.environ(), capture_output=True, timeout=STATUS_SECONDS, check=True
         )
     except subprocess.SubprocessError:
         return None
-    counts = (json.loads(answer.stdout)["without_rows"] or {}).values()
+    counts = (json.loads(answer.stdout)["inbox"]["without_rows"] or {}).values()
     return {what: sum(of_handler.get(what, 0) for of_handler in counts) for what in ("handled", "duplicates")}
 
 

@@ -51,11 +51,11 @@ class BusyAdmin(PageAdmin):
         # Two aliases of one database have the same rows.
         rows = {row.pk: row for alias in aliases for row in HeartbeatTable().rows(alias)[:_MOST]}
         seen = [row for row in rows.values() if may_see_messages(request, row.app)]
-        told = {(run["what"], run["message"]) for row in seen for run in _running(row)}
-        leased = {run: now for now, run in self._leased(request, aliases) if (run.handler, run.message) not in told}
+        named = {(run["what"], run["message"]) for row in seen for run in row.running}
+        leased = {run: now for now, run in self._leased(request, aliases) if (run.handler, run.message) not in named}
         further = [(identifier(run.handler), id_link(flow, run.message), age(run.ends_at, now)) for run, now in leased.items()]
         return {
-            "processes": [_process(row, flow) for row in sorted(seen, key=lambda row: not _running(row))],
+            "processes": [_process(row, flow) for row in sorted(seen, key=lambda row: not row.running)],
             "leased": further,
             "unavailable": ", ".join(unavailable),
             "most": _MOST,
@@ -68,17 +68,12 @@ class BusyAdmin(PageAdmin):
                 yield from ((now, run) for run in read(alias, _MOST))
 
 
-def _running(row: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = row.facts.get("running", [])
-    return found
-
-
 def _process(row: Any, flow: str) -> dict[str, Any]:
     return {
         "name": identifier(f"{row.host}:{row.pid}"),
         "app": app_name(row.app),
         "silent": badge(_("Silent"), Tone.STOPPED) if row.silent else "",
-        "told": age(row.beat_at, row.database_now),
+        "reported": age(row.beat_at, row.database_now),
         "runs": [
             {
                 "what": identifier(run["what"]) if run["what"] else _("Relay pass"),
@@ -86,7 +81,7 @@ def _process(row: Any, flow: str) -> dict[str, Any]:
                 "thread": identifier(run["thread"]),
                 "since": age(row.started_at + timedelta(seconds=run["began"]), row.database_now),
             }
-            for run in _running(row)
+            for run in row.running
         ],
     }
 

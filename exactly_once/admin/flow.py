@@ -15,7 +15,7 @@ from exactly_once.admin.pages import PageAdmin, may_see_messages, message_url
 from exactly_once.admin.timeline import state_badge
 from exactly_once.display import brief, exact, headline, id_link, identifier
 from exactly_once.models import Flow
-from exactly_once.operators.trail import MOST_LEGS, ChainedMessage, Leg, apps_asked, chain_of
+from exactly_once.operators.trail import MOST_ROWS, ChainedMessage, ChainRow, apps_asked, chain_of
 from exactly_once.plurals import ngettext
 from exactly_once.wire.text import fit
 
@@ -41,7 +41,7 @@ class FlowAdmin(PageAdmin):
             "correlation_id": identifier(chain.correlation_id),
             "chain": [self._message(each, by_id.get(each.first.causation_id), name, request.path) for each in chain.messages],
             "is_cut": chain.is_cut,
-            "most": MOST_LEGS,
+            "most": MOST_ROWS,
             "unavailable": ", ".join(chain.unavailable),
             "hidden": len(apps) < len(apps_asked()),
         }
@@ -67,27 +67,27 @@ class FlowAdmin(PageAdmin):
             "error": headline(sent.error) if sent and sent.error else "",
             "database": sent.database if sent and sent.database != self.using else "",
             "elsewhere": id_link(address, message.elsewhere) if message.elsewhere else "",
-            "effects": [self._effect(leg, published_at) for leg in message.effects],
+            "effects": [self._effect(row, published_at) for row in message.effects],
         }
 
-    def _effect(self, leg: Leg, published_at: datetime) -> dict[str, Any]:
-        times = [_after(published_at, leg.began_at, _("received %(time)s after it was published"))]
-        if leg.settled_at:
-            words = _("effect %(time)s later") if leg.state == "done" else _("settled %(time)s later")
-            times.append(_after(leg.began_at, leg.settled_at, words))
-        if leg.attempts > 1 or not leg.settled_at:
-            times.append(format_html("{}", ngettext("%(count)s attempt", "%(count)s attempts", leg.attempts)))
+    def _effect(self, row: ChainRow, published_at: datetime) -> dict[str, Any]:
+        times = [_after(published_at, row.began_at, _("received %(time)s after it was published"))]
+        if row.settled_at:
+            words = _("effect %(time)s later") if row.state == "done" else _("settled %(time)s later")
+            times.append(_after(row.began_at, row.settled_at, words))
+        if row.attempts > 1 or not row.settled_at:
+            times.append(format_html("{}", ngettext("%(count)s attempt", "%(count)s attempts", row.attempts)))
         return {
-            "badge": state_badge(leg.state),
-            "url": self._url(leg),
-            "handler": identifier(leg.where),
+            "badge": state_badge(row.state),
+            "url": self._url(row),
+            "handler": identifier(row.where),
             "times": times,
-            "error": headline(leg.error) if leg.error and leg.state != "done" else "",
-            "database": leg.database if leg.database != self.using else "",
+            "error": headline(row.error) if row.error and row.state != "done" else "",
+            "database": row.database if row.database != self.using else "",
         }
 
-    def _url(self, leg: Leg) -> str:
-        return message_url(self.admin_site, leg.app, leg.row) if leg.database == self.using else ""
+    def _url(self, row: ChainRow) -> str:
+        return message_url(self.admin_site, row.app, row.pk) if row.database == self.using else ""
 
 
 def _after(begin: datetime, end: datetime, words: str) -> SafeString:

@@ -40,7 +40,7 @@ class Traffic:
         names: those that are known otherwise, up to a number.
         minutes: its statistics.
         done, lag: the names in them of the number of finished messages, and of the durations until they were finished.
-        depths: the number of messages in the queues of each name, as far as the broker tells.
+        depths: the number of messages in the queues of each name, as far as the broker reports it; None if it does not.
     """
 
     app: str
@@ -136,7 +136,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
                 "row": paused.pk,
                 "badge": _pause_badge(paused),
                 "is_resuming": getattr(paused, "is_resuming", False),
-                "by": identifier(paused.paused_by or _("the circuit breaker")),
+                "by": identifier(paused.paused_by or _("circuit breaker")),
                 "since": age(paused.paused_at, now),
                 "reason": headline(paused.reason) if paused.reason else "",
             },

@@ -1,12 +1,17 @@
-"""A management command of either app: its help text is translated, and what it prints is escaped."""
+"""A management command of any app: its help text is translated, and what it prints is escaped."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser, OutputWrapper
 
+from exactly_once.sql.schema import our_apps
 from exactly_once.wire.text import visible
+
+_LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
 class _Escaping(OutputWrapper):
@@ -27,3 +32,14 @@ class TranslatedCommand(BaseCommand):
         if isinstance(value, OutputWrapper):  # Django sets stdout and stderr in two places
             value.__class__ = _Escaping
         super().__setattr__(name, value)
+
+
+def log_to_console(verbosity: int) -> None:
+    """Log what our installed apps report to the console, unless the project's LOGGING already has a handler for it."""
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    for app in our_apps():
+        logger = logging.getLogger(app.name)
+        if not logger.hasHandlers():
+            logger.addHandler(console)
+            logger.setLevel(_LEVELS[verbosity])

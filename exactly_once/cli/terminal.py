@@ -1,15 +1,18 @@
-"""Terminal output of commands."""
+"""What commands read and print: tables and sentences.
+
+On a terminal `rich` draws them, if it is installed (the extra `terminal`). Without it, and into a pipe or a file, they are
+plain lines with the same words.
+"""
 
 from __future__ import annotations
 
-import logging
-import shutil
 import sys
-import textwrap
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, TextIO
+from itertools import zip_longest
+from typing import Any, NamedTuple, Self
 
 from django.core.management.base import CommandError
 from django.utils.dateparse import parse_datetime
@@ -18,23 +21,77 @@ from django.utils.translation import gettext as _
 
 from exactly_once.process.clock import monotonic, utcnow
 
+RED, YELLOW, BOLD, DIM = "red", "yellow", "bold", "dim"
+
 _PRECISE_SECONDS = 10
 _MOST_DAYS = 36_500
-_SHORTEST_MEASURED_SECONDS = 0.5
-_CONTINUED = "  "
-_LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
+_BETWEEN_LINES_SECONDS = 2.0
 
 
-def log_to_console(package: str, verbosity: int) -> None:
-    """Log `package`, and what it stands on, to the console, unless the project's LOGGING already has a handler for it."""
-    for name in (package, "exactly_once"):
-        logger = logging.getLogger(name)
-        if logger.hasHandlers():
-            continue
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(_LEVELS[verbosity])
+class Line(NamedTuple):
+    """The cells of a line, and its style on a terminal."""
+
+    cells: Sequence[str]
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines with aligned columns. A line may be shorter than others.
+
+    Attributes:
+        texts: the number of columns at the end that are text. These and the first one are aligned to the left, the others to
+            the right. The last text may be long: a terminal breaks it between words.
+    """
+
+    lines: Sequence[Line]
+    texts: int = 0
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip_longest(*(line.cells for line in self.lines), fillvalue="")]
+        if self.texts:
+            widths[-1] = 0
+        return "\n".join(
+            "  ".join(
+                cell.rjust(widths[number]) if self.is_number(number, len(widths)) else cell.ljust(widths[number])
+                for number, cell in enumerate(line.cells)
+            ).rstrip()
+            for line in self.lines
+        )
+
+    def is_number(self, column: int, columns: int) -> bool:
+        return 0 < column < columns - self.texts
+
+
+def sentence(text: str, style: str = "") -> Table:
+    return Table([Line([text], style)], texts=1)
+
+
+def plain(tables: Iterable[Table]) -> str:
+    return "\n\n".join(map(str, tables))
+
+
+def show(tables: Sequence[Table], out: Any) -> None:
+    """Print tables, with an empty line between two.
+
+    Args:
+        out: a command's `stdout`, which escapes what is written to it. Drawn cells are escaped one by one.
+    """
+    if drawing := drawing_on(out):
+        drawing.show(tables, getattr(out, "_out", out))
+    else:
+        out.write(plain(tables))
+
+
+def drawing_on(stream: Any) -> Any:
+    """The module that draws on this stream; None: with plain lines."""
+    if not stream.isatty():
+        return None
+    try:
+        from exactly_once.cli import drawing  # noqa: PLC0415 - rich is an extra, and a process without a terminal does not load it
+    except ImportError:
+        return None
+    return drawing
 
 
 def message_id(given: str) -> uuid.UUID:
@@ -60,39 +117,6 @@ def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterab
     if missing := [one for one in given if one not in known]:
         words = _("Not here, or not %(states)s: %(messages)s.")
         raise CommandError(words % {"states": _(" or ").join(states), "messages": ", ".join(missing)})
-
-
-def table(rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns: the first to the left, the others to the right. A row may be shorter than others."""
-    lines = [[str(cell) for cell in row] for row in rows]
-    most = max(map(len, lines))
-    lines = [line + [""] * (most - len(line)) for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def fitted(text: str, stream: Any) -> str:
-    """`text` for `stream`: on a terminal, lines that are longer than it is wide are broken between words.
-
-    Args:
-        stream: with `isatty()`; text for a file or a pipe is not changed.
-    """
-    if not stream.isatty():
-        return text
-    wrapper = textwrap.TextWrapper(
-        width=shutil.get_terminal_size().columns,
-        subsequent_indent=_CONTINUED,
-        replace_whitespace=False,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def days(option: str, given: float) -> timedelta:
@@ -136,37 +160,31 @@ def age(instant: datetime | None, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """A progress bar on one line, on a terminal only: "deleted 1,200 of 5,000, 400/s, 10 s left"."""
+    """How much is done, for `with`: on a terminal a bar with the time left, or without `rich` a line every two seconds."""
 
-    def __init__(self, verb: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, verb: str, total: int, stream: Any = None) -> None:
         self._verb = verb
         self._total = total
         self._stream = stream or sys.stderr
-        self._began_at = monotonic()
+        self._reported_at = monotonic()
+        drawing = drawing_on(self._stream)
+        self._bar = drawing.Bar(verb, total, self._stream) if drawing else None
         self.done = 0
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def advance(self, count: int) -> None:
         self.done += count
-        if self._stream.isatty():
-            share = self.done / self._total if self._total else 1.0
-            bar = "█" * int(24 * min(share, 1)) + "·" * (24 - int(24 * min(share, 1)))
-            done = _("%(verb)s %(done)s of %(total)s") % {
-                "verb": self._verb,
-                "done": f"{self.done:,}",
-                "total": f"{self._total:,}",
-            }
-            # The line before may have been longer.
-            self._stream.write(f"\r{bar} {done}{self._speed()}\x1b[K")
-            self._stream.flush()
-
-    def _speed(self) -> str:
-        seconds = monotonic() - self._began_at
-        if not self.done or seconds < _SHORTEST_MEASURED_SECONDS:
-            return ""
-        rate = self.done / seconds
-        left = timedelta(seconds=round(max(self._total - self.done, 0) / rate))
-        return _(", %(rate)s/s, %(time)s left") % {"rate": f"{rate:,.0f}", "time": left}
-
-    def finish(self) -> None:
-        if self._stream.isatty():
-            self._stream.write("\n")
+        if self._bar:
+            self._bar.set(self.done)
+        elif self._stream.isatty() and monotonic() - self._reported_at >= _BETWEEN_LINES_SECONDS:
+            self._reported_at = monotonic()
+            counts = {"verb": self._verb, "done": f"{self.done:,}", "total": f"{self._total:,}"}
+            self._stream.write(_("%(verb)s %(done)s of %(total)s") % counts + "\n")

@@ -43,6 +43,7 @@ class Migration(migrations.Migration):
                 ('memory_bytes', models.PositiveBigIntegerField(null=True, verbose_name='resident memory in bytes')),
                 ('database_ms', models.FloatField(null=True, verbose_name='database round trip in ms')),
                 ('broker_ms', models.FloatField(null=True, verbose_name='broker round trip in ms')),
+                ('running', models.JSONField(default=list)),
                 ('facts', models.JSONField(default=dict)),
                 ('mode', models.CharField(choices=[('running', 'running'), ('paused', 'paused'), ('draining', 'draining'), ('stopping', 'stopping')], db_default='running', default='running', max_length=12)),
                 ('stopped_at', models.DateTimeField(null=True, verbose_name='stopped')),

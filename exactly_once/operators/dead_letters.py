@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_aware
 from django.utils.translation import gettext as _
 
+from exactly_once.operators.audit import Subject
 from exactly_once.wire.text import why_unfit
 
 _LONGEST_LINE = 64 * 1024 * 1024
@@ -47,6 +48,29 @@ class Letters:
         self.app = app
         self._fields: Mapping[str, models.Field[Any, Any]] = {name: model._meta.get_field(name) for name in columns}  # type: ignore[misc]
 
+    def rows(self, alias: str) -> QuerySet[Any]:
+        """All dead letters."""
+        raise NotImplementedError
+
+    def ids(self, message_ids: Iterable[str]) -> list[Any]:
+        """The message ids as their column has them."""
+        return list(message_ids)
+
+    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
+        """Store a message as a dead letter, in the open transaction.
+
+        Returns:
+            "", or the label of its state if it is here already.
+
+        Raises:
+            Refused: it cannot be stored.
+        """
+        raise NotImplementedError
+
+    def subject(self, values: Mapping[str, Any]) -> Subject:
+        """The message, for the audit log."""
+        raise NotImplementedError
+
     def lines(self, rows: QuerySet[Any]) -> Iterator[str]:
         """A line for each row, in the order of the primary key. It reads a few rows at a time, in a query of their own."""
         # Neither a server-side cursor, which a transaction pooler does not support, nor all rows at once.
@@ -66,21 +90,6 @@ class Letters:
         except UnicodeDecodeError:
             return {_KIND: self.app, **given, _BODY_BASE64: base64.b64encode(body).decode()}
 
-    def read(self, line: bytes | None) -> dict[str, Any]:
-        """The values of a message, by column.
-
-        Raises:
-            Refused: the line is not a dead letter of this app, a value does not fit its column, or the line is too long (None).
-        """
-        if line is None:
-            raise Refused(_("it is longer than %(limit)s bytes") % {"limit": f"{_LONGEST_LINE:,}"})
-        given = _object(line)
-        kind = given.pop(_KIND, None)
-        if kind != self.app:
-            words = _("it is not a dead letter of the %(app)s: “dead_letter” is %(kind)s")
-            raise Refused(words % {"app": self.app, "kind": _shown(kind)})
-        return self.taken(given)
-
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
         """The values of a message, from the content of its line."""
         values: dict[str, Any] = {"body": _body(given)}
@@ -95,6 +104,23 @@ class Letters:
             if reason := why_unfit(str(values.get(name, ""))):
                 raise Refused(f"{name}: {reason}")
         return values
+
+
+def read(line: bytes | None, known: Sequence[Letters]) -> tuple[Letters, dict[str, Any]]:
+    """The app of a line, and the values of its message by column.
+
+    Raises:
+        Refused: the line is not a dead letter of a known app, a value does not fit its column, or the line is too long (None).
+    """
+    if line is None:
+        raise Refused(_("it is longer than %(limit)s bytes") % {"limit": f"{_LONGEST_LINE:,}"})
+    given = _object(line)
+    kind = given.pop(_KIND, None)
+    for letters in known:
+        if letters.app == kind:
+            return letters, letters.taken(given)
+    words = _("it is not a dead letter of the %(app)s: “dead_letter” is %(kind)s")
+    raise Refused(words % {"app": _(" or ").join(letters.app for letters in known), "kind": _shown(kind)})
 
 
 def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:

@@ -173,7 +173,8 @@ class HeartbeatWriter:
             "rate": self._rate.of(now, done),
             "waits_for": one_line(waits_for),
             "mode": self._stop.mode,
-            "facts": {**facts, "running": work.running(self._table.app, self._alias, self._started_at)},
+            "facts": facts,
+            "running": work.running(self._table.app, self._alias, self._started_at),
         }
         try:
             # On SQLite, each write takes the lock of the only writer.

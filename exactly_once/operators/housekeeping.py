@@ -12,21 +12,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import DatabaseError, InterfaceError, connections
-from django.db.models import Model
+from django.db.models import Model, QuerySet
+from django.utils.translation import gettext as _
 
 from exactly_once.models import AuditEntry
 from exactly_once.operators.leases import TableLease
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
-from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.purging import delete_in_chunks, older_entries
-from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.sql.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,22 @@ CHUNK = 500
 _ROUND_SECONDS = 60.0
 _PAUSE_SECONDS = 0.02
 """After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+
+
+class OldRows(NamedTuple):
+    """Rows of one kind that are older than their retention, and the field of their order."""
+
+    name: str
+    rows: QuerySet[Any]
+    by: str = "at"
+
+
+def old_rows(app: str, alias: str, trail: type[Model], operations: OperationTable, options: Any) -> Iterator[OldRows]:
+    """What is deleted besides messages."""
+    audited = older_entries(AuditEntry, alias, options.AUDIT_RETENTION).filter(app=app)
+    yield OldRows(_("entries of the trail"), older_entries(trail, alias, options.TRAIL_RETENTION))
+    yield OldRows(_("entries of the audit log"), audited)
+    yield OldRows(_("bulk operations"), operations.ended(alias, options.OPERATION_RETENTION), by="ended_at")
 
 
 class Housekeeping:
@@ -48,7 +62,7 @@ class Housekeeping:
     def __init__(self, alias: str) -> None:
         self._alias = alias
         self._lease = TableLease(alias, f"{self.app}: housekeeping")
-        self._errors = Reminder()
+        self._turns = Turns("housekeeping", "Unexpected error in the housekeeping of %r; it is tried again.")
 
     def run(self, stop: StopRequest) -> None:
         try:
@@ -71,33 +85,22 @@ class Housekeeping:
 
     def _round(self, stop: StopRequest) -> None:
         """Do every step, unless another process holds the lease."""
-        try:
-            drop_unusable_connections()
+
+        def steps() -> None:
             if self.take_lease():
                 self._steps(stop)
-        except Exception as error:
-            connections[self._alias].close()
-            if is_missing(error):
-                if self._errors.is_due():
-                    logger.log(logging.ERROR, "housekeeping: %s It is tried again.", describe_missing(error, self._alias))
-            elif is_outage(error) or is_collision(error):
-                logger.debug("housekeeping of %r: %s", self._alias, error)  # the process reports an outage
-            elif self._errors.is_due():
-                logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
+
+        self._turns.take(self._alias, steps, stop)
 
     def _delete_entries(self, trail: type[Model], operations: OperationTable, options: Any, stop: StopRequest) -> None:
         """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""
-        old = older_entries(trail, self._alias, options.TRAIL_RETENTION)
-        self._delete(delete_in_chunks(old, by="at", chunk=CHUNK), stop)
-        audited = older_entries(AuditEntry, self._alias, options.AUDIT_RETENTION).filter(app=self.app)
-        self._delete(delete_in_chunks(audited, by="at", chunk=CHUNK), stop)
-        ended = operations.ended(self._alias, options.OPERATION_RETENTION)
-        self._delete(delete_in_chunks(ended, by="ended_at", chunk=CHUNK), stop)
+        for old in old_rows(self.app, self._alias, trail, operations, options):
+            self._delete(delete_in_chunks(old.rows, by=old.by, chunk=CHUNK), stop)
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:
         """Delete them chunk by chunk. False: it was interrupted."""
         renew_at = monotonic() + _ROUND_SECONDS
-        for _ in chunks:
+        for _deleted in chunks:
             if stop.wait(_PAUSE_SECONDS):
                 return False
             if monotonic() >= renew_at:

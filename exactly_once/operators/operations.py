@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from django.contrib.auth import get_user_model
@@ -23,10 +24,9 @@ from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.reminder import Reminder
-from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.sql.turns import Turns
 from exactly_once.transport import BrokerUnavailable
 from exactly_once.wire.text import describe
 
@@ -164,6 +164,8 @@ class Operations:
         self._actions = actions
         self._token = uuid.uuid4()
         self._errors = Reminder()
+        unexpected = f"{component}: unexpected error in an operation on %r; it is continued later."
+        self._turns = Turns(f"{component}: no operation runs", unexpected, errors=self._errors)
         self._failures_in_a_row = 0
         self._most = _LARGEST_WAVE
         self._is_open = False
@@ -186,31 +188,20 @@ class Operations:
 
     def _round(self, stop: StopRequest) -> int:
         """Execute one operation of each database as far as it goes; the number of batches."""
-        batches = 0
         self._is_open = False
-        for alias in self._aliases():
-            try:
-                drop_unusable_connections()
-                operation = self._table.take(alias, self._token)
-                if operation is not None:
-                    self._is_open = True
-                    batches += self._execute(alias, operation, stop)
-            except Exception as error:
-                connections[alias].close()
-                if is_outage(error) or is_collision(error):
-                    logger.debug("operations of %r: %s", alias, describe(error))
-                elif not self._errors.is_due():
-                    continue
-                elif isinstance(error, BrokerUnavailable):
-                    logger.warning("%s: an operation on %r waits for the broker: %s", self._component, alias, error)
-                elif is_missing(error):
-                    said = describe_missing(error, alias)
-                    logger.log(logging.ERROR, "%s: no operation runs: %s It is tried again.", self._component, said)
-                else:
-                    logger.exception(
-                        "%s: unexpected error in an operation on %r; it is continued later.", self._component, alias
-                    )
-        return batches
+        return sum(self._turns.take(alias, partial(self._execute_one, alias, stop), stop) or 0 for alias in self._aliases())
+
+    def _execute_one(self, alias: str, stop: StopRequest) -> int:
+        operation = self._table.take(alias, self._token)
+        if operation is None:
+            return 0
+        self._is_open = True
+        try:
+            return self._execute(alias, operation, stop)
+        except BrokerUnavailable as error:
+            if self._errors.is_due():
+                logger.warning("%s: an operation on %r waits for the broker: %s", self._component, alias, error)
+            return 0
 
     def _execute(self, alias: str, operation: Any, stop: StopRequest) -> int:
         logger.info("%s: operation %d on %r begins or continues: %s.", self._component, operation.pk, alias, operation)

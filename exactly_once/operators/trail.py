@@ -84,11 +84,11 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class ChainRow:
     """One message of a chain in one place: in the outbox, or in the inbox for one handler.
 
     Attributes:
-        app: the package whose row it is, and `row` its primary key there.
+        app: the package whose row it is, and `pk` its primary key there.
         where: see `Moment`.
         began_at: when the outbox stored it, or the handler received it; by the clock of `database`.
         settled_at: when the broker confirmed it, or its effect was committed; None if `state` is not a settled one.
@@ -96,7 +96,7 @@ class Leg:
     """
 
     app: str
-    row: int
+    pk: int
     message_id: str
     correlation_id: str
     causation_id: str
@@ -125,12 +125,12 @@ class ChainedMessage:
 
     message_id: str
     depth: int
-    publication: Leg | None
-    effects: Sequence[Leg]
+    publication: ChainRow | None
+    effects: Sequence[ChainRow]
     elsewhere: str
 
     @property
-    def first(self) -> Leg:
+    def first(self) -> ChainRow:
         return self.publication or self.effects[0]
 
 
@@ -158,17 +158,17 @@ class Witness(Protocol):
     def ids_of(self, topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
         """The ids of the messages with this topic and biz-id, oldest first."""
 
-    def legs_of(self, correlation_id: str, aliases: Collection[str] | None, most: int) -> Legs:
+    def rows_of(self, correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
         """The rows of the messages with this correlation id, and of the message with this id; up to `most` of each database."""
 
     def correlation_of(self, message_id: str, aliases: Collection[str] | None) -> str:
         """The correlation id of a message; "" if the app does not have the message."""
 
 
-class Legs(NamedTuple):
+class ChainRows(NamedTuple):
     """What one app has of a chain, and the databases that are unavailable."""
 
-    found: Sequence[Leg]
+    found: Sequence[ChainRow]
     is_cut: bool
     unavailable: Sequence[str]
 
@@ -238,7 +238,7 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> l
     return _once(found for witness in _witnesses.values() for found in witness.ids_of(topic, biz_id, aliases))
 
 
-MOST_LEGS = 500
+MOST_ROWS = 500
 """Rows of one app and database in a chain."""
 
 
@@ -252,21 +252,21 @@ def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection
     """
     witnesses = [witness for app, witness in _witnesses.items() if apps is None or app in apps]
     correlation_id = next(filter(None, (witness.correlation_of(name, aliases) for witness in witnesses)), name)
-    accounts = [witness.legs_of(correlation_id, aliases, MOST_LEGS) for witness in witnesses]
-    legs = _once(leg for account in accounts for leg in account.found)
+    accounts = [witness.rows_of(correlation_id, aliases, MOST_ROWS) for witness in witnesses]
+    rows = _once(row for account in accounts for row in account.found)
     return Chain(
         correlation_id=correlation_id,
-        messages=_as_tree(sorted(legs, key=attrgetter("began_at"))),
+        messages=_as_tree(sorted(rows, key=attrgetter("began_at"))),
         is_cut=any(account.is_cut for account in accounts),
         unavailable=_once(alias for account in accounts for alias in account.unavailable),
     )
 
 
-def _as_tree(legs: Sequence[Leg]) -> list[ChainedMessage]:
+def _as_tree(found: Sequence[ChainRow]) -> list[ChainedMessage]:
     """The messages of these rows, which are in order of time; each is followed by those that it caused."""
-    by_id: dict[str, list[Leg]] = {}
-    for leg in legs:
-        by_id.setdefault(leg.message_id, []).append(leg)
+    by_id: dict[str, list[ChainRow]] = {}
+    for row in found:
+        by_id.setdefault(row.message_id, []).append(row)
     caused: dict[str, list[str]] = {}
     for message_id, rows in by_id.items():
         caused.setdefault(rows[0].causation_id, []).append(message_id)
@@ -284,8 +284,8 @@ def _as_tree(legs: Sequence[Leg]) -> list[ChainedMessage]:
             tree[message_id] = ChainedMessage(
                 message_id=message_id,
                 depth=depth,
-                publication=next((leg for leg in rows if leg.app == "outbox"), None),
-                effects=[leg for leg in rows if leg.app != "outbox"],
+                publication=next((row for row in rows if row.app == "outbox"), None),
+                effects=[row for row in rows if row.app != "outbox"],
                 elsewhere=rows[0].causation_id if depth == 0 and rows[0].causation_id not in by_id else "",
             )
             pending += [(child, depth + 1) for child in reversed(caused.get(message_id, ()))]

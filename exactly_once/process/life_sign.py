@@ -1,8 +1,8 @@
 """Life signs: each running relay and consumer keeps a small file that says when its loops last moved.
 
-A probe on the same host reads it (`outbox_health --live`). It needs neither the database nor the broker, so an outage of these
-does not make a process look dead. The process holds a lock on its file, which the system releases when it ends, however it
-ends: so a file that a killed process left is recognised, also when its pid has been given to another program.
+A probe on the same host reads it (`exactly_once_health --live`). It needs neither the database nor the broker, so an outage of
+these does not make a process look dead. The process holds a lock on its file, which the system releases when it ends, however
+it ends: so a file that a killed process left is recognised, also when its pid has been given to another program.
 """
 
 from __future__ import annotations

@@ -8,11 +8,25 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.faults import is_canceled, may_be_of_a_row, remedy
+from exactly_once.sql.schema import is_missing
 from exactly_once.wire.retry import Pause
+from exactly_once.wire.text import describe
 
 LONGEST_SKIP_SECONDS = 30.0
 NO_KEYS: Mapping[int, str] = MappingProxyType({})
 _FIRST_SKIP_SECONDS = 1.0
+
+
+def may_be_of_one_row(error: BaseException) -> bool:
+    """May one row be the cause of the error? Then it is worth searching for it."""
+    return may_be_of_a_row(error) and not (is_canceled(error) or is_missing(error))
+
+
+def why_unwritable(error: BaseException, alias: str, table: str) -> str:
+    """Why the database refuses to change a row of this table, and what to do, in sentences."""
+    unknown = f"Look for a trigger, a constraint or a damaged index of {table} that refuses it, and remove the cause."
+    return f"{describe(error)}. {remedy(error, alias) or unknown}"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Housekeeping beside a process that runs handlers: delete what `inbox_purge` deletes, see `operators.housekeeping`."""
+"""Housekeeping beside a process that runs handlers: delete what `exactly_once_purge` deletes, see `operators.housekeeping`."""
 
 from __future__ import annotations
 

@@ -11,10 +11,7 @@ from collections.abc import Callable, Collection
 from django.db import DatabaseError, InterfaceError
 
 from exactly_once.process.reminder import Reminder
-from exactly_once.sql.faults import is_canceled, is_collision, may_be_of_a_row, remedy
-from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
-from exactly_once.sql.schema import is_missing
-from exactly_once.wire.text import describe
+from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows, may_be_of_one_row, why_unwritable
 from inbox.models import InboxMessage
 from inbox.store import trial
 from inbox.store.dialect import TABLE
@@ -53,7 +50,7 @@ class RefusedMessages(RefusedRows):
             try:
                 claimed = claim(skipped)
             except DatabaseError as error:
-                if not _may_be_of_a_row(error):
+                if not may_be_of_one_row(error):
                     raise
                 if not _can_store(self._alias) or (row := refused_row(skipped)) is None:
                     raise
@@ -70,13 +67,11 @@ class RefusedMessages(RefusedRows):
         if self._reminder.is_due():
             logger.error(
                 "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "
-                "row %d: %s. %s These rows are retried at least every %.0f s; other messages run.",
+                "row %d: %s These rows are retried at least every %.0f s; other messages run.",
                 self._alias,
                 len(self),
                 row,
-                describe(error),
-                remedy(error, self._alias)
-                or f"Look for a trigger, a constraint or a damaged index of {TABLE} that refuses it, and remove it.",
+                why_unwritable(error, self._alias, TABLE),
                 LONGEST_SKIP_SECONDS,
             )
 
@@ -87,7 +82,3 @@ def _can_store(alias: str) -> bool:
     except (DatabaseError, InterfaceError, ConcurrentDuplicate):
         return False
     return True
-
-
-def _may_be_of_a_row(error: DatabaseError) -> bool:
-    return may_be_of_a_row(error) and not (is_collision(error) or is_canceled(error) or is_missing(error))

@@ -9,7 +9,7 @@ from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.trail import Account, Leg, Legs, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import with_table
 from inbox.conf import inbox_options
@@ -72,20 +72,20 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str
     return found
 
 
-def legs_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> Legs:
+def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
     """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
     available, unavailable = with_table(TrailEntry, aliases)
-    legs: list[Leg] = []
+    chain: list[ChainRow] = []
     is_cut = False
     for alias in available:
         found = list(_rows(alias, correlation_id)[: most + 1])
         chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
         found += chained.defer(*_LARGE).order_by("id")[: most + 1 - len(found)]
         is_cut = is_cut or len(found) > most
-        legs += [
-            Leg(
+        chain += [
+            ChainRow(
                 app="inbox",
-                row=row.pk,
+                pk=row.pk,
                 message_id=row.message_id,
                 correlation_id=row.correlation_id,
                 causation_id=row.causation_id,
@@ -102,7 +102,7 @@ def legs_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> 
             )
             for row in found[:most]
         ]
-    return Legs(legs, is_cut, unavailable)
+    return ChainRows(chain, is_cut, unavailable)
 
 
 def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:

@@ -20,28 +20,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from math import inf
 from queue import SimpleQueue
 from typing import Protocol
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 
 from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage, why_unavailable
-from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.sql.faults import is_outage
+from exactly_once.sql.turns import Turns
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_POLL_SECONDS = 0.5
 _LONGEST_POLL_SECONDS = 5.0
-_AFTER_A_COLLISION_SECONDS = 0.01
 _REPORT_SECONDS = 60.0
 _SHARE_OF_THE_GRACE = 0.8
 """The share of SHUTDOWN_GRACE for running calls; the remainder is for the rest of the shutdown."""
@@ -122,7 +120,8 @@ class Attendant:
         self._bell = Bell()
         self._may_ring_at = -inf
         self._queue: SimpleQueue[_Running | None] = SimpleQueue()
-        self._database = Outage("the database", log=database_log)
+        unexpected = f"Unexpected error in {name} on %r: due calls could not be claimed; they stay due."
+        self._turns = Turns(name, unexpected, database=Outage("the database", log=database_log))
 
     def ring(self) -> None:
         """Wake the loop, because a call may be due. Rings cause no more queries than the shortest poll interval allows."""
@@ -151,7 +150,7 @@ class Attendant:
         done = 0
         with self._reporting():
             while not stop:
-                calls = self._due(stop)
+                calls = self._due(stop, raising=True)
                 if calls is None:
                     continue
                 if not calls:
@@ -163,42 +162,24 @@ class Attendant:
 
     def _hand_out(self, stop: StopRequest) -> int:
         """Claim calls for the free threads and queue them; return their number."""
-        try:
-            calls = self._due(stop) or ()
-        except Exception:
-            logger.exception("Unexpected error in %s: due calls could not be claimed; they stay due.", self._name)
-            connections.close_all()
-            return 0
+        calls = self._due(stop) or ()
         for running in self._begin(calls):
             self._queue.put(running)
         return len(calls)
 
-    def _due(self, stop: StopRequest) -> Sequence[Call] | None:
-        """Claim as many calls as can begin; None if the database was unavailable or another transaction conflicted.
+    def _due(self, stop: StopRequest, *, raising: bool = False) -> Sequence[Call] | None:
+        """Claim as many calls as can begin; None if that failed.
 
         It extends the claims of running calls first, so that they are not claimed a second time.
         """
-        room, full = self._room()
-        try:
-            drop_unusable_connections()
+
+        def claim() -> Sequence[Call]:
+            room, full = self._room()
             self._extend_claims()
             self._give_back_interrupted()
-            if not room or stop.is_paused:
-                return ()
-            calls = self._claim(room, full)
-        except (DatabaseError, InterfaceError) as error:
-            if is_outage(error):
-                connections.close_all()
-                self._database.wait(why_unavailable(error, self._alias), stop)
-            elif is_collision(error):
-                stop.wait(_AFTER_A_COLLISION_SECONDS)
-            elif is_missing(error):
-                self._database.wait(error, stop, describe_error=partial(describe_missing, error, self._alias))
-            else:
-                raise
-            return None
-        self._database.over()
-        return calls
+            return self._claim(room, full) if room and not stop.is_paused else ()
+
+        return self._turns.take(self._alias, claim, stop, raising=raising)
 
     def _room(self) -> tuple[int, set[str]]:
         """How many calls of any group may begin, and the groups that have reached their limit."""

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
-from outbox.relay.stuck_rows import StuckRows
+from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import pausing
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS

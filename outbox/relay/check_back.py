@@ -146,7 +146,7 @@ class _Check:
         state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, reason)
         if state == State.STUCK:
             logger.error(
-                "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume_checks, or decide in the admin.",
+                "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume --checks or decide in the admin.",
                 _named(message),
                 reason,
             )

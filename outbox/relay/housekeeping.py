@@ -118,7 +118,7 @@ class Housekeeper(Housekeeping):
             self._reported_pending_at = monotonic()
             logger.warning(
                 "housekeeping: history of %s is older than OUTBOX['KEEP_HISTORY'] and is not dropped, because callbacks of its "
-                "messages are pending. See outbox_status, or the pending callbacks in the admin.",
+                "messages are pending. See exactly_once_status, or the pending callbacks in the admin.",
                 ", ".join(str(history.date_of(day)) for day in pending),
             )
 

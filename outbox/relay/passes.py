@@ -30,7 +30,7 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.relay.outgoing import outgoing
-from outbox.relay.unsettled import Unsettled
+from outbox.relay.unwritable_rows import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
 from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
@@ -232,12 +232,14 @@ class Pass:
         return batch
 
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
-        """The rows that may be sent together. A row that is paused, or is sent one by one, stops its key."""
+        """The rows that may be sent together. A row that is paused, has failed, or is sent one by one, stops its key."""
         stopped_keys: set[str] = set()
         for row in batch.rows:
-            if row.expired or row.position in batch.verdicts:
+            if row.expired or _is_confirmed(row, batch.verdicts):
                 continue
-            if self.topics.stops(row.topic, row.position):
+            if row.position in batch.verdicts:
+                pass  # it failed after the deadline of an earlier pass
+            elif self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
             elif row.is_blocked or row.key in stopped_keys:
                 continue
@@ -314,14 +316,14 @@ class Pass:
         failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
         for row in batch.rows:
             verdict = batch.verdicts.get(row.position)
-            if verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
-                if row.expired:
-                    expired.append(row.position)
-                elif row.is_blocked and row.topic not in batch.paused:
-                    waiting.append(row.position)
-            elif verdict.outcome is PublishOutcome.CONFIRMED:
+            if _is_confirmed(row, batch.verdicts):
                 published.append(row.position)
                 taken.append(row.topic)
+            elif row.expired:
+                expired.append(row.position)
+            elif verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
+                if row.is_blocked and row.topic not in batch.paused:
+                    waiting.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
         self.topics.record(

@@ -19,9 +19,8 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.process.reminder import Reminder
-from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
-from exactly_once.sql.schema import describe_missing, is_missing
+from exactly_once.sql.faults import is_lock_timeout
+from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport import BrokerRefused, BrokerUnavailable, Transport
 from exactly_once.wire.retry import Pause
 from outbox.conf import OutboxOptions
@@ -33,7 +32,7 @@ from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
-from outbox.relay.stuck_rows import StuckRows
+from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, settling
 
 logger = logging.getLogger(__name__)
@@ -102,9 +101,9 @@ class Relay:
         self._alert_until = 0.0
         self._late = Reminder()
         self._broker = Outage("the broker", log=broker_log)
-        self._errors = errors or Reminder()
         self._database = Outage("the database", log=database_log)
-        self._trouble = Pause()
+        unexpected = "Unexpected error in the relay: a pass over %r failed. Its messages stay ready."
+        self._turns = Turns("relay", unexpected, database=self._database, errors=errors, on_fault=self._on_fault)
         self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
         self._running = False
@@ -160,53 +159,39 @@ class Relay:
         except BrokerUnavailable as error:
             self._wait_for_broker(str(error), refused=isinstance(error, BrokerRefused))
             return None
-        try:
-            drop_unusable_connections()
-            if self._database.ongoing:
-                claiming.require_writable(self._alias)
-            report = self._work(drain=drain)
-        except Exception as error:
-            connections[self._alias].close()
-            if is_outage(error):
-                self._floors.forget()
-                self._size.failed()  # the connection may have been too slow for the batch
-                self._heartbeat.waits_for("the database")
-                self._database.wait(why_unavailable(error, self._alias), self._stop)
-            elif is_collision(error):
-                if is_lock_timeout(error):
-                    self._pass.contention.timed_out()
-                self._stop.wait(_SHORTEST_POLL_SECONDS)
-            elif is_canceled(error) and self._size.now > 1:
-                self._size.overdue(error)
-            elif is_missing(error) and not drain:
-                self._heartbeat.waits_for("the database, which is not migrated")
-                self._heartbeat.beat()
-                self._database.wait(error, self._stop, describe_error=partial(describe_missing, error, self._alias))
-            else:
-                if drain:
-                    raise
-                self._log_and_pause(error)
+        report = self._turns.take(self._alias, partial(self._work, drain=drain), self._stop, raising=drain)
+        if report is None:
             return None
-        self._database.over()
-        self._trouble.reset()
         self._record(report)
         is_held_elsewhere = report.refused or report.skipped or report.unconfirmed or report.waits_for
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
-    def _log_and_pause(self, error: Exception) -> None:
-        """Handle an unexpected error."""
-        if self._errors.is_due():
-            logger.error(
-                "Unexpected error in the relay: a pass over %r failed. Its messages stay ready.", self._alias, exc_info=error
-            )
-        if not self._pass.unsettled.is_doubtful:  # else only messages that can be settled are sent
-            self._size.failed()
-        self._transport.close()
-        self._stop.wait(self._trouble.next_seconds())
+    def _on_fault(self, fault: Fault, error: Exception) -> bool:
+        """Prepare the next pass for what made this one fail. True: it can begin at once."""
+        if fault is Fault.OUTAGE:
+            self._floors.forget()
+            self._size.failed()  # the connection may have been too slow for the batch
+            self._heartbeat.waits_for("the database")
+        elif fault is Fault.MISSING:
+            self._heartbeat.waits_for("the database, which is not migrated")
+            self._heartbeat.beat()
+        elif fault is Fault.COLLISION:
+            if is_lock_timeout(error):
+                self._pass.contention.timed_out()
+        elif fault is Fault.CANCELED and self._size.now > 1:
+            self._size.overdue(error)
+            return True
+        else:
+            if not self._pass.unsettled.is_doubtful:  # else only messages that can be settled are sent
+                self._size.failed()
+            self._transport.close()
+        return False
 
     def _work(self, *, drain: bool) -> PassReport:
         """Find work; run a pass over it; make messages ready that are to be retried, are due, or are no longer held back."""
+        if self._database.ongoing:
+            claiming.require_writable(self._alias)
         if self._more:
             shards, self._more = self._more, ()
             self._moved = 0

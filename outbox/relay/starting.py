@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from django.apps import apps
@@ -28,13 +29,9 @@ from django.utils.module_loading import import_string
 from exactly_once.operators.minutes import database_time
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
-from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.schema import is_missing
+from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
-from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
 from outbox.relay.outgoing import outgoing
 from outbox.store import replaying
@@ -77,7 +74,8 @@ class Starter:
         self._options = options
         self._starts = starts
         self._is_local = is_local
-        self._errors = Reminder()
+        unexpected = "relay: unexpected error in the past of a new handler on %r; it is continued later."
+        self._turns = Turns("past of new handlers", unexpected, on_fault=self._on_fault)
 
     def run(self, stop: StopRequest) -> None:
         """Hand over until asked to stop."""
@@ -91,33 +89,14 @@ class Starter:
     def drain(self, stop: StopRequest) -> int:
         """Hand over all there is; the number of messages."""
         count = 0
-        with self._errors_logged():
-            drop_unusable_connections()
-            for name in self._starts.waiting():
-                count += self._hand_over_all(name, stop)
-        return count
-
-    def _hand_over_all(self, name: str, stop: StopRequest) -> int:
-        count = 0
-        with self._errors_logged():
-            while not stop and (handed := self._step(name, stop)) is not None:
+        for name in self._turns.take(self._alias, self._starts.waiting, stop) or ():
+            step = partial(self._step, name, stop)
+            while not stop and (handed := self._turns.take(self._alias, step, stop)) is not None:
                 count += handed
         return count
 
-    @contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        """An error ends the block and nothing else: what is missing is handed over later."""
-        try:
-            yield
-        except Exception as error:
-            if not connections[self._alias].in_atomic_block:  # as in a test
-                connections[self._alias].close()
-            if isinstance(error, _Busy) or is_outage(error) or is_collision(error) or is_missing(error):
-                logger.debug("the past of new handlers on %r: %s", self._alias, describe(error))
-            elif self._errors.is_due():
-                logger.exception(
-                    "relay: unexpected error in the past of a new handler on %r; it is continued later.", self._alias
-                )
+    def _on_fault(self, fault: Fault, error: Exception) -> bool:
+        return isinstance(error, _Busy)
 
     def _step(self, name: str, stop: StopRequest) -> int | None:
         """One batch of one handler: its number of messages; None if there is nothing to do now."""
@@ -151,11 +130,12 @@ class Starter:
 
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
-        rows, are_all = replaying.read_past(self._alias, start.topic, start.read_from, start.round_at, start.position, _BATCH)
+        chosen = (start.topic, start.read_from, start.round_at)
+        rows, position, are_all = replaying.read_past(self._alias, *chosen, start.position, _BATCH)
         before = int(start.handed_over)
         handed = before + self._hand_over(name, rows)
         if not are_all:
-            self._starts.update(start, position=rows[-1].position, handed_over=handed)
+            self._starts.update(start, position=position, handed_over=handed)
         elif self._is_local:
             handed = self._hand_over_last(name, start, handed)
         else:
@@ -168,9 +148,8 @@ class Starter:
         since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
         are_all = False
         while not are_all:
-            rows, are_all = replaying.read_past(self._alias, start.topic, since, None, position, _BATCH)
+            rows, position, are_all = replaying.read_past(self._alias, start.topic, since, None, position, _BATCH)
             handed += self._hand_over(name, rows)
-            position = rows[-1].position if rows else position
             if not are_all and monotonic() >= until:
                 # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.
                 self._starts.update(start, read_from=since, position=position, round_at=DatabaseTime(), handed_over=handed)

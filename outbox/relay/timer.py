@@ -23,7 +23,6 @@ import logging
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
 from django.db import Error, connections
 
@@ -31,13 +30,10 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
-from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage, why_unavailable
-from exactly_once.sql.schema import describe_missing, is_missing
-from exactly_once.wire.retry import Pause
+from exactly_once.sql.turns import Turns
 from outbox.conf import OutboxOptions
-from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
+from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, scheduling
 from outbox.store.scheduling import Offset
 
@@ -52,7 +48,7 @@ _PASSES_AHEAD = 8
 take lower positions first, so a constantly refilled level would starve higher positions."""
 _SHORTEST_ROOM_SECONDS = 0.01
 _LONGEST_ROOM_SECONDS = 0.1
-_AFTER_A_COLLISION_SECONDS = 0.02
+_UNEXPECTED = "Unexpected error in the timer of %r; it starts again with an empty wheel."
 _CATCH_UP_SECONDS = 0.05
 """Delay from a ring to the query for newly scheduled messages, so that many rings cause one query."""
 _OVERDUE = timedelta(seconds=0.2)
@@ -87,8 +83,7 @@ class Timer:
         self._lease = TableLease(alias, "outbox: timer") if claiming.claims_by_locks(alias) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
-        self._database = Outage("the database", log=database_log)
-        self._trouble = Pause()
+        self._turns = Turns("timer", _UNEXPECTED, database=Outage("the database", log=database_log))
         self._stuck = StuckRows(alias, "timer")
         self._table = self._new_table()
         self._load_at = self._sweep_at = self._may_catch_up_at = self._quiet_at = 0.0
@@ -102,7 +97,10 @@ class Timer:
         try:
             while not stop:
                 self._watchdog.beat()
-                if self.bell.wait(self._turn_safely(stop), stop):
+                wait = self._turns.take(self._alias, self._turn, stop)
+                if wait is None:
+                    self._forget()
+                elif self.bell.wait(wait, stop):
                     self._was_rung()
         finally:
             self._watchdog.leave()
@@ -115,27 +113,6 @@ class Timer:
         # A sweep finds messages that were rescheduled to an earlier time.
         self._quiet_at = now + self._options.horizon.total_seconds() + _SWEEP_SECONDS
         self._sweep_at = min(self._sweep_at, now + _SWEEP_SECONDS)
-
-    def _turn_safely(self, stop: StopRequest) -> float:
-        try:
-            drop_unusable_connections()
-            wait = self._turn()
-        except Exception as error:
-            connections[self._alias].close()
-            self._forget()
-            if is_outage(error):
-                self._database.wait(why_unavailable(error, self._alias), stop)
-            elif is_collision(error):
-                stop.wait(_AFTER_A_COLLISION_SECONDS)
-            elif is_missing(error):
-                self._database.wait(error, stop, describe_error=partial(describe_missing, error, self._alias))
-            else:
-                logger.exception("Unexpected error in the timer; it starts again with an empty wheel.")
-                stop.wait(self._trouble.next_seconds())
-            return 0.0
-        self._database.over()
-        self._trouble.reset()
-        return wait
 
     def _turn(self) -> float:
         """Do the work that is due; return the seconds until the next work."""

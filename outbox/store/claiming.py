@@ -464,7 +464,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
     select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES).format(is_secondary="false")
-    found = _fetch_published(connection, select, positions)
+    found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from django.db import Error, connections, transaction
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.faults import is_canceled, may_be_of_a_row
-from exactly_once.sql.refused_rows import RefusedRows
-from exactly_once.sql.schema import is_missing
+from exactly_once.sql.faults import is_canceled
+from exactly_once.sql.refused_rows import RefusedRows, may_be_of_one_row
 from outbox.models import OutboxMessage
 from outbox.states import Transition
 from outbox.store.transitions import Found, count_moved
@@ -43,7 +42,7 @@ class Apart:
 def may_be_halved(error: BaseException, rows: int) -> bool:
     """A change of this many rows failed: may a change of some of them succeed?"""
     # After a canceled statement the caller tries fewer rows first.
-    return may_be_of_a_row(error) and not is_missing(error) and not (is_canceled(error) and rows > 1)
+    return may_be_of_one_row(error) or (is_canceled(error) and rows == 1)
 
 
 def change_apart(

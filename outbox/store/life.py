@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from exactly_once.operators.trail import Account, Leg, Legs, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import with_table
 from outbox.conf import outbox_options
@@ -13,7 +13,7 @@ from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
 
 _HERE = "outbox"
-_OF_A_LEG = (
+_OF_A_CHAIN = (
     *("message_id", "correlation_id", "causation_id", "topic", "biz_id"),
     *("state", "created_at", "settled_at", "attempts", "last_error"),
 )
@@ -66,20 +66,20 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str
     ]
 
 
-def legs_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> Legs:
+def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
     """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
     having, unavailable = with_table(TrailEntry, aliases)
-    legs: list[Leg] = []
+    chain: list[ChainRow] = []
     is_cut, name = False, _as_id(correlation_id)
     for alias in having:
-        rows = OutboxMessage.objects.using(alias).only(*_OF_A_LEG)
+        rows = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN)
         found = [] if name is None else list(rows.filter(message_id=name))
         found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most + 1]
         is_cut = is_cut or len(found) > most
-        legs += [
-            Leg(
+        chain += [
+            ChainRow(
                 app="outbox",
-                row=row.pk,
+                pk=row.pk,
                 message_id=str(row.message_id),
                 correlation_id=row.correlation_id,
                 causation_id=row.causation_id,
@@ -96,7 +96,7 @@ def legs_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> 
             )
             for row in found[:most]
         ]
-    return Legs(legs, is_cut, unavailable)
+    return ChainRows(chain, is_cut, unavailable)
 
 
 def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:

@@ -120,14 +120,18 @@ def _day(instant: datetime) -> int:
 
 def read_past(
     alias: str, topic: str, since: datetime | None, until: datetime | None, after: int, most: int
-) -> tuple[list[RelayedMessage], bool]:
-    """The first published messages of a topic behind a position, in the order of publishing, and whether they are all."""
+) -> tuple[list[RelayedMessage], int, bool]:
+    """The first published messages of a topic behind a position, in the order of publishing.
+
+    Returns:
+        The messages that still exist, the position up to which they were read, and whether they are all.
+    """
     chosen = _chosen(alias, Selection(topic=topic, since=since, until=until)).filter(state=State.PUBLISHED, pk__gt=after)
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
     if not positions:
-        return [], True
+        return [], after, True
     part = parts_of_published(alias, positions, outbox_options().BATCH_BYTES)[0]
-    return read_published(alias, part), len(part) == len(positions) < most
+    return read_published(alias, part), part[-1], len(part) == len(positions) < most
 
 
 def bound_step(alias: str, longest: timedelta) -> None:

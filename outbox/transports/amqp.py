@@ -33,6 +33,7 @@ from exactly_once.broker import (
 )
 from exactly_once.process.clock import monotonic
 from exactly_once.transport import (
+    CONFIRMED,
     BrokerRefused,
     BrokerUnavailable,
     Capabilities,
@@ -205,8 +206,10 @@ class AmqpTransport:
         return any(late.verdict is None and now > late.until for late in self._late.values())
 
     def _forget(self, position: int) -> None:
-        """Drop a confirm that no pass has asked for."""
-        logger.info(_UNASKED, self._late.pop(position).message.envelope.id)
+        """Drop an answer that no pass has asked for."""
+        late = self._late.pop(position)
+        if late.verdict == CONFIRMED:
+            logger.info(_UNASKED, late.message.envelope.id)
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -282,18 +285,15 @@ class AmqpTransport:
         self._is_overdue = False
 
     def _collect(self) -> dict[int, Verdict]:
-        """The new answers. Confirms of earlier batches are stored until their messages are claimed again.
+        """The new answers. Those of earlier batches are stored until their messages are claimed again.
 
-        Any other late answer is dropped, and the message is sent again: another relay may have counted its failure.
+        A failure counts, too: a message that is always returned late would otherwise be sent forever. If another relay has
+        counted the failure of its own copy meanwhile, it costs the message one attempt too many.
         """
         verdicts = self._tracker.collect()
         for position in self._late.keys() & verdicts.keys():
-            verdict = verdicts.pop(position)
-            if verdict.outcome is PublishOutcome.CONFIRMED:
-                late = self._late[position]
-                late.verdict, late.until = verdict, monotonic() + _LATEST_SECONDS
-            else:
-                del self._late[position]
+            late = self._late[position]
+            late.verdict, late.until = verdicts.pop(position), monotonic() + _LATEST_SECONDS
         return verdicts
 
     def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> bool:

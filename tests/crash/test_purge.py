@@ -38,8 +38,8 @@ def send_again(choice, number):
 def purge():
     """Purge the inbox; return the number of deleted rows."""
     out = io.StringIO()
-    call_command("inbox_purge", stdout=out)
-    return int(re.search(r"([\d,]+) messages? deleted\.", out.getvalue())[1].replace(",", ""))
+    call_command("exactly_once_purge", app="inbox", stdout=out)
+    return int(re.search(r"^messages +([\d,]+)$", out.getvalue(), re.MULTILINE)[1].replace(",", ""))
 
 
 def held_back():

@@ -21,23 +21,12 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
+from tests.support.content_policy import POLICY
 from tests.support.servers import binaries
 from tests.support.waiting import A_WHILE
 
-POLICY = "default-src 'self'"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 LONGEST_MS = 1000 * A_WHILE
-
-
-def strict_content_security_policy(get_response):
-    """Middleware: the strictest policy that a project may set."""
-
-    def respond(request):
-        response = get_response(request)
-        response["Content-Security-Policy"] = POLICY
-        return response
-
-    return respond
 
 
 class Operator:

@@ -21,8 +21,9 @@ def write_beat(alias="default", **given):
         "last_pass_at": timedelta(minutes=4),
         "rate": 812.5,
         "waits_for": "",
+        "running": [],
     }
-    facts = {name: given.pop(name, default) for name, default in {"published": 1_234_567, "shards": 0, "running": []}.items()}
+    facts = {name: given.pop(name, default) for name, default in {"published": 1_234_567, "shards": 0}.items()}
     process = ProcessIdentity(**identity)
     heartbeats.relays.write(alias, process, facts=facts, **{**columns, **given})
     return process
@@ -43,9 +44,9 @@ def fall_silent(duration, **which):
 def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **given):
     """The row of a consumer, by its identity; with `silent_for`, of one that was killed that long ago."""
     identity = ProcessIdentity(host=host, pid=pid, version="1.2.3")
-    defaults = {"handlers": ["shop.reserve_stock"], "received": 1_234_567, "ran": 89, "running": []}
+    defaults = {"handlers": ["shop.reserve_stock"], "received": 1_234_567, "ran": 89}
     facts = {name: given.pop(name, default) for name, default in defaults.items()}
-    values = {"running_for": timedelta(hours=5), "waits_for": ""}
+    values = {"running_for": timedelta(hours=5), "waits_for": "", "running": []}
     consumers.write(using, identity, facts=facts, **{**values, **given})
     if silent_for is not None:
         let_consumers_fall_silent(silent_for, pk=identity.id)

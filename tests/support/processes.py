@@ -1,10 +1,11 @@
-"""Management commands and Celery workers as processes that a test may kill.
+"""Management commands and Celery workers as processes that a test may kill, and Python programs in other projects.
 
 On Linux a process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is forked
-from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
+from a template, one for each settings module below `tests` (see `template`). These are forked from one that has imported Django
+and Kombu and nothing of ours; so is a process with other settings. Apart from that it is a process like any other: with an
 environment, settings and connections of its own, ended by SIGKILL at any instruction, leaving through the interpreter's own
-end. It shares the template's hash seed. A new interpreter is started where no template can be used: settings that are not below
-`tests`, a preloaded library, other options of Python.
+end. It shares the template's hash seed. A new interpreter is started where no template can be used: a preloaded library, other
+options of Python.
 
 The idea is that of multiprocessing's forkserver, which cannot be used here: its children import the parent's `__main__`, which
 is pytest, and nothing in them reads Django's settings again.
@@ -29,55 +30,69 @@ from typing import Any
 from tests.support import ROOT
 from tests.support.servers.private import watch
 
-READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS", "C_FORCE_ROOT")
+SETTINGS = "DJANGO_SETTINGS_MODULE"
+READ_AT_IMPORT = (SETTINGS, "LEASE_SECONDS", "C_FORCE_ROOT")
 """Environment variables that modules read while they are imported: another value needs another template."""
 INHERITED = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
+TEMPLATE = "IS_A_TEMPLATE"
+"""Set in the environment of a template that has settings."""
 END_SECONDS = 10.0
+STDERR = 2
 NUMBER = struct.Struct("!q")
 """A process id or an exit status, on the way from a template to its test."""
 
 
 def start(command: list[str], *, environment: dict[str, str], log: Path) -> Forked | subprocess.Popen[bytes]:
     """`python -m <command>` at the head of a process group of its own, which appends what it says to `log`."""
-    if sys.platform == "linux" and _has_a_template(environment):
-        return Forked(command, environment=environment, log=log)
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        return start_python(["-m", *command], environment=environment, output=output.fileno())
+
+
+def start_python(
+    arguments: list[str], *, environment: dict[str, str], output: int, directory: Path = ROOT, stdin: int = subprocess.DEVNULL
+) -> Forked | subprocess.Popen[bytes]:
+    """`python <arguments>` in `directory`, at the head of a process group of its own."""
+    if sys.platform == "linux" and _can_be_forked(arguments, environment):
+        return Forked(arguments, environment=environment, output=output, directory=directory, stdin=stdin)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
     watch(process)
     return process
 
 
-def _has_a_template(environment: dict[str, str]) -> bool:
+def _can_be_forked(arguments: list[str], environment: dict[str, str]) -> bool:
     ours = _of_the_interpreter(dict(os.environ)) == _of_the_interpreter(environment)
-    return ours and environment["DJANGO_SETTINGS_MODULE"].startswith("tests.")
+    return ours and arguments[0] in {"-c", "-m"} and environment.get("PYTHONWARNINGS", "error") == "error"
 
 
 def _of_the_interpreter(environment: dict[str, str]) -> dict[str, str]:
     """What Python and the loader read before a program begins, and what a child cannot read again."""
-    read_again = {"PYTHONFAULTHANDLER", "PYTHONPATH"}
+    read_again = {"PYTHONFAULTHANDLER", "PYTHONPATH", "PYTHONWARNINGS"}
     return {name: value for name, value in environment.items() if name.startswith(("LD_", "PYTHON")) and name not in read_again}
 
 
 class Forked:
-    """A command forked from a template; the methods are those of `subprocess.Popen` that tests use."""
+    """A program forked from a template; the methods are those of `subprocess.Popen` that tests use."""
 
-    def __init__(self, command: list[str], *, environment: dict[str, str], log: Path) -> None:
-        self.args = command
+    def __init__(
+        self, arguments: list[str], *, environment: dict[str, str], output: int, directory: Path = ROOT, stdin: int
+    ) -> None:
+        self.args = arguments
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._answers, theirs = socket.socketpair()
         try:
-            with theirs, log.open("ab") as output, _asking:
-                request = {"command": command, "environment": environment}
-                _template_for(environment).ask(request, theirs.fileno(), output.fileno())
+            with theirs, Path(os.devnull).open() as nothing, _asking:
+                request = {"arguments": arguments, "environment": environment, "directory": str(directory)}
+                given = nothing.fileno() if stdin == subprocess.DEVNULL else stdin
+                _template_for(environment).ask(request, theirs.fileno(), given, output)
                 theirs.close()  # now the end of the keeper is the end of the stream
                 self.pid = self._read()
         except BaseException:
@@ -132,17 +147,18 @@ def _readable(source: socket.socket, timeout: float | None) -> bool:
 
 
 class _Template:
+    """A process that forks others: by itself when it has the `settings` of the environment, else from the template without."""
+
     def __init__(self, environment: dict[str, str]) -> None:
         self._requests, theirs = socket.socketpair()
+        self._process: Forked | subprocess.Popen[bytes]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.template", str(theirs.fileno())],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            arguments = ["-m", "tests.support.template"]
+            if SETTINGS in environment:
+                self._process = Forked(arguments, environment=environment, output=STDERR, stdin=theirs.fileno())
+            else:
+                command = [sys.executable, *arguments]
+                self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, start_new_session=True)
         atexit.register(self.close)
 
     @property
@@ -163,12 +179,15 @@ class _Template:
 
 
 _templates: dict[tuple[str, ...], _Template] = {}
-_asking = threading.Lock()
+_asking = threading.RLock()
 """One request at a time: the next one is written after the answer to this one was read."""
 
 
 def _template_for(environment: dict[str, str]) -> _Template:
-    fixed = {name: environment[name] for name in READ_AT_IMPORT if name in environment}
+    """The template with these settings; the one without for those outside of `tests`, and for a template with settings."""
+    fixed = {}
+    if environment[SETTINGS].startswith("tests.") and "PYTHONWARNINGS" not in environment and TEMPLATE not in environment:
+        fixed = {name: environment[name] for name in READ_AT_IMPORT if name in environment} | {TEMPLATE: "yes"}
     key = tuple(f"{name}={value}" for name, value in fixed.items())
     if key not in _templates or not _templates[key].is_alive:
         inherited = {name: environment[name] for name in INHERITED if name in environment}

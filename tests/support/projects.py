@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
+import tempfile
 
 from tests.support import ROOT
+from tests.support.processes import start_python
 
 ADMIN_SETTINGS = """\
 ADMIN_APPS = [
@@ -44,16 +45,15 @@ urlpatterns = [path("admin/", admin.site.urls)]
 
 def run_in(directory, settings, *arguments, **environment):
     """Run Python with these arguments in `directory`, with its modules and ours; what it prints is `stdout`."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environment_in(directory, settings, **environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    environment = environment_in(directory, settings, **environment)
+    with tempfile.TemporaryFile() as output:
+        process = start_python([*arguments], environment=environment, output=output.fileno(), directory=directory)
+        try:
+            status = process.wait(100)
+        finally:
+            process.kill()
+        output.seek(0)
+        return subprocess.CompletedProcess(arguments, status, output.read().decode())
 
 
 def environment_in(directory, settings, **environment):

@@ -1,10 +1,11 @@
-"""The other side of `processes.Forked`: a process that has imported and set up Django, and forks the requested commands.
+"""The other side of `processes.Forked`: a process that has imported Django, and forks the requested programs.
 
-    python -m tests.support.template FD
+    python -m tests.support.template
 
-It reads requests from the socket FD until the test process has ended. For each of them it forks a keeper, and the keeper forks
-the child. The child writes its process id to the test, the keeper its exit status. When the test process ends first, however
-that happens, the keeper kills the child's process group.
+With DJANGO_SETTINGS_MODULE it has also set up Django and imported the apps. It reads requests from the socket that is its standard
+input until the test process has ended. For each of them it forks a keeper, and the keeper forks the child. The child writes its
+process id to the test, the keeper its exit status. When the test process ends first, however that happens, the keeper kills the
+child's process group.
 
 Linux only: it waits with process file descriptors.
 """
@@ -23,22 +24,32 @@ import signal
 import socket
 import sys
 import tempfile
+import types
+import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import django
-import django.db.backends.postgresql.base
-import django.db.backends.sqlite3.base
-import kombu.transport.pyamqp
-import kombu.transport.redis  # noqa: F401 - so that no child has to
 from django.apps import apps
 from django.conf import settings
 from django.core.checks import run_checks
 from django.db import connections
 from django.utils.functional import empty
 
-from tests.support.processes import NUMBER
+from tests.support.processes import NUMBER, SETTINGS
 
+WITHOUT_SETTINGS = (
+    "django.contrib.admin.templatetags.admin_list",
+    "django.contrib.staticfiles.finders",
+    "django.core.management.commands.migrate",
+    "django.db.backends.postgresql.base",
+    "django.db.backends.sqlite3.base",
+    "django.template.backends.django",
+    "django.test",
+    "django.views.i18n",
+    "kombu.transport.pyamqp",
+    "kombu.transport.redis",
+)
 COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}
 CELERY = (
     "celery.bin.celery",
@@ -54,11 +65,19 @@ CELERY = (
 
 
 def main() -> None:
-    django.setup()
-    _do_what_every_command_does()
-    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if SETTINGS in os.environ:
+        django.setup()
+        _do_what_every_command_does()
+    else:
+        _import_for_all(WITHOUT_SETTINGS)
+    kind, program, *sys.argv[1:] = _serve(socket.socket(fileno=0))
     # This is the child, and it ends as any Python program ends.
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = kind
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(main))
 
 
 def _do_what_every_command_does() -> None:
@@ -75,25 +94,26 @@ def _import_for_all(modules: Iterable[str]) -> None:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork a child for every request. Returns in the child, which has become what was asked for, with its command."""
+    """Fork a child for every request. Returns in the child, which has become what was asked for, with its arguments."""
     while True:
-        request, (answers, output) = _next_request(requests)
+        request, (answers, stdin, output) = _next_request(requests)
         _reap_keepers()
-        if request["command"][0] == "celery":
+        if SETTINGS in os.environ and request["arguments"][1] == "celery":
             _import_for_all(CELERY)
         if os.fork():
-            os.close(answers)
-            os.close(output)
+            for descriptor in (answers, stdin, output):
+                os.close(descriptor)
             continue
         requests.close()
         if child := os.fork():
+            os.close(stdin)
             os.close(output)
             _keep(child, answers)
-        return _become(request, answers, output)
+        return _become(request, answers, stdin, output)
 
 
 def _next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    message, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+    message, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 3)
     while message and not message.endswith(b"\n"):
         message += requests.recv(1 << 16)
     if not message:
@@ -123,24 +143,31 @@ def _keep(child: int, answers: int) -> NoReturn:
     os._exit(0)
 
 
-def _become(request: dict[str, Any], answers: int, output: int) -> list[str]:
+def _become(request: dict[str, Any], answers: int, stdin: int, output: int) -> list[str]:
     """Take on the process group, the environment, the output and the settings of a freshly started process."""
     os.setsid()
     os.write(answers, NUMBER.pack(os.getpid()))
     os.close(answers)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, place in ((null, 0), (output, 1), (output, 2)):
+    for descriptor, place in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, place)
-    os.close(null)
+    os.close(stdin)
     os.close(output)
+    ours = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    theirs = [request["directory"], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path[:] = [*filter(None, theirs), *(place for place in sys.path if place not in ours)]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     if "PYTHONFAULTHANDLER" in os.environ:
         faulthandler.enable()
+    if "PYTHONWARNINGS" in os.environ:
+        warnings.simplefilter("error")  # `processes` asks for no other
     tempfile.tempdir = None  # to be read from TMPDIR again
-    _read_settings_again()
-    command: list[str] = request["command"]
-    return command
+    if apps.ready:
+        _read_settings_again()
+    arguments: list[str] = request["arguments"]
+    return arguments
 
 
 def _read_settings_again() -> None:

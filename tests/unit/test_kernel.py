@@ -1,6 +1,5 @@
 """The small parts that outbox and inbox share: names, causes, outages, stoppable loops, terminal output."""
 
-import io
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ from django.db import (
 )
 
 from exactly_once import broker
-from exactly_once.cli import live_view, terminal
+from exactly_once.cli import command, live_view, terminal
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
@@ -477,11 +476,6 @@ def test_an_error_is_described_in_one_line_that_is_never_empty():
 
 
 class TestConsole:
-    def test_a_table_aligns_its_columns(self):
-        assert terminal.table([("outbox", "default"), ("ready", "1,200"), ("dead", 3)]) == (
-            "outbox  default\nready     1,200\ndead          3"
-        )
-
     @pytest.mark.parametrize(
         ("ago", "shown"),
         [
@@ -500,44 +494,14 @@ class TestConsole:
     def test_the_age_of_no_instant_is_a_dash(self):
         assert terminal.age(None) == "-"
 
-    def test_progress_is_shown_on_a_terminal(self):
-        screen = io.StringIO()
-        screen.isatty = lambda: True
-
-        progress = terminal.Progress("deleted", 2_000, screen)
-        progress.advance(1_000)
-        progress.finish()
-
-        assert "deleted 1,000 of 2,000" in screen.getvalue()
-
-    def test_progress_is_not_shown_in_a_pipe(self):
-        pipe = io.StringIO()
-
-        progress = terminal.Progress("deleted", 0, pipe)
-        progress.advance(1)
-        progress.finish()
-
-        assert pipe.getvalue() == ""
-        assert progress.done == 1
-
-    def test_progress_shows_its_rate_and_the_time_left(self, monkeypatch):
-        screen, now = io.StringIO(), 100.0
-        screen.isatty = lambda: True
-        monkeypatch.setattr(terminal, "monotonic", lambda: now)
-        progress = terminal.Progress("deleted", 5_000, screen)
-        now += 2.0
-        progress.advance(1_000)
-
-        assert "deleted 1,000 of 5,000, 500/s, 0:00:08 left" in screen.getvalue()
-
     def test_rate_of_a_count_is_its_change_since_the_last_drawing(self, monkeypatch):
         now = 100.0
         monkeypatch.setattr(live_view, "monotonic", lambda: now)
         rates = live_view.Rates()
-        shown = [rates.of("ready", 10)]
+        shown = [rates("ready", 10)]
         for count in (15, 15, 5):
             now += 2.0
-            shown.append(rates.of("ready", count))
+            shown.append(rates("ready", count))
 
         assert shown == ["", "+2.5/s", "", "-5.0/s"]
 
@@ -547,14 +511,16 @@ class TestConsole:
     def test_count_in_a_sentence_has_the_right_number(self, count, shown):
         assert ngettext("%(count)s message", "%(count)s messages", count) == shown
 
-    def test_console_logging_is_set_up_unless_the_logger_already_has_a_handler(self):
-        logger = logging.getLogger("exactly.once.test")
+    def test_console_logging_is_set_up_once_unless_a_logger_already_has_a_handler(self, monkeypatch):
+        names = ["exactly.once.test", "exactly.once.test.part"]
+        monkeypatch.setattr(command, "our_apps", lambda: [SimpleNamespace(name=name) for name in names])
+        logger, part = map(logging.getLogger, names)
         logger.propagate = False
         try:
-            terminal.log_to_console("exactly.once.test", 1)
-            terminal.log_to_console("exactly.once.test", 3)
+            command.log_to_console(1)
+            command.log_to_console(3)
 
-            assert len(logger.handlers) == 1
-            assert logger.level == logging.INFO
+            assert (len(logger.handlers), part.handlers) == (1, [])
+            assert (logger.level, part.getEffectiveLevel()) == (logging.INFO, logging.INFO)
         finally:
             logger.handlers.clear()

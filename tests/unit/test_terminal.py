@@ -1,12 +1,20 @@
-"""Output of commands on a terminal of 80 columns, and into a pipe."""
+"""Tables and progress of commands: drawn on a terminal with `rich`, and plain lines without it or into a pipe."""
 
+import sys
+from contextlib import suppress
 from io import StringIO
 
 import pytest
 
-from exactly_once.cli.terminal import fitted
+from exactly_once import cli
+from exactly_once.cli import terminal
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import BOLD, RED, Line, Progress, Table, sentence, show
 
 SENTENCE = f"No consumer is running for: {', '.join(f'orders.handler_{number}' for number in range(9))}."
+COUNTS = Table([Line(["outbox", "default"], BOLD), Line(["ready", "1,200", "+2.0/s"]), Line(["dead", "3"], RED)])
+PLAIN = "outbox  default\nready     1,200  +2.0/s\ndead          3"
+FOREIGN = "\x1b[2Jcleared [red]and[/red] \u202ereversed"
 
 
 class Terminal(StringIO):
@@ -17,17 +25,101 @@ class Terminal(StringIO):
 @pytest.fixture(autouse=True)
 def width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def test_line_longer_than_the_terminal_is_broken_between_words():
-    table = "outbox   default\nready          1"
+@pytest.fixture
+def without_rich(monkeypatch):
+    """As in an environment where `import rich` fails."""
+    monkeypatch.delattr(cli, "drawing", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich" or name == "exactly_once.cli.drawing"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
 
-    lines = fitted(f"{table}\n\n{SENTENCE}", Terminal()).split("\n")
 
-    assert lines[:3] == [*table.split("\n"), ""]
+def shown(*tables, on):
+    """What a command prints on a stream."""
+    command = TranslatedCommand(stdout=on)
+    show(tables, command.stdout)
+    return on.getvalue()
+
+
+def test_terminal_shows_tables_in_colours_with_the_words_of_plain_lines():
+    drawn = shown(COUNTS, sentence("No relay is running.", RED), on=Terminal())
+
+    assert "\x1b[31mdead" in drawn
+    assert "\x1b[1moutbox" in drawn
+    for words in ("default", "1,200", "+2.0/s", "No relay is running."):
+        assert words in drawn
+
+
+def test_terminal_without_colours_is_drawn_for_people_who_ask_for_none(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    assert "\x1b[31m" not in shown(COUNTS, on=Terminal())
+
+
+@pytest.mark.usefixtures("without_rich")
+def test_terminal_without_rich_has_plain_lines():
+    assert shown(COUNTS, sentence(SENTENCE), on=Terminal()) == f"{PLAIN}\n\n{SENTENCE}\n"
+
+
+def test_pipe_has_plain_lines_of_any_length():
+    assert shown(COUNTS, sentence(SENTENCE), on=StringIO()) == f"{PLAIN}\n\n{SENTENCE}\n"
+
+
+def test_sentence_longer_than_the_terminal_is_broken_between_words():
+    lines = shown(sentence(SENTENCE), on=Terminal()).splitlines()
+
     assert max(map(len, lines)) <= 80
-    assert " ".join(line.strip() for line in lines[3:]) == SENTENCE
+    assert " ".join(line.strip() for line in lines) == SENTENCE
 
 
-def test_text_into_a_pipe_is_not_changed():
-    assert fitted(SENTENCE, StringIO()) == SENTENCE
+def test_long_text_in_the_last_column_is_broken_below_its_beginning():
+    lines = shown(Table([Line(["web:1", SENTENCE])], texts=1), on=Terminal()).splitlines()
+
+    assert lines[0].startswith("web:1  No consumer")
+    assert all(line.startswith(" " * 7) for line in lines[1:])
+
+
+@pytest.mark.parametrize("stream", [Terminal, StringIO])
+def test_foreign_text_cannot_move_the_cursor_nor_change_a_colour(stream):
+    drawn = shown(Table([Line(["topic", FOREIGN])], texts=1), on=stream())
+
+    assert "\x1b[2J" not in drawn
+    assert "\u202e" not in drawn
+    assert r"\u001b[2Jcleared [red]and[/red] \u202ereversed" in " ".join(drawn.split())
+
+
+def test_progress_is_a_bar_on_a_terminal_and_the_cursor_returns_when_the_work_fails():
+    screen = Terminal()
+    with suppress(ValueError), Progress("deleted", 2_000, screen) as progress:
+        progress.advance(1_000)
+        raise ValueError
+
+    assert "deleted" in screen.getvalue()
+    assert "1000/2000" in screen.getvalue()
+    assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.usefixtures("without_rich")
+def test_progress_without_rich_is_a_line_every_two_seconds(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(terminal, "monotonic", lambda: now)
+    screen = Terminal()
+    with Progress("deleted", 5_000, screen) as progress:
+        for seconds in (1.0, 1.5, 1.0):
+            now += seconds
+            progress.advance(1_000)
+
+    assert screen.getvalue() == "deleted 2,000 of 5,000\n"
+
+
+def test_progress_is_not_shown_in_a_pipe():
+    pipe = StringIO()
+    with Progress("deleted", 0, pipe) as progress:
+        progress.advance(1)
+
+    assert pipe.getvalue() == ""
+    assert progress.done == 1

@@ -8,7 +8,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import age, table
+from exactly_once.cli.terminal import BOLD, Line, Table, age, show
 from exactly_once.operators.alert_table import acknowledge, raised
 from exactly_once.operators.alerts import Evaluator, evaluated_apps
 from exactly_once.operators.audit import Subject, actor_of_command, record
@@ -60,18 +60,19 @@ class Command(TranslatedCommand):
         if not rows:
             self.stdout.write(_("No alert is raised."))
             return
-        head = (_("alert"), _("app"), _("condition"), _("object"), _("raised"), _("acknowledged by"))
+        head = [_("alert"), _("app"), _("condition"), _("object"), _("raised"), _("acknowledged by"), _("summary")]
         lines = [
-            (
-                str(row.pk),
-                row.app,
-                row.condition,
-                row.object or "-",
-                age(row.raised_at, row.database_now),
-                row.acknowledged_by or "-",
+            Line(
+                [
+                    str(row.pk),
+                    row.app,
+                    row.condition,
+                    row.object or "-",
+                    age(row.raised_at, row.database_now),
+                    row.acknowledged_by or "-",
+                    row.summary,
+                ]
             )
             for row in rows
         ]
-        said = [_("summary"), *(row.summary for row in rows)]
-        drawn = table([head, *lines]).splitlines()
-        self.stdout.write("\n".join(f"{line}  {words}" for line, words in zip(drawn, said, strict=True)))
+        show([Table([Line(head, BOLD), *lines], texts=len(head))], self.stdout)

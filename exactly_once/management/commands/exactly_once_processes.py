@@ -9,7 +9,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import age, fitted, table
+from exactly_once.cli.terminal import BOLD, RED, Line, Table, age, sentence, show
 from exactly_once.operators.audit import Actor, Subject, actor_of_command, record
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
 from exactly_once.process.requests import Request
@@ -45,7 +45,7 @@ class Command(TranslatedCommand):
         require_schema(alias)
         known = list(_PROCESSES.known(alias))
         if options["request"] == "list":
-            self.stdout.write(fitted(_listed(known), self.stdout) if known else _("No process is known."))
+            show([_listed(known) if known else sentence(_("No process is known."))], self.stdout)
             return
         chosen = self._chosen(known, options["processes"], everyone=options["all"])
         request, actor, left = Request(options["request"]), actor_of_command(__name__), []
@@ -90,38 +90,32 @@ def _named(name: str, processes: Sequence[Any]) -> Any:
     return found[0]
 
 
-def _listed(known: Sequence[Any]) -> str:
+def _listed(known: Sequence[Any]) -> Table:
     kinds = {kind.app: str(kind.name) for kind in process_kinds()}
-    head = (
-        _("process"),
-        _("kind"),
-        "id",
-        _("version"),
-        _("started"),
-        _("heartbeat"),
-        _("per second"),
-        _("memory"),
-        _("database"),
-        _("broker"),
-    )
+    head = [
+        *(_("process"), _("kind"), "id", _("version"), _("started"), _("heartbeat")),
+        *(_("per second"), _("memory"), _("database"), _("broker"), _("state")),
+    ]
     lines = [
-        (
-            str(process),
-            kinds.get(process.app, process.app),
-            str(process.pk)[:8],
-            process.version,
-            age(process.started_at, process.database_now),
-            age(process.beat_at, process.database_now),
-            "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
-            "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
-            _milliseconds(process.database_ms),
-            _milliseconds(process.broker_ms),
+        Line(
+            [
+                str(process),
+                kinds.get(process.app, process.app),
+                str(process.pk)[:8],
+                process.version,
+                age(process.started_at, process.database_now),
+                age(process.beat_at, process.database_now),
+                "-" if process.silent or process.stopped_at else f"{process.rate:,.1f}",
+                "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
+                _milliseconds(process.database_ms),
+                _milliseconds(process.broker_ms),
+                _state(process),
+            ],
+            RED if process.silent and not process.stopped_at else "",
         )
         for process in known
     ]
-    # The state may contain a sentence, too long for a column.
-    states = [_("state"), *map(_state, known)]
-    return "\n".join(f"{line}  {state}" for line, state in zip(table([head, *lines]).splitlines(), states, strict=True))
+    return Table([Line(head, BOLD), *lines], texts=1)
 
 
 def _milliseconds(value: float | None) -> str:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import textwrap
 from collections.abc import Iterator
 from datetime import datetime
 from itertools import product
@@ -11,20 +9,20 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 from django.utils import timezone
+from django.utils.text import Truncator
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
-from exactly_once.display import exact, visible
+from exactly_once.cli.terminal import BOLD, Line, Table, show
+from exactly_once.display import exact
 from exactly_once.operators.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
 
-_NARROWEST, _WIDEST = 60, 200
-_MOST_LINES = 4
-"""Maximum lines of one reason; `--json` and the admin show all of it."""
-_GAP = "  "
+_MOST_OF_A_REASON = 300
+"""Characters; `--json` and the admin show all of it."""
 
 
 class Command(TranslatedCommand):
@@ -56,8 +54,7 @@ class Command(TranslatedCommand):
         if options["json"]:
             self.stdout.write("\n".join(json.dumps(_as_json(life)) for life in lives))
         else:
-            width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
-            self.stdout.write("\n\n".join("\n".join(_drawn(life, width)) for life in lives))
+            show([table for life in lives for table in _drawn(life)], self.stdout)
 
 
 def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
@@ -110,51 +107,32 @@ def _as_json(life: Life) -> dict[str, Any]:
     }
 
 
-def _drawn(life: Life, width: int) -> Iterator[str]:
-    yield _("message %(message)s") % {"message": life.message_id}
+def _drawn(life: Life) -> Iterator[Table]:
+    head = [Line([_("message"), life.message_id])]
     for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in life.standings):
-        yield visible(f"topic   {topic}")
-        yield visible(f"biz-id  {biz_id}")
+        head += [Line([_("topic"), topic]), Line(["biz-id", biz_id])]
+    yield Table(head, texts=1)
     if life.moments:
-        yield ""
-        yield from _moments(life, width)
+        time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
+        lines = [Line([_instant(moment.at), _transition(moment), _about(moment)]) for moment in life.moments]
+        yield Table([Line([time, _("Transition"), _("Where")], BOLD), *lines], texts=2)
     if life.standings:
-        yield ""
-        yield _("Now")
-        for standing in life.standings:
-            yield from _wrapped(_standing(standing), width, indent=2)
+        yield Table([Line([_("Now")], BOLD), *(Line([_standing(standing)]) for standing in life.standings)], texts=1)
     notes = list(life.unknown)
     if life.namesakes:
         words = _("Other messages with this topic and biz-id, of which a handler runs one: %(messages)s.")
         notes.append(words % {"messages": ", ".join(life.namesakes)})
     if notes:
-        yield ""
-        for note in notes:
-            yield from _wrapped(note, width)
+        yield Table([Line([note]) for note in notes], texts=1)
 
 
-def _moments(life: Life, width: int) -> Iterator[str]:
-    """One line per moment: instant, transition, where, and the process if the line has room; the reason below."""
-    rows = [(_instant(moment.at), _transition(moment), _where(moment), moment.process) for moment in life.moments]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    indent = widths[0] + len(_GAP)
-    in_a_row = sum(widths) + 3 * len(_GAP) <= width
-    time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
-    transition, where = _("Transition"), _("Where")
-    yield f"{time:{widths[0]}}{_GAP}{transition:{widths[1]}}{_GAP}{where}"
-    for moment, (at, transition, where, process) in zip(life.moments, rows, strict=True):
-        begun = f"{at}{_GAP}{transition:{widths[1]}}{_GAP}"
-        if in_a_row:
-            yield visible(f"{begun}{where:{widths[2]}}{_GAP}{process}".rstrip())
-        elif len(begun) + len(where) <= width:
-            yield visible(f"{begun}{where}")
-        else:
-            yield begun.rstrip()
-            yield from _wrapped(where, width, indent=indent)
-        if process and not in_a_row:
-            yield from _wrapped(process, width, indent=indent)
-        if moment.reason:
-            yield from _wrapped(moment.reason, width, indent=indent, lines=_MOST_LINES)
+def _about(moment: Moment) -> str:
+    """Where it was, in which process and why."""
+    return ", ".join(filter(None, [_where(moment), moment.process, _shortened(moment.reason)]))
+
+
+def _shortened(text: str) -> str:
+    return Truncator(" ".join(text.split())).chars(_MOST_OF_A_REASON)
 
 
 def _instant(at: datetime) -> str:
@@ -179,17 +157,4 @@ def _standing(standing: Standing) -> str:
     if standing.also:
         words.append(standing.also)
     said = f"{_where(standing)}: {', '.join(words)}"
-    return f"{said}: {standing.error}" if standing.error else said
-
-
-def _wrapped(text: str, width: int, *, indent: int = 0, lines: int | None = None) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(
-        visible(" ".join(text.split())),
-        width,
-        initial_indent=space,
-        subsequent_indent=space,
-        break_on_hyphens=False,
-        max_lines=lines,
-        placeholder=" …",
-    )
+    return f"{said}: {' '.join(standing.error.split())}" if standing.error else said

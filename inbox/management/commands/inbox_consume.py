@@ -5,8 +5,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import log_to_console
+from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_schema
@@ -33,8 +32,7 @@ class Command(TranslatedCommand):
         prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console("inbox", options["verbosity"])
-        log_to_console("outbox", options["verbosity"])
+        log_to_console(options["verbosity"])
         if options["concurrency"] is not None and options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
         prometheus.serve_metrics(options, *map(table_gauges, sorted({handler.using for handler in registry.all()})))

@@ -31,5 +31,7 @@ class Command(TranslatedCommand):
         except UnknownHandler as error:
             raise CommandError(str(error)) from error
         if not was_paused:
-            raise CommandError(_("Handler %(handler)s is not paused. inbox_status lists those that are.") % {"handler": name})
+            raise CommandError(
+                _("Handler %(handler)s is not paused. exactly_once_status lists those that are.") % {"handler": name}
+            )
         self.stdout.write(_("Handler %(handler)s is resumed.") % {"handler": name})

@@ -69,15 +69,14 @@ class Command(TranslatedCommand):
             self.stdout.write(would + _about(held_back))
             return
         alias = options["database"]
-        progress = Progress(_("retried"), left)
         unsent: list[str] = []
-        for chunk in _chunks([row for row in rows if not row[1]]):
-            progress.advance(_retry(alias, chunk, states, given, unsent))
-        for pk, quarantined, message_id, handler in rows:
-            if quarantined and pk not in held_back:
-                subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
-                progress.advance(_override(alias, pk, subject, given, unsent))
-        progress.finish()
+        with Progress(_("retried"), left) as progress:
+            for chunk in _chunks([row for row in rows if not row[1]]):
+                progress.advance(_retry(alias, chunk, states, given, unsent))
+            for pk, quarantined, message_id, handler in rows:
+                if quarantined and pk not in held_back:
+                    subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
+                    progress.advance(_override(alias, pk, subject, given, unsent))
         due = ngettext("%(count)s message is due now.", "%(count)s messages are due now.", progress.done)
         self.stdout.write(due + _about(held_back))
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)

@@ -27,7 +27,7 @@ class Command(TranslatedCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("topic", metavar="TOPIC", help=_("its exact name"))
-        parser.add_argument("--reason", default="", help=_("why, for people; outbox_status shows it"))
+        parser.add_argument("--reason", default="", help=_("why, for people; exactly_once_status shows it"))
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -8,8 +8,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.broker import scheme_of
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import log_to_console
+from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_schema
@@ -32,8 +31,7 @@ class Command(TranslatedCommand):
         prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console("outbox", options["verbosity"])
-        log_to_console("inbox", options["verbosity"])
+        log_to_console(options["verbosity"])
         prometheus.serve_metrics(options, table_gauges(options["database"]))
         run_until_signalled(partial(_relay, options["database"], drain=options["drain"]), grace=outbox_options().SHUTDOWN_GRACE)
 

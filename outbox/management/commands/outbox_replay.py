@@ -10,8 +10,8 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import Progress, age, instant, log_to_console, table
+from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, sentence, show
 from exactly_once.models import Operation, OperationState
 from exactly_once.operators.audit import actor_of_command
 from exactly_once.process.clock import utcnow
@@ -54,12 +54,12 @@ class Command(TranslatedCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console("outbox", options["verbosity"])
+        log_to_console(options["verbosity"])
         alias = options["database"]
         require_schema(alias, "outbox")
         replay, rate = _replay(options), _per_second(options["rate"])
         found = preview(alias, replay.selection)
-        self.stdout.write(_shown(found, replay))
+        show(_shown(found, replay), self.stdout)
         count = sum(group.messages for group in found if group.state == State.PUBLISHED)
         if options["dry_run"] or not count:
             return
@@ -107,20 +107,19 @@ def _agreed(count: int) -> bool:
 
 def _execute(alias: str, operation: Operation, stop: StopRequest) -> Operation:
     """Execute operations, or follow the relay that does, until this one has ended."""
-    progress = Progress(_("sent"), operation.total)
+    with Progress(_("sent"), operation.total) as progress:
 
-    def look(*_: object) -> Operation:
-        now: Operation = operations.rows(alias).get(pk=operation.pk)
-        progress.advance(now.processed - progress.done)
-        return now
-
-    executing = executor(alias, on_batch=look)
-    while True:
-        executing.drain(stop)
-        now = look()
-        if not now.is_open or stop.wait(_POLL_SECONDS):
-            progress.finish()
+        def look(*_: object) -> Operation:
+            now: Operation = operations.rows(alias).get(pk=operation.pk)
+            progress.advance(now.processed - progress.done)
             return now
+
+        executing = executor(alias, on_batch=look)
+        while True:
+            executing.drain(stop)
+            now = look()
+            if not now.is_open or stop.wait(_POLL_SECONDS):
+                return now
 
 
 def _replay(options: dict[str, Any]) -> Replay:
@@ -142,15 +141,15 @@ def _per_second(given: str) -> int:
     return int(match[1])
 
 
-def _shown(found: list[Replayable], replay: Replay) -> str:
-    rows = [(_("topic"), _("state"), _("messages"), _("expired"), _("first"), _("last"))]
-    rows += [
-        (group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", _ago(group.oldest), _ago(group.newest))
+def _shown(found: list[Replayable], replay: Replay) -> list[Table]:
+    head = Line([_("topic"), _("state"), _("messages"), _("expired"), _("first"), _("last")], BOLD)
+    rows = [
+        Line([group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", _ago(group.oldest), _ago(group.newest)])
         for group in found
     ]
     published = [group for group in found if group.state == State.PUBLISHED]
     count, expired = sum(group.messages for group in published), sum(group.expired for group in published)
-    lines = [table(rows), ""] if found else []
+    lines = []
     words = _("Published: %(count)s. Of these, %(expired)s have expired and are not sent.")
     to = _("The others are sent to every queue of their topic.")
     if replay.to_group:
@@ -165,7 +164,7 @@ def _shown(found: list[Replayable], replay: Replay) -> str:
     elif since is not None and utcnow() - since > kept:
         words = _("OUTBOX['KEEP_HISTORY'] is %(time)s: messages that were published earlier than that have been deleted.")
         lines.append(words % {"time": kept})
-    return "\n".join(lines)
+    return [*([Table([head, *rows])] if found else []), sentence("\n".join(lines))]
 
 
 def _ago(at: datetime) -> str:

@@ -7,7 +7,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import Progress, age, instant, message_id, refuse_unknown, table
+from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
 from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.plurals import ngettext
 from exactly_once.sql.schema import require_schema
@@ -49,11 +49,11 @@ class Command(TranslatedCommand):
         selection = _selection(options)
         preview = preview_restoring(alias, selection)
         if options["dry_run"]:
-            self.stdout.write(_shown(preview, overdue=overdue))
+            show(_shown(preview, overdue=overdue), self.stdout)
             return
         found = restorable(alias, selection)
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
-        progress, total, left = Progress(_("restored"), expected), Counter[str](), Counter[str]()
+        total, left = Counter[str](), Counter[str]()
         actor = actor_of_command(__name__)
 
         def audit(restored: Restored) -> None:
@@ -61,11 +61,12 @@ class Command(TranslatedCommand):
             subject = Subject(kind="messages", name=f"{restored.ready + restored.scheduled} messages")
             record("outbox", alias, actor, "restore", [subject], parameters)
 
-        for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore", audit=audit):
-            total.update(ready=some.ready, scheduled=some.scheduled)
-            left.update(some.left)
-            progress.advance(some.ready + some.scheduled)
-        progress.finish()
+        restored = restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore", audit=audit)
+        with Progress(_("restored"), expected) as progress:
+            for some in restored:
+                total.update(ready=some.ready, scheduled=some.scheduled)
+                left.update(some.left)
+                progress.advance(some.ready + some.scheduled)
         done = ngettext("%(count)s message restored", "%(count)s messages restored", progress.done)
         self.stdout.write(f"{done}{_counts(total)}.{_about(left)}")
         refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
@@ -82,11 +83,11 @@ def _selection(options: dict[str, Any]) -> Selection:
     )
 
 
-def _shown(found: list[Restorable], *, overdue: bool) -> str:
+def _shown(found: list[Restorable], *, overdue: bool) -> list[Table]:
     messages, late = sum(group.messages for group in found), sum(group.overdue for group in found)
-    rows = [(_("topic"), _("state"), _("messages"), _("overdue"), _("oldest"))]
-    rows += [
-        (group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", _("%(time)s ago") % {"time": age(group.oldest)})
+    head, ago = Line([_("topic"), _("state"), _("messages"), _("overdue"), _("oldest")], BOLD), _("%(time)s ago")
+    rows = [
+        Line([group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", ago % {"time": age(group.oldest)}])
         for group in found
     ]
     if overdue:
@@ -103,7 +104,7 @@ def _shown(found: list[Restorable], *, overdue: bool) -> str:
             messages - late,
             late=f"{late:,}",
         )
-    return f"{table(rows)}\n\n{summary}" if found else summary
+    return [*([Table([head, *rows])] if found else []), sentence(summary)]
 
 
 def _counts(counted: Counter[str]) -> str:

@@ -6,24 +6,42 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import Progress, message_id, refuse_unknown
 from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.plurals import ngettext
 from exactly_once.sql.schema import require_schema
 from outbox.errors import InvalidMessage
+from outbox.models import OutboxMessage
 from outbox.pausing import TopicState, resume
+from outbox.states import State
+from outbox.store import preparing
 
 
 class Command(TranslatedCommand):
     help = gettext_lazy(
-        "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first."
+        "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first. "
+        "With --checks, ask the checkers of stuck messages again instead, at once and with a new count of answers."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("topic", metavar="TOPIC", help=_("its exact name"))
+        parser.add_argument("topic", nargs="?", metavar="TOPIC", help=_("its exact name; with --checks: only its messages"))
+        parser.add_argument(
+            "--checks", nargs="*", metavar="MESSAGE_ID", help=_("ask the checkers of these stuck messages (default: of all)")
+        )
+        parser.add_argument("--dry-run", action="store_true", help=_("with --checks: only count"))
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, topic = options["database"], options["topic"]
         require_schema(alias, "outbox")
+        if options["checks"] is not None:
+            self._resume_checks(alias, topic, options["checks"], is_trial=options["dry_run"])
+        elif topic is None or options["dry_run"]:
+            raise CommandError(_("Name the topic to resume, or the stuck messages with --checks. --dry-run needs --checks."))
+        else:
+            self._resume_topic(alias, topic)
+
+    def _resume_topic(self, alias: str, topic: str) -> None:
         try:
             with transaction.atomic(using=alias):
                 found = resume(topic, using=alias)
@@ -33,8 +51,33 @@ class Command(TranslatedCommand):
         except InvalidMessage as error:
             raise CommandError(str(error)) from error
         if found is TopicState.ACTIVE:
-            raise CommandError(_("Topic %(topic)s is not paused. outbox_status lists those that are.") % {"topic": repr(topic)})
+            words = _("Topic %(topic)s is not paused. exactly_once_status lists those that are.")
+            raise CommandError(words % {"topic": repr(topic)})
         words = _("Topic %(topic)s is being resumed. The broker may refuse it again.")
         if found is TopicState.RESUMING:
             words = _("Topic %(topic)s is being resumed already. The broker may refuse it again.")
         self.stdout.write(words % {"topic": repr(topic)})
+
+    def _resume_checks(self, alias: str, topic: str | None, message_ids: list[str], *, is_trial: bool) -> None:
+        chosen = OutboxMessage.objects.using(alias).filter(state=State.STUCK)
+        named = [message_id(given) for given in message_ids]
+        if named:
+            chosen = chosen.filter(message_id__in=named)
+        if topic is not None:
+            chosen = chosen.filter(topic=topic)
+        found = dict(chosen.order_by("pk").values_list("pk", "message_id"))
+        if is_trial:
+            self.stdout.write(
+                ngettext("%(count)s message would be resumed.", "%(count)s messages would be resumed.", len(found))
+            )
+            return
+        actor = actor_of_command(__name__)
+        with Progress(_("resumed"), len(found)) as progress:
+            for position, identity in found.items():
+                with transaction.atomic(using=alias):
+                    resumed = preparing.resume(alias, position, reason="outbox_resume --checks")
+                    if resumed:
+                        record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
+                progress.advance(int(resumed))
+        self.stdout.write(ngettext("%(count)s message resumed.", "%(count)s messages resumed.", progress.done))
+        refuse_unknown(map(str, named), found.values(), [State.STUCK])

@@ -88,14 +88,14 @@ class TestActions:
         call_command("outbox_resume", "shop.order.placed", stdout=io.StringIO())
         a_message(State.CANCELLED, topic="shop.restored", settled_at=DatabaseTime())
         call_command("outbox_restore", topic="shop.restored", stdout=io.StringIO())
-        call_command("outbox_purge", stdout=io.StringIO())
+        call_command("exactly_once_purge", app="outbox", stdout=io.StringIO())
 
         found = AuditEntry.objects.order_by("pk").values_list("place", "action", "kind")
         assert list(found) == [
             ("outbox_pause", "pause", "topic"),
             ("outbox_resume", "resume", "topic"),
             ("outbox_restore", "restore", "messages"),
-            ("outbox_purge", "purge", "messages"),
+            ("exactly_once_purge", "purge", "messages"),
         ]
         assert all(entry.actor and entry.address for entry in AuditEntry.objects.all())
         assert AuditEntry.objects.get(action="restore").parameters["topic"] == "shop.restored"
@@ -146,7 +146,7 @@ class TestEntries:
     def test_purge_deletes_entries_only_after_their_retention(self, settings):
         old, recent = an_entry(ago=timedelta(days=366)), an_entry(ago=timedelta(days=364))
 
-        call_command("outbox_purge", stdout=io.StringIO())
+        call_command("exactly_once_purge", app="outbox", stdout=io.StringIO())
 
         left = set(AuditEntry.objects.exclude(action="purge").values_list("pk", flat=True))
         assert left == {recent.pk}

@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once.models import AuditEntry
-from exactly_once.operators.trail import MOST_LEGS, chain_of
+from exactly_once.operators.trail import MOST_ROWS, chain_of
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage
@@ -150,11 +150,11 @@ def test_long_chain_is_cut_and_the_page_says_so():
     OutboxMessage.objects.bulk_create(
         OutboxMessage(topic="shop.sms", biz_id=str(number), shard=1, body=b"{}", correlation_id="cart-1",
                       causation_id="", created_at=utcnow(), available_at=utcnow())
-        for number in range(MOST_LEGS + 1)
+        for number in range(MOST_ROWS + 1)
     )  # fmt: skip
 
-    assert len(chain_of("cart-1").messages) == MOST_LEGS
-    assert f"only the first {MOST_LEGS} messages of each app are shown" in words(flow("cart-1"))
+    assert len(chain_of("cart-1").messages) == MOST_ROWS
+    assert f"only the first {MOST_ROWS} messages of each app are shown" in words(flow("cart-1"))
 
 
 def test_long_line_of_causes_is_drawn_at_a_limited_depth():

@@ -160,9 +160,10 @@ def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, ha
 @pytest.mark.parametrize(
     "command",
     [
-        *(["outbox_status"], ["inbox_status"], ["outbox_purge"], ["inbox_purge"]),
+        *(["exactly_once_status"], ["exactly_once_purge"]),
         *(["exactly_once_alerts"], ["exactly_once_processes"]),
-        *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"], ["outbox_resume_checks"]),
+        *(["outbox_pause", "t"], ["outbox_restore", "--all", "--dry-run"], ["inbox_retry", "--all"]),
+        ["outbox_resume", "--checks"],
     ],
     ids=" ".join,
 )

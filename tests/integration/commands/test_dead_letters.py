@@ -31,8 +31,8 @@ def run(command, *arguments, **given):
     return out.getvalue()
 
 
-def exported(command, *arguments):
-    return [json.loads(line) for line in run(command, *arguments).splitlines()]
+def exported(*arguments):
+    return [json.loads(line) for line in run("exactly_once_export", *arguments).splitlines()]
 
 
 def columns(row):
@@ -46,11 +46,11 @@ def written(path, *lines):
     return path
 
 
-def refused(command, path):
+def refused(path):
     """The report of an import that refuses lines, and its error."""
     out = StringIO()
     with pytest.raises(CommandError) as failed:
-        call_command(command, str(path), stdout=out)
+        call_command("exactly_once_import", str(path), stdout=out)
     return out.getvalue(), str(failed.value)
 
 
@@ -77,10 +77,10 @@ class TestOutbox:
         other = a_dead_letter(body=BINARY, wire='{"content_type": "application/x-binary"}')
         before = [columns(each) for each in (row, other)]
         file = tmp_path / "letters.jsonl"
-        run("outbox_export", output=str(file))
+        run("exactly_once_export", output=str(file))
         OutboxMessage.objects.all().delete()
 
-        said = run("outbox_import", file)
+        said = run("exactly_once_import", file)
 
         # The shard follows from the key.
         after = [columns(each) for each in OutboxMessage.objects.order_by("pk")]
@@ -90,16 +90,16 @@ class TestOutbox:
 
     def test_imported_message_is_published_after_an_operator_restores_it(self, tmp_path):
         row = a_dead_letter(key="")
-        file = written(tmp_path / "letters.jsonl", *exported("outbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
-        run("outbox_import", file)
+        run("exactly_once_import", file)
         assert OutboxMessage.objects.get().state == State.DEAD
         run("outbox_restore", row.message_id)
         assert OutboxMessage.objects.get().state == State.READY
 
     def test_body_that_is_not_text_is_base64(self):
         a_dead_letter(body=BINARY)
-        [line] = exported("outbox_export")
+        [line] = exported()
         assert base64.b64decode(line["body_base64"]) == BINARY
         assert "body" not in line
 
@@ -107,19 +107,19 @@ class TestOutbox:
         chosen, other = a_dead_letter(topic="shop.chosen"), a_dead_letter()
         a_message(State.READY, topic="shop.chosen")
         a_message(State.CANCELLED)
-        assert [line["message_id"] for line in exported("outbox_export", "--topic", "shop.chosen")] == [str(chosen.message_id)]
-        assert [line["message_id"] for line in exported("outbox_export", other.message_id)] == [str(other.message_id)]
-        assert len(exported("outbox_export")) == 2
+        assert [line["message_id"] for line in exported("--topic", "shop.chosen")] == [str(chosen.message_id)]
+        assert [line["message_id"] for line in exported(other.message_id)] == [str(other.message_id)]
+        assert len(exported()) == 2
 
     def test_more_messages_than_are_read_at_once_are_exported_in_their_order(self):
         rows = [a_dead_letter() for _ in range(120)]
-        assert [line["message_id"] for line in exported("outbox_export")] == [str(row.message_id) for row in rows]
+        assert [line["message_id"] for line in exported()] == [str(row.message_id) for row in rows]
 
     def test_same_file_twice_changes_nothing(self, tmp_path):
         a_dead_letter()
-        file = written(tmp_path / "letters.jsonl", *exported("outbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         before, audit = columns(OutboxMessage.objects.get()), AuditEntry.objects.count()
-        said = run("outbox_import", file)
+        said = run("exactly_once_import", file)
         assert "line 1: here already" in said
         assert said.endswith("0 imported, 1 here already, 0 refused.\n")
         assert columns(OutboxMessage.objects.get()) == before
@@ -128,15 +128,15 @@ class TestOutbox:
 
     def test_message_that_was_published_meanwhile_is_left_alone(self, tmp_path):
         row = a_dead_letter()
-        file = written(tmp_path / "letters.jsonl", *exported("outbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
         a_message(State.PUBLISHED, message_id=row.message_id, settled_at=utcnow())
-        assert "line 1: here already" in run("outbox_import", file)
+        assert "line 1: here already" in run("exactly_once_import", file)
         assert OutboxMessage.objects.get().state == State.PUBLISHED
 
     def test_line_that_cannot_be_imported_is_reported_with_its_number_and_does_not_stop_the_others(self, tmp_path):
         a_dead_letter()
-        [line] = exported("outbox_export")
+        [line] = exported()
         OutboxMessage.objects.all().delete()
         bad = [
             "{not json\n",
@@ -153,7 +153,7 @@ class TestOutbox:
             {**line, "last_error": "\ud800"},
             {**line, "message_id": "1"},
         ]
-        said, error = refused("outbox_import", written(tmp_path / "letters.jsonl", "\n", *bad, line))
+        said, error = refused(written(tmp_path / "letters.jsonl", "\n", *bad, line))
         reports = said.splitlines()
         assert [report.split(":")[0] for report in reports] == [f"line {number}" for number in range(2, len(bad) + 3)]
         assert all("refused" in report for report in reports[:-1])
@@ -163,18 +163,18 @@ class TestOutbox:
 
     def test_second_unique_message_of_a_topic_and_biz_id_is_refused(self, tmp_path):
         a_dead_letter(is_unique=True, biz_id="order-1")
-        file = written(tmp_path / "letters.jsonl", *exported("outbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
         a_message(State.PUBLISHED, is_unique=True, biz_id="order-1", settled_at=utcnow())
-        said, _ = refused("outbox_import", file)
+        said, _ = refused(file)
         assert "another message that was published with unique=True has its topic and biz-id" in said
 
     def test_dry_run_reports_and_stores_nothing(self, tmp_path):
         a_dead_letter()
-        file = written(tmp_path / "letters.jsonl", *exported("outbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
         audit = AuditEntry.objects.count()
-        assert run("outbox_import", file, "--dry-run").endswith("1 would be imported, 0 here already, 0 refused.\n")
+        assert run("exactly_once_import", file, "--dry-run").endswith("1 would be imported, 0 here already, 0 refused.\n")
         assert not OutboxMessage.objects.exists()
         assert not TrailEntry.objects.exists()
         assert AuditEntry.objects.count() == audit
@@ -182,11 +182,12 @@ class TestOutbox:
     def test_export_and_import_are_in_the_audit_log_and_the_import_in_the_trail(self, tmp_path):
         row = a_dead_letter()
         file = tmp_path / "letters.jsonl"
-        run("outbox_export", "--topic", row.topic, output=str(file))
+        run("exactly_once_export", "--topic", row.topic, output=str(file))
         OutboxMessage.objects.all().delete()
-        run("outbox_import", file)
+        run("exactly_once_import", file)
         export, imported = AuditEntry.objects.order_by("pk")
-        assert (export.action, export.place, export.name) == ("export", "outbox_export", "1 messages")
+        assert (export.app, export.action, export.name) == ("outbox", "export", "1 messages")
+        assert export.place == "exactly_once_export"
         assert export.parameters == {"topic": row.topic, "output": str(file)}
         assert (imported.action, imported.object_id, imported.parameters) == (
             "import",
@@ -202,14 +203,14 @@ class TestOutbox:
         file = tmp_path / "letters.jsonl"
         file.touch()
         file.chmod(0o644)
-        run("outbox_export", output=str(file))
+        run("exactly_once_export", output=str(file))
         assert file.stat().st_mode & 0o777 == 0o600
 
-    @pytest.mark.parametrize("command", ["outbox_export", "outbox_import"])
+    @pytest.mark.parametrize("command", ["exactly_once_export", "exactly_once_import"])
     def test_file_that_cannot_be_opened_is_an_error(self, command, tmp_path):
         arguments = [tmp_path / "no" / "file"]
         with pytest.raises(CommandError, match="No such file"):
-            run(command, *(arguments if command == "outbox_import" else ["--output", *arguments]))
+            run(command, *(arguments if command == "exactly_once_import" else ["--output", *arguments]))
 
 
 class TestInbox:
@@ -233,10 +234,10 @@ class TestInbox:
         Step.objects.create(message=row, name="charge", result={"id": 7}, taken_at=utcnow())
         before, step = columns(row), columns(row.steps.get())
         file = tmp_path / "letters.jsonl"
-        run("inbox_export", output=str(file))
+        run("exactly_once_export", output=str(file))
         InboxMessage.objects.all().delete()
 
-        said = run("inbox_import", file)
+        said = run("exactly_once_import", file)
 
         assert said.endswith("1 imported, 0 here already, 0 refused.\n")
         after = the_row()
@@ -247,9 +248,9 @@ class TestInbox:
 
     def test_imported_message_runs_once_after_an_operator_retries_it(self, handler, tmp_path):
         row = self.a_dead_letter(handler)
-        file = written(tmp_path / "letters.jsonl", *exported("inbox_export"))
+        file = written(tmp_path / "letters.jsonl", *exported())
         InboxMessage.objects.all().delete()
-        run("inbox_import", file)
+        run("exactly_once_import", file)
         make_due()
         drain()
         assert effects() == 0
@@ -257,16 +258,16 @@ class TestInbox:
         run("inbox_retry", row.message_id)
         drain()
         assert effects(row.biz_id) == 1
-        assert "here already" in run("inbox_import", file)
+        assert "here already" in run("exactly_once_import", file)
         drain()
         assert effects(row.biz_id) == 1
 
     def test_message_past_the_maximum_age_is_quarantined_because_its_row_may_have_been_purged(self, handler, tmp_path):
         self.a_dead_letter(handler)
-        [line] = exported("inbox_export")
+        [line] = exported()
         InboxMessage.objects.all().delete()
         line["created_at"] = (utcnow() - timedelta(days=40)).isoformat()
-        run("inbox_import", written(tmp_path / "letters.jsonl", line))
+        run("exactly_once_import", written(tmp_path / "letters.jsonl", line))
         assert the_row().quarantined
         assert "Its error was: ValueError" in the_row().last_error
         assert not operating.retry("default", the_row().pk)
@@ -275,20 +276,20 @@ class TestInbox:
         other = handles(lambda message: 1 / 0, name="other", topic=TOPIC)
         self.a_dead_letter(handler), self.a_dead_letter(other)
         deliver(handles(the_effect, name="third", topic=TOPIC))
-        assert [line["handler"] for line in exported("inbox_export", "--handler", "other")] == ["other"]
-        assert len(exported("inbox_export", "--topic", TOPIC)) == 2
+        assert [line["handler"] for line in exported("--handler", "other")] == ["other"]
+        assert len(exported("--topic", TOPIC)) == 2
 
     def test_unknown_handler_is_refused(self, handler, tmp_path):
         self.a_dead_letter(handler)
-        [line] = exported("inbox_export")
-        said, _ = refused("inbox_import", written(tmp_path / "letters.jsonl", {**line, "handler": "no.such"}))
+        [line] = exported()
+        said, _ = refused(written(tmp_path / "letters.jsonl", {**line, "handler": "no.such"}))
         assert "line 1: refused: this project has no handler no.such" in said
 
     def test_steps_that_cannot_be_read_are_refused(self, handler, tmp_path):
         self.a_dead_letter(handler)
-        [line] = exported("inbox_export")
+        [line] = exported()
         line |= {"biz_id": str(uuid.uuid4()), "steps": [{"name": "charge"}]}
-        said, _ = refused("inbox_import", written(tmp_path / "letters.jsonl", line))
+        said, _ = refused(written(tmp_path / "letters.jsonl", line))
         assert "steps" in said
         assert InboxMessage.objects.count() == 1
 

@@ -23,11 +23,10 @@ mortal_database = mortal.mortal_database
 pytestmark = pytest.mark.django_db(transaction=True)
 
 urlpatterns = [
-    path("health/outbox/", include("outbox.health.urls")),
-    path("health/inbox/", include("inbox.health.urls")),
+    path("health/", include("exactly_once.health")),
 ]
-KINDS = {"outbox_health": ("outbox_relay", "outbox"), "inbox_health": ("inbox_consume", "inbox")}
-BOTH = pytest.mark.parametrize("name", sorted(KINDS))
+COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}
+BOTH = pytest.mark.parametrize("app", sorted(COMMANDS))
 
 
 @pytest.fixture(autouse=True)
@@ -52,29 +51,30 @@ def running(process_environment, tmp_path):
     return start
 
 
-def probe(capsys, name, *arguments):
+def probe(capsys, app, *arguments):
     """The exit code of the command, and the status of each check."""
     code = 0
     try:
-        call_command(name, "--json", *arguments)
+        call_command("exactly_once_health", "--app", app, "--json", *arguments)
     except SystemExit as end:
         code = end.code
     shown = json.loads(capsys.readouterr().out)
     assert (shown["status"] == "ok") == (code == 0)
+    assert {check["app"] for check in shown["checks"]} == {app}
     return code, {check["name"].partition(" ")[0]: check["status"] for check in shown["checks"]}
 
 
 def ready(client, app):
-    response = client.get(reverse(f"{app}_health:ready"))
+    response = client.get(reverse("exactly_once_health:ready", args=[app]))
     assert (response.status_code == 200) == (response.json()["status"] == "ok")
     assert response["Cache-Control"].startswith("max-age=0")
-    return response.json()["checks"]
+    return response.json()["checks"][app]
 
 
 @BOTH
 @pytest.mark.every_database
-def test_without_a_process_a_probe_fails_and_says_which_checks(name, capsys):
-    code, checks = probe(capsys, name)
+def test_without_a_process_a_probe_fails_and_says_which_checks(app, capsys):
+    code, checks = probe(capsys, app)
 
     assert code == 1
     assert set(checks.values()) >= {"none running", "unknown"}
@@ -82,24 +82,22 @@ def test_without_a_process_a_probe_fails_and_says_which_checks(name, capsys):
 
 
 @BOTH
-def test_working_process_is_alive_and_ready(name, capsys, running, rabbitmq_url):
-    command, app = KINDS[name]
-    with running(command, rabbitmq_url) as process:
-        process.until(
-            lambda: ProcessRow.objects.filter(app=app, waits_for="").exists() and probe(capsys, name, "--ready")[0] == 0
-        )
-        code, checks = probe(capsys, name)
+def test_working_process_is_alive_and_ready(app, capsys, running, rabbitmq_url):
+    working = ProcessRow.objects.filter(app=app, waits_for="")
+    with running(COMMANDS[app], rabbitmq_url) as process:
+        process.until(lambda: working.exists() and probe(capsys, app, "--ready")[0] == 0)
+        code, checks = probe(capsys, app)
 
     assert code == 0
     assert set(checks.values()) == {"ok"}
 
 
 @BOTH
-def test_process_without_its_broker_is_alive_and_not_ready(name, capsys, running):
-    with running(KINDS[name][0], "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: ProcessRow.objects.filter(app=KINDS[name][1], waits_for__startswith="the broker").exists())
-        assert probe(capsys, name, "--live")[0] == 0
-        code, checks = probe(capsys, name, "--ready")
+def test_process_without_its_broker_is_alive_and_not_ready(app, capsys, running):
+    with running(COMMANDS[app], "amqp://guest:hidden@127.0.0.1:1//") as process:
+        process.until(lambda: ProcessRow.objects.filter(app=app, waits_for__startswith="the broker").exists())
+        assert probe(capsys, app, "--live")[0] == 0
+        code, checks = probe(capsys, app, "--ready")
 
     assert code == 1
     assert checks["broker"] == "unavailable"
@@ -107,52 +105,66 @@ def test_process_without_its_broker_is_alive_and_not_ready(name, capsys, running
 
 @BOTH
 def test_process_without_its_database_is_alive_and_not_ready(
-    name, capsys, running, process_environment, mortal_postgres, mortal_database, rabbitmq_url, tmp_path
+    app, capsys, running, process_environment, mortal_postgres, mortal_database, rabbitmq_url, tmp_path
 ):
     migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
-    with running(KINDS[name][0], rabbitmq_url, DATABASE_URL=mortal_database) as process:
-        process.until(ProcessRow.objects.filter(app=KINDS[name][1]).exists)
+    with running(COMMANDS[app], rabbitmq_url, DATABASE_URL=mortal_database) as process:
+        process.until(ProcessRow.objects.filter(app=app).exists)
         mortal_postgres.kill()
         process.until(lambda: "is unavailable" in process.said())
 
-        assert probe(capsys, name, "--live")[0] == 0
-        code, checks = probe(capsys, name, "--ready")
+        assert probe(capsys, app, "--live")[0] == 0
+        code, checks = probe(capsys, app, "--ready")
 
     assert code == 1
     assert checks == {"database": "unavailable"}
 
 
 @BOTH
-def test_killed_process_is_not_alive(name, capsys, running, rabbitmq_url):
-    with running(KINDS[name][0], rabbitmq_url) as process:
-        process.until(ProcessRow.objects.filter(app=KINDS[name][1]).exists)
+def test_killed_process_is_not_alive(app, capsys, running, rabbitmq_url):
+    with running(COMMANDS[app], rabbitmq_url) as process:
+        process.until(ProcessRow.objects.filter(app=app).exists)
         process.kill()
         process.ends()
 
-    assert probe(capsys, name, "--live")[0] == 1
+    assert probe(capsys, app, "--live")[0] == 1
+
+
+@BOTH
+def test_relay_that_runs_the_handlers_of_local_is_alive_and_ready_for_both_apps(app, capsys, running, settings):
+    settings.OUTBOX, settings.INBOX = {"BROKER_URL": "local://"}, {"GROUP": GROUP}
+    with running("outbox_relay", "local://") as process:
+        process.until(lambda: probe(capsys, app)[0] == 0)
 
 
 @pytest.mark.every_database
 @override_settings(ROOT_URLCONF=__name__)
-@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_view_of_both_apps_has_the_checks_of_each_and_another_name_is_not_found(client):
+    assert client.get(reverse("exactly_once_health:ready")).json()["checks"].keys() == {"outbox", "inbox"}
+    assert client.get(reverse("exactly_once_health:ready", args=["unknown"])).status_code == 404
+
+
+@pytest.mark.every_database
+@override_settings(ROOT_URLCONF=__name__)
+@BOTH
 def test_views_answer_503_and_name_the_failing_checks(app, client):
     checks = ready(client, app)
 
     assert checks["database"] == "ok"
     assert "none running" in checks.values()
     assert checks["broker"] == "unknown"
-    assert client.get(reverse(f"{app}_health:live")).status_code == 200
-    assert client.post(reverse(f"{app}_health:ready")).status_code == 405
+    assert client.get(reverse("exactly_once_health:live")).status_code == 200
+    assert client.post(reverse("exactly_once_health:ready", args=[app])).status_code == 405
 
 
 @override_settings(ROOT_URLCONF=__name__)
 def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
     with running("outbox_relay", "amqp://guest:hidden@127.0.0.1:1//") as process:
-        process.until(lambda: ProcessRow.objects.filter(waits_for__startswith="the broker").exists())
-        response = client.get(reverse("outbox_health:ready"))
+        process.until(lambda: ProcessRow.objects.filter(app="outbox", waits_for__startswith="the broker").exists())
+        response = client.get(reverse("exactly_once_health:ready", args=["outbox"]))
 
     assert response.status_code == 503
-    assert response.json()["checks"] == {"database": "ok", "relays": "waiting", "broker": "unavailable"}
+    assert response.json()["checks"]["outbox"] == {"database": "ok", "relays": "waiting", "broker": "unavailable"}
     assert "127.0.0.1" not in response.text
 
 
@@ -165,7 +177,7 @@ def test_view_is_ready_while_a_relay_works(client, running, rabbitmq_url):
 
 
 @override_settings(ROOT_URLCONF=__name__)
-@pytest.mark.parametrize("app", ["outbox", "inbox"])
+@BOTH
 def test_view_on_an_unmigrated_database_says_so(app, client):
     table = f"{app}_{app}message"
     with connection.cursor() as cursor:
@@ -196,7 +208,7 @@ def while_frozen(proxy, ask):
 
 
 @override_settings(ROOT_URLCONF=__name__)
-@pytest.mark.parametrize("app", ["outbox", "inbox"])
+@BOTH
 def test_view_answers_503_while_the_database_is_frozen_and_recovers_with_it(app, client, database_behind_a_proxy):
     assert ready(client, app)["database"] == "not migrated"
 
@@ -218,8 +230,8 @@ def test_probes_of_a_frozen_database_share_one_connection(client, database_behin
 
 
 @BOTH
-def test_command_fails_while_the_database_is_frozen(name, capsys, database_behind_a_proxy):
-    code, checks = while_frozen(database_behind_a_proxy, lambda: probe(capsys, name, "--ready"))
+def test_command_fails_while_the_database_is_frozen(app, capsys, database_behind_a_proxy):
+    code, checks = while_frozen(database_behind_a_proxy, lambda: probe(capsys, app, "--ready"))
 
     assert (code, checks) == (1, {"database": "unavailable"})
 
@@ -233,7 +245,7 @@ def test_command_fails_while_the_database_is_frozen(name, capsys, database_behin
         "django.contrib.auth.middleware.LoginRequiredMiddleware",
     ],
 )
-@pytest.mark.parametrize("app", ["outbox", "inbox"])
+@BOTH
 def test_views_need_no_login_where_the_project_requires_one(app, client):
-    assert client.get(reverse(f"{app}_health:live")).status_code == 200
+    assert client.get(reverse("exactly_once_health:live")).status_code == 200
     assert ready(client, app)["database"] == "ok"

@@ -139,7 +139,7 @@ class Project:
         )
 
     def run(self, *arguments):
-        done = run_in(self._directory, "scratch_settings", "-W", "error", "-m", "django", *arguments)
+        done = run_in(self._directory, "scratch_settings", "-m", "django", *arguments, PYTHONWARNINGS="error")
         return done.returncode, done.stdout
 
 
@@ -164,14 +164,26 @@ class TestOneAppAlone:
             status, out = project.run(*command)
             assert status == 0, out
 
-    def test_outbox_status_works_without_the_inbox(self, project):
-        project(["outbox"], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+    @pytest.mark.parametrize(("app", "other"), [("outbox", "inbox"), ("inbox", "outbox")])
+    def test_commands_for_both_apps_work_with_one_and_name_the_one_that_is_missing(self, project, app, other):
+        project([app], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
         project.run("migrate", "--verbosity", "0")
+        for name in ("status", "purge", "export", "processes", "alerts"):
+            status, out = project.run(f"exactly_once_{name}")
+            assert status == 0, out
 
-        status, out = project.run("outbox_status", "--json")
+        status, out = project.run("exactly_once_purge", "--app", other)
 
-        assert status == 0, out
-        assert '"ready": 0' in out
+        assert status == 1
+        assert f"--app is '{other}': INSTALLED_APPS has {app}." in out
+
+    def test_option_of_the_inbox_is_refused_without_it(self, project):
+        project(["outbox"], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+
+        for command in (["exactly_once_status", "--conflicts"], ["exactly_once_export", "--handler", "orders.reserve"]):
+            status, out = project.run(*command)
+            assert status == 1
+            assert f"{command[1]} is an option of the inbox, which is not in INSTALLED_APPS." in out
 
     def test_relay_imports_no_module_of_the_inbox(self, project):
         project(["outbox"], options=IMMEDIATE, broker="amqp://h")
@@ -255,12 +267,9 @@ class TestMissingTables:
         "command",
         [
             ["outbox_relay", "--drain"],
-            ["outbox_status"],
             ["outbox_restore", "--all"],
-            ["outbox_purge"],
-            ["inbox_status"],
             ["inbox_retry", "--all"],
-            ["inbox_purge"],
+            *([name, "--app", app] for name in ("exactly_once_status", "exactly_once_purge") for app in ("outbox", "inbox")),
         ],
         ids=" ".join,
     )

@@ -37,8 +37,13 @@ def relay():
     call_command("outbox_relay", drain=True, verbosity=0)
 
 
-def printed_by_trail(*arguments, **options):
-    out = io.StringIO()
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def printed_by_trail(*arguments, out=None, **options):
+    out = out or io.StringIO()
     call_command("exactly_once_trail", *map(str, arguments), stdout=out, **options)
     return out.getvalue()
 
@@ -124,6 +129,7 @@ class TestTrailCommand:
     @pytest.mark.parametrize("columns", [80, 140])
     def test_trail_fits_the_width_of_the_terminal(self, monkeypatch, handles, columns):
         monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERM", "dumb")  # no escape sequences but those of the message
         handles(the_effect, name=HANDLER)
         message = published(biz_id="order-1", delay=HOUR)
         set_columns(message, state="ready", deliver_at=DatabaseTime())
@@ -132,7 +138,7 @@ class TestTrailCommand:
         call_command("outbox_restore", str(message.id), verbosity=0)
         relay()
 
-        printed = printed_by_trail(message.id)
+        printed = printed_by_trail(message.id, out=Terminal())
 
         lines = printed.splitlines()
         assert max(map(len, lines)) <= columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from datetime import timedelta
 
 import pytest
@@ -74,16 +75,14 @@ def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_m
         assert f"Run `python manage.py migrate {half_migrated}`, which applies {NEWEST[half_migrated][1]}" in line
 
 
-COMMANDS = {
-    "outbox": ["outbox_status", "outbox_purge", "outbox_restore", "outbox_resume_checks"],
-    "inbox": ["inbox_status", "inbox_purge", "inbox_retry"],
-}
+COMMANDS = [["exactly_once_status"], ["exactly_once_purge"], ["exactly_once_export"], ["exactly_once_import", "no file"]]
+OF_ONE = {"outbox": [["outbox_restore"], ["outbox_resume", "--checks"]], "inbox": [["inbox_retry"]]}
 
 
 def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(half_migrated):
-    for name in COMMANDS[half_migrated]:
+    for command in [*COMMANDS, *OF_ONE[half_migrated]]:
         with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
-            call_command(name)
+            call_command(*command)
 
         assert "\n" not in str(refused.value)
 
@@ -136,7 +135,7 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
     try:
         missing = r"it has no column inbox_step\.result\. Run `python manage\.py migrate inbox`"
         with pytest.raises(CommandError, match=missing):
-            call_command("inbox_status", stdout=io.StringIO())
+            call_command("exactly_once_status", stdout=io.StringIO())
     finally:
         executed("ALTER TABLE inbox_step RENAME COLUMN hidden TO result")
 
@@ -144,8 +143,16 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
 def test_database_that_the_routers_keep_the_app_out_of_is_refused(settings):
     settings.DATABASE_ROUTERS = [Nowhere()]
 
-    with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
-        call_command("outbox_status")
+    for command in (["exactly_once_status", "--app", "outbox"], ["outbox_resume", "--checks"]):
+        with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
+            call_command(*command)
+
+
+def test_command_for_both_apps_leaves_out_the_one_that_the_routers_keep_out_of_the_database(settings):
+    settings.DATABASE_ROUTERS = [Nowhere()]
+    call_command("exactly_once_status", "--json", stdout=(out := io.StringIO()))
+
+    assert json.loads(out.getvalue()).keys() == {"inbox"}
 
 
 class Nowhere:

@@ -356,16 +356,16 @@ class TestRunAsItsOwnMessage:
         other = an_envelope({"booking": 7, "night": 2})
         deliver(handler, other)
 
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         assert self.run_it(operator, the_row(biz_id="7"))[0] == "success"
         drain()
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         deliver(handler, other, redelivered=True)
         run_to_the_end()
         assert [message.payload["night"] for message in given] == [1, 2]
 
         InboxMessage.objects.update(conflicting_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
-        call_command("inbox_purge")
+        call_command("exactly_once_purge")
         assert not InboxMessage.objects.filter(biz_id="7").exists()
 
     def test_ordered_handler_runs_it_after_the_open_messages_of_its_key(self, handles, operator):

@@ -41,15 +41,15 @@ class Service:
         return Process(self._environment, self._directory / f"{name}.log", name)
 
     def status(self, *options):
-        """What `inbox_status` prints."""
-        log = self._directory / "inbox_status.log"
+        """What `exactly_once_status` prints."""
+        log = self._directory / "exactly_once_status.log"
         log.unlink(missing_ok=True)
-        with Process(self._environment, log, "inbox_status", *options) as process:
+        with Process(self._environment, log, "exactly_once_status", *options) as process:
             assert process.ends() == 0, process.said()
         return process.said()
 
     def status_as_json(self):
-        return json.loads(self.status("--json"))
+        return json.loads(self.status("--json"))["inbox"]
 
 
 @pytest.fixture

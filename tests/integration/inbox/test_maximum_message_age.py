@@ -49,7 +49,7 @@ def retry(*arguments, **options):
 
 
 def purge():
-    call_command("inbox_purge", stdout=io.StringIO())
+    call_command("exactly_once_purge", stdout=io.StringIO())
 
 
 def shift_into_the_past(duration, envelope=None):

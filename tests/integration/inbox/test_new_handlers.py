@@ -55,7 +55,7 @@ def relay_all():
 
 def status(**options):
     output = io.StringIO()
-    call_command("inbox_status", stdout=output, **options)
+    call_command("exactly_once_status", stdout=output, **options)
     return output.getvalue()
 
 
@@ -102,6 +102,26 @@ class TestLocally:
         assert handled() == of_each_key(21)
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
         assert InboxMessage.objects.filter(handler=other.name).count() == 21
+
+    def test_past_of_which_a_whole_batch_is_purged_meanwhile_is_handed_over_without_it(self, handles, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 3)
+        read_published = replaying.read_published
+
+        def read_after_a_purge(alias, positions):
+            OutboxMessage.objects.filter(biz_id__in=["order-0", "order-1", "order-2"]).delete()
+            return read_published(alias, positions)
+
+        handles(the_effect, topic=TOPIC, name="other")
+        published_many(6)
+        relay_all()
+        Effect.objects.all().delete()
+
+        new = handles(notes, topic=TOPIC, name="new", start_from="first")
+        monkeypatch.setattr(replaying, "read_published", read_after_a_purge)
+        relay_all()
+
+        assert has_its_past(new)
+        assert handled() == {"k0": [3], "k1": [4], "k2": [5]}
 
     def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
@@ -208,7 +228,7 @@ class TestLocally:
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
         assert waiting_among("default", [handler]) == {"new"}
 
-        (shown,) = json.loads(status(json=True))["starting_handlers"]
+        (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
 
         assert (shown["handler"], shown["topic"], shown["handed_over"]) == ("new", TOPIC, 0)
         assert "waits for its past" in status()
@@ -332,7 +352,7 @@ class TestFromABroker:
             wait_until(lambda: starts.waiting("default") == ["new"])
             wait_until(lambda: "no relay has begun to hand over the past of new" in caplog.text)
             assert "No relay has begun to hand over the past of: new." in status()
-            assert [shown["begun"] for shown in json.loads(status(json=True))["starting_handlers"]] == [False]
+            assert [shown["begun"] for shown in json.loads(status(json=True))["inbox"]["starting_handlers"]] == [False]
             published_many(3, since=3)
             from_here = StopRequest()
             # A pass of a relay that knows nothing of the inbox's starts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +13,6 @@ from django.test.utils import CaptureQueriesContext
 
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.purging import delete_in_chunks, older_entries
 from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
@@ -249,18 +247,3 @@ class TestTrailOfEverything:
             (State.WAITING, State.RECEIVED, ""),
             (State.RECEIVED, State.DONE, ""),
         ]
-
-
-class TestRetention:
-    def test_purge_deletes_old_trail_entries_in_small_transactions(self, capsys):
-        for age in (31, 32, 33, 29):
-            at = DatabaseTime(-timedelta(days=age))
-            TrailEntry.objects.create(message_id=str(uuid.uuid4()), handler=HANDLER, was="", became="done", at=at, process="p")
-
-        call_command("inbox_purge", dry_run=True)
-        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
-        assert next(delete_in_chunks(older_entries(TrailEntry, "default", timedelta(days=30)), by="at", chunk=1)) == 1
-        call_command("inbox_purge")
-
-        assert "2 entries of the trail deleted" in capsys.readouterr().out
-        assert TrailEntry.objects.get().at > utcnow() - timedelta(days=30)

@@ -1012,15 +1012,15 @@ def test_status_reports_counts_of_messages_without_rows(leased, redis_server, re
     deliver(handler, envelope, given=inbox_options())
     deliver(handler, envelope, given=inbox_options())
 
-    call_command("inbox_status", "--json")
+    call_command("exactly_once_status", "--json")
     reported = json.loads(capsys.readouterr().out)
-    call_command("inbox_status")
+    call_command("exactly_once_status")
     printed = capsys.readouterr().out
     redis_server.kill()
-    call_command("inbox_status")
+    call_command("exactly_once_status")
     redis_server.start()
 
-    assert reported["without_rows"] == {handler.name: {"handled": 1, "duplicates": 1, "resend": 1}}
+    assert reported["inbox"]["without_rows"] == {handler.name: {"handled": 1, "duplicates": 1, "resend": 1}}
     assert "under leases, without a row: handled" in printed
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lease store")]
     assert line.split() == ["lease", "store", "unavailable"]

@@ -118,7 +118,7 @@ def test_handler_of_the_project_can_still_group_records_by_their_template(caplog
     assert any("boom" in str(value) for value in record.args)
 
 
-@pytest.mark.parametrize("arguments", [["exactly_once_trail"], ["inbox_status"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["exactly_once_trail"], ["exactly_once_status"]], ids=" ".join)
 def test_commands_print_no_control_characters_of_a_message(handles, arguments):
     def fail(message):
         raise ValueError(HOSTILE)
@@ -161,7 +161,7 @@ def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and
     file = tmp_path / "dead.jsonl"
     file.write_bytes(b"".join(act(client, "export", row, page=page).streaming_content))
     InboxMessage.objects.all().delete()
-    call_command("inbox_import", str(file), verbosity=0)
+    call_command("exactly_once_import", str(file), verbosity=0)
     assert InboxMessage.objects.get().created_at == instant
     call_command("exactly_once_trail", row.message_id, stdout=io.StringIO())
 
@@ -172,7 +172,7 @@ def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines
 
     deliver(handles(fail), an_envelope(), given=options(MAX_ATTEMPTS=1))
     out = io.StringIO()
-    call_command("inbox_export", stdout=out, stderr=io.StringIO())
+    call_command("exactly_once_export", stdout=out, stderr=io.StringIO())
     line = json.loads(out.getvalue())
     InboxMessage.objects.all().delete()
     file = tmp_path / "dead.jsonl"
@@ -180,5 +180,5 @@ def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines
     file.write_text("".join(json.dumps({**line, "created_at": at}) + "\n" for at in instants))
     out = io.StringIO()
     with pytest.raises(CommandError, match="1 imported, 0 here already, 1 refused"):
-        call_command("inbox_import", str(file), stdout=out)
+        call_command("exactly_once_import", str(file), stdout=out)
     assert "created_at is" in out.getvalue()

@@ -219,9 +219,9 @@ class TestCommands:
         deliver(handles(fails_once, name="tests.h"))
         run("inbox_pause", "tests.h", reason="defect")
 
-        [shown] = json.loads(run("inbox_status", json=True))["paused_handlers"]
+        [shown] = json.loads(run("exactly_once_status", json=True))["inbox"]["paused_handlers"]
         assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
-        assert "defect" in run("inbox_status")
+        assert "defect" in run("exactly_once_status")
 
     @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
     def test_unknown_handler_fails(self, command):

@@ -90,9 +90,9 @@ def test_messages_of_a_handler_that_only_another_service_runs_are_left_to_its_ow
     settings.INBOX = {"GROUP": "accounts"}
 
     Housekeeper("default").drain(StopRequest())
-    call_command("inbox_purge")
+    call_command("exactly_once_purge", app="inbox")
     assert states() == {State.SKIPPED, State.RETRYING}
 
     let_consumers_fall_silent(timedelta(hours=1))
-    call_command("inbox_purge")
+    call_command("exactly_once_purge", app="inbox")
     assert states() == {State.RETRYING}

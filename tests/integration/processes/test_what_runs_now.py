@@ -37,7 +37,7 @@ def words(*permissions):
 
 def said():
     """What the consumers have said."""
-    return [run for process in Process.objects.filter(app="inbox", stopped_at=None) for run in process.facts["running"]]
+    return [run for process in Process.objects.filter(app="inbox", stopped_at=None) for run in process.running]
 
 
 @pytest.mark.parametrize("lease", [None, Lease(duration=timedelta(minutes=5))], ids=["transactional", "leased"])

@@ -396,7 +396,7 @@ def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
     OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(days=-30)))
 
     assert history.purgeable("default", timedelta(days=7)) == 1
-    call_command("outbox_purge", verbosity=0, stdout=io.StringIO())
+    call_command("exactly_once_purge", verbosity=0, stdout=io.StringIO())
 
     assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
     pending_callbacks.discard_call("default", pending().pk)
@@ -432,10 +432,10 @@ def test_status_counts_pending_failing_and_unknown_callbacks(add_callback):
 
     def status(**options):
         out = io.StringIO()
-        call_command("outbox_status", stdout=out, **options)
+        call_command("exactly_once_status", stdout=out, **options)
         return out.getvalue()
 
-    callbacks = json.loads(status(json=True))["callbacks"]
+    callbacks = json.loads(status(json=True))["outbox"]["callbacks"]
     lines = [line.split() for line in status().splitlines()]
 
     assert callbacks == {"pending": 2, "failing": 2, "unknown": 1, "oldest": OutboxMessage.objects.get().settled_at.isoformat()}

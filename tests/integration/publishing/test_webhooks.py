@@ -299,7 +299,7 @@ def test_event_is_committed_before_the_answer_also_with_atomic_requests(monkeypa
 
         return middleware
 
-    monkeypatch.setattr("tests.support.browser.strict_content_security_policy", look)
+    monkeypatch.setattr("tests.support.content_policy.strict_content_security_policy", look)
     Client().post("/hook/", body, content_type="application/json", headers={"Stripe-Signature": signed(body)})
 
     assert seen == [(200, False, 1)]

@@ -167,11 +167,11 @@ class TestPeople:
             assert client.get(reverse(DETAIL, args=[position])).status_code == 200
         call_command("exactly_once_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
         out = io.StringIO()
-        call_command("outbox_status", stdout=out)
-        call_command("outbox_status", "--json", stdout=(output := io.StringIO()))
+        call_command("exactly_once_status", stdout=out)
+        call_command("exactly_once_status", "--json", stdout=(output := io.StringIO()))
         call_command("outbox_restore", "--all", "--dry-run", stdout=out)
-        call_command("outbox_purge", "--dry-run", stdout=out)
-        assert json.loads(output.getvalue())["states"]["ready"]
+        call_command("exactly_once_purge", "--dry-run", stdout=out)
+        assert json.loads(output.getvalue())["outbox"]["states"]["ready"]
 
     def test_damaged_messages_can_be_rescheduled_cancelled_and_restored(self):
         messages = of_every_damage()

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import transaction
+from django.db import OperationalError, transaction
 from django.test import override_settings
 
 from inbox import signals
@@ -17,6 +17,7 @@ from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect
+from tests.support.relaying import connected, one_pass
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
@@ -156,6 +157,21 @@ class TestHandingOver:
 
         assert OutboxMessage.objects.get().state == OutboxState.PUBLISHED
         assert InboxMessage.objects.get().state == State.DEAD
+
+    def test_biz_id_that_fails_with_its_database_is_reported_and_counts_no_attempt(self, handles, caplog):
+        def of_an_unavailable_database(message):
+            raise OperationalError("connection to server at 10.0.0.1 failed")
+
+        handler = handles(the_effect, biz_id=of_an_unavailable_database)
+        first, _ = publish_committed(), publish_committed()
+
+        with connected("local://") as transport:
+            one_pass(transport)
+
+        assert set(OutboxMessage.objects.values_list("state", "attempts")) == {(OutboxState.READY, 0)}
+        [report] = [record.getMessage() for record in caplog.records if "cannot be handed over" in record.getMessage()]
+        assert f"message {first.id} of {TOPIC}" in report
+        assert f"biz_id of {handler.name} failed with OperationalError" in report
 
 
 @pytest.mark.every_database

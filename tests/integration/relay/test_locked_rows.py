@@ -4,6 +4,7 @@ Only PostgreSQL has more than one writer.
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -11,12 +12,17 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish_many
+from outbox.expressions import Today
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import replaying
+from outbox.store.claiming import read_published, shard_holders
+from tests.support.aliases import the_default_at
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
@@ -205,6 +211,34 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
             proxy.thaw()
             last = published()
             frozen.until(lambda: state_of(last) == State.PUBLISHED)
+
+
+def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_others(process_environment):
+    with transaction.atomic():
+        messages = publish_many([Draft(TOPIC, "x" * 200_000) for _ in range(200)])
+    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+
+    def hand_over():
+        with transaction.atomic():
+            replaying.stop_passes("default")
+            read_published("default", [message.position for message in messages])
+
+    server = FaultProxy("127.0.0.1", int(urlsplit(process_environment["DATABASE_URL"]).port))
+    with ThreadPoolExecutor(1) as thread, server as proxy:
+        with the_default_at(HOST="127.0.0.1", PORT=proxy.port):
+            thread.submit(lambda: connection.ensure_connection()).result()  # noqa: PLW0108 - that of the thread
+        frozen = thread.submit(hand_over)
+        wait_until(lambda: proxy.bytes_to_client > 1_000_000)
+        proxy.freeze()
+        wait_until(waiting_for_their_client)
+
+        [holder] = shard_holders("default", longer_than=timedelta())
+
+        assert holder.is_ended
+        proxy.cut()
+        with pytest.raises(OperationalError):
+            frozen.result()
+        thread.submit(connections.close_all).result()
 
 
 def waiting_for_their_client():

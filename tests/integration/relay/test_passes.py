@@ -305,6 +305,41 @@ class TestUnknownOutcome:
         assert len(peer.published) == 1
         assert [name for name, *_ in signals_sent] == ["published"]
 
+    @pytest.mark.parametrize("answer", ["nack", "return"])
+    def test_failure_that_is_reported_after_the_deadline_counts_and_holds_back_its_key(
+        self, peer, transport, signals_sent, answer
+    ):
+        """Otherwise a message that always fails late would be sent forever."""
+        late, behind = some("late", "behind", key="k")
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+        answering(peer)
+        if answer == "return":
+            peer.return_message(1)
+        (peer.nack if answer == "nack" else peer.ack)(1)
+        transport.idle()
+
+        one_pass(transport)
+
+        assert (state_of(late), row_of(late).attempts) == (State.RETRYING, 1)
+        assert state_of(behind) == State.READY
+        assert len(peer.published) == 1
+        assert [(name, position) for name, position, _ in signals_sent] == [("retrying", late.position)]
+
+    def test_message_that_failed_after_the_deadline_and_has_expired_is_expired(self, peer, transport):
+        [late] = some("late", expires_in=timedelta(hours=1))
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+        set_columns(late, expires_at=DatabaseTime())
+        peer.nack(1)
+        transport.idle()
+
+        one_pass(transport)
+
+        assert state_of(late) == State.EXPIRED
+
 
 def connect_again(transport):
     """The first try may find that the old connection is lost."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import uuid
 from datetime import timedelta
 from functools import partial
 
@@ -15,7 +14,6 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.purging import delete_in_chunks, older_entries
 from exactly_once.wire.identity import process_name
 from outbox import Draft, cancel, publish_many, publish_now, reschedule
 from outbox.models import TrailEntry
@@ -181,19 +179,3 @@ class TestTrailAll:
 
         for n, message in enumerate(messages):
             assert trail_of(message) == [("", State.SCHEDULED if n % 2 else State.READY, "")]
-
-
-class TestRetention:
-    def test_purge_deletes_entries_older_than_the_retention_in_chunks(self, capsys):
-        for age in (31, 32, 33, 29):
-            TrailEntry.objects.create(
-                message_id=uuid.uuid4(), was="", became="done", at=DatabaseTime(-timedelta(days=age)), process="p"
-            )
-
-        call_command("outbox_purge", dry_run=True)
-        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
-        assert next(delete_in_chunks(older_entries(TrailEntry, "default", timedelta(days=30)), by="at", chunk=1)) == 1
-        call_command("outbox_purge")
-
-        assert "2 entries of the trail deleted" in capsys.readouterr().out
-        assert TrailEntry.objects.count() == 1

@@ -1,8 +1,8 @@
-"""Rows that the database refuses to change: found by halving, skipped while others are sent, and reported once a minute.
+"""Rows that the database refuses to change: skipped while others are sent or made ready, and reported once a minute.
 
-The relay learns of a refusal after it has sent the message, so each further try would send another copy. Therefore it first
-settles such a row in a rehearsal, which is rolled back, and sends the message only if that succeeds. Meanwhile it reads the
-rows after it, except for the later messages of its key, which must not overtake it.
+The relay learns that a row cannot be settled after it has sent the message, so each further try would send another copy.
+Therefore it first settles such a row in a rehearsal, which is rolled back, and sends the message only if that succeeds.
+Meanwhile it reads the rows after it, except for the later messages of its key, which must not overtake it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from django.db import Error
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.reminder import Reminder
-from exactly_once.sql.faults import remedy
-from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
-from exactly_once.wire.text import describe
+from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, NO_KEYS, RefusedRows, why_unwritable
 from outbox.store import claiming, settling
 from outbox.store.claiming import RelayedMessage
 from outbox.store.dialect import TABLE
@@ -25,9 +23,9 @@ from outbox.store.settling import SettledApart
 
 logger = logging.getLogger(__name__)
 
+_RETRIED_AT_ONCE = 10
 _DOUBTFUL_SECONDS = 10.0
 """Since the last row that could not be settled was found."""
-WHAT_REFUSES = f"Look for a trigger, a constraint or a damaged index of {TABLE} that refuses it, and remove the cause."
 
 
 class Unsettled:
@@ -87,13 +85,36 @@ class Unsettled:
     def _report(self, first: RelayedMessage, error: Error) -> None:
         logger.error(
             "relay: the database refuses to change the rows of %d messages, so they cannot be settled; the first is message %s "
-            "(%s, biz-id %s): %s. %s They stay ready and are tried again every %.0f s at least, without being sent meanwhile; "
+            "(%s, biz-id %s): %s They stay ready and are tried again every %.0f s at least, without being sent meanwhile; "
             "the later messages of their keys wait, and all others are sent.",
             len(self._refused),
             first.id,
             first.topic,
             first.biz_id,
-            describe(error),
-            remedy(error, self._alias) or WHAT_REFUSES,
+            why_unwritable(error, self._alias, TABLE),
             LONGEST_SKIP_SECONDS,
         )
+
+
+class StuckRows(RefusedRows):
+    """The rows that one loop could not make ready by one transition."""
+
+    def __init__(self, alias: str, component: str, reminder: Reminder | None = None) -> None:
+        super().__init__(at_once=_RETRIED_AT_ONCE)
+        self._alias = alias
+        self._component = component
+        self._reminder = reminder or Reminder()
+
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        super().record(refused, keys)
+        if refused and self._reminder.is_due():
+            position, error = next(iter(refused.items()))
+            logger.error(
+                "%s: the database refuses to change the rows of %d messages, so they cannot be made ready; the first is row "
+                "%d: %s They are tried again every %.0f s at least; all others continue.",
+                self._component,
+                len(self),
+                position,
+                why_unwritable(error, self._alias, TABLE),
+                LONGEST_SKIP_SECONDS,
+            )

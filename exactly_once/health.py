@@ -1,0 +1,113 @@
+"""Health checks of both apps, as URLs: `path("health/", include("exactly_once.health"))`. A command makes them, too.
+
+*Live*: the web process answers. *Ready*: the database is migrated, and the processes do their work according to their
+heartbeats.
+
+The checks of readiness run in a thread and on a connection of their own, because a frozen database never answers: a probe that
+waits for it would itself look dead.
+
+A view says no more than which check failed: no host name, no error text. The command says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from django.contrib.auth.decorators import login_not_required
+from django.db import DEFAULT_DB_ALIAS, Error, connections
+from django.db.transaction import non_atomic_requests
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.urls import path
+from django.utils.translation import gettext as _
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from exactly_once.cli.parts import OK, UNAVAILABLE, Check, Part, parts
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.wire.text import describe
+
+_LIMIT_SECONDS = 1.5
+_SHORT_TIMEOUTS = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 2_000,
+    "keepalives_idle": 2,
+    "keepalives_interval": 1,
+    "keepalives_count": 2,
+}
+"""Options of libpq, so that a connection that was cut off does not make later probes fail."""
+
+_Probe = Future[dict[str, list[Check]]]
+
+
+def readiness(chosen: Sequence[Part], alias: str, *, everywhere: bool) -> Mapping[str, Sequence[Check]]:
+    """The results of the checks, by app; the database is unavailable if they take longer than 1.5 s.
+
+    A probe that comes while the same checks run waits for their results, so a frozen database holds one thread.
+    """
+    key = (alias, everywhere, *(part.app for part in chosen))
+    with _lock:
+        probe = _probes.get(key)
+        if probe is None:
+            probe = _probes[key] = Future()
+            threading.Thread(target=_run, args=[key, probe, chosen], name="health", daemon=True).start()
+    try:
+        return probe.result(_LIMIT_SECONDS)
+    except TimeoutError:
+        said = _("no answer within %(seconds).1f s") % {"seconds": _LIMIT_SECONDS}
+    except Error as error:
+        said = describe(error)
+    return {part.app: [Check(name="database", status=UNAVAILABLE, detail=said)] for part in chosen}
+
+
+_lock = threading.Lock()
+_Key = tuple[object, ...]
+_probes: dict[_Key, _Probe] = {}
+
+
+def _run(key: _Key, probe: _Probe, chosen: Sequence[Part]) -> None:
+    alias, everywhere = str(key[0]), bool(key[1])
+    try:
+        connection = connections[alias]
+        if is_postgresql(connection):
+            given = {name: value for name, value in connection.settings_dict["OPTIONS"].items() if name != "pool"}
+            connection.settings_dict = {**connection.settings_dict, "OPTIONS": {**given, **_SHORT_TIMEOUTS}}
+        probe.set_result({part.app: part.readiness(alias, everywhere=everywhere) for part in chosen})
+    except Exception as error:  # noqa: BLE001 - the thread of the probe raises it
+        probe.set_exception(error)
+    finally:
+        with _lock:
+            del _probes[key]
+        connections.close_all()
+
+
+def ready(request: HttpRequest, *, app: str = "", database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
+    """200 if the service can do its work, and 503 if not."""
+    chosen = [part for part in parts() if part.app == (app or part.app)]
+    if not chosen:
+        raise Http404
+    found = readiness(chosen, database, everywhere=True)
+    healthy = all(check.is_ok for checks in found.values() for check in checks)
+    shown = {name: {check.name: check.status for check in checks} for name, checks in found.items()}
+    return JsonResponse({"status": OK if healthy else "failing", "checks": shown}, status=200 if healthy else 503)
+
+
+def live(request: HttpRequest, **kwargs: object) -> HttpResponse:
+    """200 as soon as the web process answers: it asks nothing else."""
+    return JsonResponse({"status": OK})
+
+
+def _probed(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    # With ATOMIC_REQUESTS an unavailable database would fail the request before the view can say so.
+    for alias in connections:
+        view = non_atomic_requests(alias)(view)
+    return never_cache(require_safe(login_not_required(view)))
+
+
+app_name = "exactly_once_health"
+urlpatterns = [
+    path("live/", _probed(live), name="live"),
+    path("ready/", _probed(ready), name="ready"),
+    path("ready/<str:app>/", _probed(ready), name="ready"),
+]

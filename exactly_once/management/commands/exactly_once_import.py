@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from django.core.management.base import CommandError, CommandParser
+from django.db import DatabaseError, transaction
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.parts import add_part_arguments, chosen_parts
+from exactly_once.operators.audit import actor_of_command, record
+from exactly_once.operators.dead_letters import Letters, Refused, numbered, read
+from exactly_once.sql.faults import is_about_values, is_collision
+from exactly_once.sql.schema import require_schema
+from exactly_once.wire.text import describe, visible
+
+_STDIN = "-"
+_IMPORTED, _KNOWN, _REFUSED = "imported", "known", "refused"
+
+
+class Command(TranslatedCommand):
+    """Each line has a transaction of its own: a refused one does not affect the others, and an import can be repeated."""
+
+    help = gettext_lazy(
+        "Store dead letters from JSON lines, as dead letters: nothing is sent or run before an operator decides. A message "
+        "that is here already is not changed. The exit status is 1 if a line was refused."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("file", metavar="FILE", help=_("the file to import; - for the standard input"))
+        parser.add_argument("--dry-run", action="store_true", help=_("only report what would be imported"))
+        add_part_arguments(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        chosen = chosen_parts(options)
+        require_schema(options["database"], *(part.app for part in chosen))
+        counts = Counter[str]()
+        with _opened(options["file"]) as file:
+            for number, line in numbered(file):
+                outcome, said = _import(line, [part.letters for part in chosen], options)
+                counts[outcome] += 1
+                if outcome == _REFUSED or options["verbosity"]:
+                    self.stdout.write(_("line %(number)s: %(outcome)s") % {"number": number, "outcome": visible(said)})
+        words = _("%(imported)s would be imported, %(known)s here already, %(refused)s refused.")
+        if not options["dry_run"]:
+            words = _("%(imported)s imported, %(known)s here already, %(refused)s refused.")
+        summary = words % {name: f"{counts[name]:,}" for name in (_IMPORTED, _KNOWN, _REFUSED)}
+        if counts[_REFUSED]:
+            raise CommandError(summary)
+        self.stdout.write(summary)
+
+
+def _import(line: bytes | None, known: Sequence[Letters], options: Mapping[str, Any]) -> tuple[str, str]:
+    """The outcome of a line, and its report."""
+    alias = options["database"]
+    try:
+        letters, values = read(line, known)
+        with transaction.atomic(using=alias):
+            state = _stored(letters, alias, values, options["file"])
+            if options["dry_run"]:
+                transaction.set_rollback(True, using=alias)
+    except Refused as refused:
+        return _REFUSED, _("refused: %(why)s") % {"why": refused}
+    except DatabaseError as error:
+        if not (is_about_values(error) or is_collision(error)):
+            words = _("The database reported %(error)s. What was imported so far stays; repeat the command for the rest.")
+            raise CommandError(words % {"error": describe(error)}) from error
+        return _REFUSED, _("refused: the database reported %(error)s") % {"error": describe(error)}
+    name = f"{letters.app}: {letters.subject(values).name}"
+    if state:
+        return _KNOWN, _("here already: %(message)s, %(state)s") % {"message": name, "state": state}
+    return _IMPORTED, _("imported: %(message)s") % {"message": name}
+
+
+def _stored(letters: Letters, alias: str, values: Mapping[str, Any], file: str) -> str:
+    actor = actor_of_command(__name__)
+    state = letters.store(alias, values, f"imported by {actor.name} from {file}")
+    if not state:
+        record(letters.app, alias, actor, "import", [letters.subject(values)], {"file": file})
+    return state
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    if name == _STDIN:
+        yield sys.stdin.buffer
+        return
+    try:
+        file = Path(name).open("rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise CommandError(_("%(file)s cannot be read: %(why)s.") % {"file": name, "why": error.strerror}) from error
+    with file:
+        yield file

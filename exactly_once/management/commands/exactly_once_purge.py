@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.parts import add_part_arguments, chosen_parts
+from exactly_once.cli.terminal import BOLD, Line, Progress, Table, days, show
+from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.housekeeping import old_rows
+from exactly_once.sql.purging import delete_in_chunks
+from exactly_once.sql.schema import require_schema
+
+
+class Command(TranslatedCommand):
+    help = gettext_lazy(
+        "Delete settled messages older than OUTBOX['KEEP_HISTORY'] and INBOX['RETENTION'], then entries of the trail and of "
+        "the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended before "
+        "OPERATION_RETENTION. "
+        "Open and dead messages stay. Relays and consumers do the same by themselves."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--older-than-days",
+            type=float,
+            help=_("the age of messages, instead of OUTBOX['KEEP_HISTORY']; not shorter than INBOX['RETENTION']"),
+        )
+        parser.add_argument("--dry-run", action="store_true", help=_("only count"))
+        add_part_arguments(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias, given = options["database"], options["older_than_days"]
+        chosen = chosen_parts(options)
+        require_schema(alias, *(part.app for part in chosen))
+        ages = [part.retention() if given is None else days("--older-than-days", given) for part in chosen]
+        for part, older_than in zip(chosen, ages, strict=True):
+            if why := part.why_too_young(older_than):
+                raise CommandError(why)
+        for part, older_than in zip(chosen, ages, strict=True):
+            messages = part.store.purgeable(alias, older_than)
+            others = list(old_rows(part.app, alias, part.trail, part.operations, part.options()))
+            counts = {_("messages"): messages, **{str(old.name): old.rows.count() for old in others}}
+            verb = _("would be deleted")
+            if not options["dry_run"]:
+                verb = _("deleted")
+                # First, because the deletion is many transactions.
+                subject = Subject(kind="messages", name=f"{messages} messages")
+                record(part.app, alias, actor_of_command(__name__), "purge", [subject], {"older_than": str(older_than)})
+                deletions = [part.store.purge_settled(alias, older_than)]
+                deletions += [delete_in_chunks(old.rows, by=old.by) for old in others]
+                for (name, count), deletion in zip(list(counts.items()), deletions, strict=True):
+                    counts[name] = _finished(Progress(f"{part.app}: {name}", count), deletion)
+            lines = [Line([name, f"{count:,}"]) for name, count in counts.items()]
+            show([Table([Line([part.app, verb], BOLD), *lines])], self.stdout)
+
+
+def _finished(progress: Progress, deleted: Iterator[int]) -> int:
+    with progress:
+        for count in deleted:
+            progress.advance(count)
+    return progress.done

@@ -1,0 +1,234 @@
+"""The inbox's part of the commands and health checks for both apps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from exactly_once.broker import scheme_of
+from exactly_once.cli.parts import Check, Part, iso, process_as_json, processes, state_of
+from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
+from exactly_once.process.life_sign import LifeSign, life_signs
+from inbox import purging
+from inbox.conf import LOCAL_BROKER, inbox_options
+from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.dead_letters import letters
+from inbox.handlers.registry import registry
+from inbox.leases.opening import lease_store
+from inbox.leases.stores import LeaseStoreUnavailable
+from inbox.models import State, TrailEntry
+from inbox.operations import operations
+from inbox.store import accounting, heartbeats, operating, pausing, starts
+
+_CONFLICTS = 50
+_STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
+_COLUMNS = (
+    (gettext_lazy("deliveries"), lambda consumer: f"{consumer.facts['received']:,}"),
+    (gettext_lazy("stored messages run"), lambda consumer: f"{consumer.facts['ran']:,}"),
+)
+
+
+class InboxPart(Part):
+    app, kind = "inbox", "consumer"
+    letters, store, trail, operations, options = letters, purging, TrailEntry, operations, staticmethod(inbox_options)
+
+    def retention(self) -> timedelta:
+        return inbox_options().RETENTION
+
+    def why_too_young(self, older_than: timedelta) -> str:
+        if older_than >= self.retention():
+            return ""
+        return (
+            f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({self.retention()}): a "
+            "redelivered copy of a deleted message would still be younger than the maximum message age, and its effect "
+            "would happen again. Shorten RETENTION instead, or choose --app outbox."
+        )
+
+    def heartbeats(self, alias: str) -> Sequence[Any]:
+        return list(heartbeats.consumers.rows(alias))
+
+    def life_signs(self) -> list[LifeSign]:
+        signs = life_signs(self.kind)
+        if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
+            signs += life_signs("relay")  # it runs the handlers
+        return signs
+
+    def further_checks(self, alias: str, heartbeats: Sequence[Any]) -> list[Check]:
+        """Does a live process run each handler of this project on this database?"""
+        attended = {name for row in heartbeats if not row.silent for name in row.facts["handlers"]}
+        handlers = (handler.name for handler in registry.all() if handler.using == alias)
+        if missing := sorted(name for name in handlers if name not in attended):
+            return [Check(name="handlers", status="unattended", detail=", ".join(missing))]
+        return [Check(name="handlers")]
+
+    def status(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
+        balance = accounting.balance(alias)
+        duplicates = balance.duplicates
+        found = {
+            "states": balance.states,
+            "duplicates_suppressed": duplicates.suppressed,
+            "duplicates_by_cause": _by_cause(duplicates),
+            "duplicates_conflicting": duplicates.conflicting,
+            "edited": balance.edited,
+            "delivered": balance.delivered,
+            "quarantined": balance.quarantined,
+            "oldest_waiting": iso(operating.oldest_waiting(alias)),
+            "without_rows": _without_rows(),
+            "consumers": [_as_json(consumer) for consumer in self.heartbeats(alias)],
+            "unattended": unattended(alias),
+            "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
+            "starting_handlers": [
+                {
+                    "handler": row.handler,
+                    "topic": row.topic,
+                    "since": iso(row.asked_at),
+                    "begun": row.round_at is not None,
+                    "handed_over": row.handed_over,
+                }
+                for row in starts.incomplete(alias)
+            ],
+        }
+        if conflicts:
+            found["conflicts"] = [
+                {
+                    "handler": row.handler,
+                    "topic": row.topic,
+                    "biz_id": row.biz_id,
+                    "message_id": row.message_id,
+                    "conflicting_id": row.conflicting_id,
+                    "conflicting_at": iso(row.conflicting_at),
+                    "conflicts": row.conflicts,
+                }
+                for row in accounting.conflicts(alias, _CONFLICTS)
+            ]
+        return found
+
+    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> list[Table]:
+        return [*self._tables(alias, rates), *([_conflicts(alias)] if conflicts else [])]
+
+    def _tables(self, alias: str, rates: Callable[[str, int], str]) -> Iterator[Table]:
+        yield _counts(alias, rates)
+        if consumers := self.heartbeats(alias):
+            yield processes(_("consumer"), consumers, _COLUMNS, _state)
+        if paused := list(pausing.paused_handlers(alias)):
+            yield _paused(paused)
+        if starting := list(starts.incomplete(alias)):
+            head = Line([_("waits for its past"), _("since"), _("handed over")], BOLD)
+            yield Table([head, *(Line([row.handler, age(row.asked_at), f"{row.handed_over:,}"]) for row in starting)])
+        if unknown := [row.handler for row in starting if row.round_at is None]:
+            words = _("No relay has begun to hand over the past of: %(names)s. Restart `outbox_relay` with their code.")
+            yield sentence(words % {"names": ", ".join(unknown)}, RED)
+        if names := unattended(alias):
+            words = _("No consumer is running for: %(names)s. %(remedy)s")
+            yield sentence(words % {"names": ", ".join(names), "remedy": what_to_start()}, RED)
+
+
+def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
+    balance = accounting.balance(alias)
+    duplicates = balance.duplicates
+    return Table(
+        [
+            Line(["inbox", alias], BOLD),
+            *(
+                Line([state, f"{count:,}", rates(f"inbox {state}", count)], _STYLES.get(state, "") if count else "")
+                for state, count in balance.states.items()
+            ),
+            Line([_("duplicates suppressed"), f"{duplicates.suppressed:,}"]),
+            *(Line([f"  {cause}", f"{count:,}"]) for cause, count in _by_cause(duplicates).items()),
+            Line([_("edited, not delivered"), f"{balance.edited:,}"]),
+            Line([_("delivered, total"), f"{balance.delivered:,}"]),
+            Line([_("duplicates with different content"), f"{duplicates.conflicting:,}"]),
+            Line([_("dead, in quarantine"), f"{balance.quarantined:,}"]),
+            Line([_("oldest waiting"), age(operating.oldest_waiting(alias))]),
+            *_leased(),
+        ]
+    )
+
+
+def _paused(handlers: list[Any]) -> Table:
+    head = Line([_("paused handler"), _("since"), _("stored"), _("why")], BOLD)
+    by = _("by %(user)s")
+    lines = [
+        Line(
+            [
+                row.handler,
+                age(row.paused_at, row.database_now),
+                f"{row.messages:,}",
+                " ".join((by % {"user": f"{row.paused_by}: {row.reason}"}).split()),
+            ]
+        )
+        for row in handlers
+    ]
+    return Table([head, *lines], texts=1)
+
+
+def _paused_as_json(row: Any) -> dict[str, Any]:
+    return {
+        "handler": row.handler,
+        "messages": row.messages,
+        "since": iso(row.paused_at),
+        "by": row.paused_by,
+        "reason": row.reason,
+    }
+
+
+def _state(consumer: Any) -> Line:
+    return state_of(consumer, also=f": {', '.join(consumer.facts['handlers']) or _('no handler')}")
+
+
+def _as_json(consumer: Any) -> dict[str, Any]:
+    return process_as_json(consumer, **consumer.facts)
+
+
+def _conflicts(alias: str) -> Table:
+    rows = accounting.conflicts(alias, _CONFLICTS)
+    if not rows:
+        return sentence(_("No duplicate has had different content."))
+    head = ["biz-id", _("topic"), _("handler"), _("first message"), _("latest conflict"), _("conflicts"), _("latest")]
+    lines = [
+        Line(
+            [
+                row.biz_id,
+                row.topic,
+                row.handler,
+                row.message_id,
+                row.conflicting_id,
+                f"{row.conflicts:,}",
+                age(row.conflicting_at),
+            ]
+        )
+        for row in rows
+    ]
+    return Table([Line(head, BOLD), *lines], texts=len(head))
+
+
+def _leased() -> list[Line]:
+    counts = _without_rows()
+    if counts is None:
+        return [Line([_("lease store"), _("unavailable")], RED)]
+    sums = Counter[str]()
+    for of_handler in counts.values():
+        sums.update(of_handler)
+    return [Line([f"under leases, without a row: {what}", f"{count:,}"]) for what, count in sorted(sums.items(), reverse=True)]
+
+
+def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
+    """Counts of messages under leases without a row, for all handlers; None if the lease store is unavailable."""
+    try:
+        return lease_store(inbox_options()).counts()
+    except LeaseStoreUnavailable:
+        return None
+
+
+def _by_cause(duplicates: accounting.Duplicates) -> dict[str, int]:
+    return {
+        "redelivery": duplicates.redelivery,
+        "resend": duplicates.resend,
+        "replay": duplicates.replay,
+        "business": duplicates.business,
+    }

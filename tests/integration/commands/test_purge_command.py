@@ -1,0 +1,143 @@
+"""`exactly_once_purge` for each app: what is older than its retention is deleted; what is open or dead stays."""
+
+from __future__ import annotations
+
+import io
+import re
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from exactly_once.models import AuditEntry
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.purging import delete_in_chunks, older_entries
+from inbox.conf import inbox_options
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from inbox.models import TrailEntry as InboxEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import State
+from outbox.store import history
+from tests.support.relaying import published, set_columns
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+DAY = timedelta(days=1)
+MODELS = {"outbox": OutboxMessage, "inbox": InboxMessage}
+BOTH = pytest.mark.parametrize("app", MODELS)
+
+
+def purged(app=None, **options):
+    """The numbers that the command prints, by what they count."""
+    out = io.StringIO()
+    call_command("exactly_once_purge", app=app, stdout=out, **options)
+    assert re.findall(r"^(outbox|inbox) ", out.getvalue(), re.MULTILINE) == ([app] if app else ["outbox", "inbox"])
+    return {name: int(count) for name, count in re.findall(r"^(.*\S) +(\d+)$", out.getvalue(), re.MULTILINE)}
+
+
+def settled(state, age):
+    if isinstance(state, State):
+        set_columns(published(), state=state, settled_at=DatabaseTime(-age))
+        return
+    values = {"handler": "h", "topic": "t", "body": b"{}", "headers": {}, "state": state}
+    InboxMessage.objects.create(**values, biz_id=uuid.uuid4(), received_at=DatabaseTime(-age), settled_at=DatabaseTime(-age))
+
+
+def left():
+    return sorted(state for model in MODELS.values() for state in model.objects.values_list("state", flat=True))
+
+
+@pytest.mark.parametrize(
+    ("state", "retention"),
+    [
+        *((state, 7) for state in (State.PUBLISHED, State.CANCELLED, State.EXPIRED, State.ROLLED_BACK)),
+        *((state, 30) for state in (InboxState.DONE, InboxState.SKIPPED, InboxState.SHED)),
+    ],
+)
+def test_purge_deletes_settled_messages_older_than_their_retention_and_dry_run_only_counts(state, retention):
+    app = "outbox" if isinstance(state, State) else "inbox"
+    settled(state, (retention + 1) * DAY)
+    settled(state, (retention - 1) * DAY)
+
+    assert purged(app, dry_run=True)["messages"] == 1
+    assert left() == [state, state]
+    assert purged(app)["messages"] == 1
+    assert left() == [state]
+    assert AuditEntry.objects.get().app == app
+
+
+def test_purge_without_a_choice_purges_both_apps():
+    settled(State.PUBLISHED, 400 * DAY)
+    settled(InboxState.DONE, 400 * DAY)
+
+    purged()
+
+    assert left() == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(State.DEAD, State.RETRYING, State.READY, State.SCHEDULED, State.PREPARED),
+        *(InboxState.DEAD, InboxState.RETRYING, InboxState.WAITING, InboxState.RECEIVED),
+    ],
+)
+def test_purge_keeps_dead_and_unsettled_messages(state):
+    settled(state, 900 * DAY)
+
+    purged(older_than_days=400.0)
+
+    assert left() == [state]
+
+
+@BOTH
+def test_purge_deletes_messages_older_than_the_given_age(app):
+    settled({"outbox": State.PUBLISHED, "inbox": InboxState.DONE}[app], 400 * DAY)
+
+    assert purged(app, older_than_days=401.0)["messages"] == 0
+    assert purged(app, older_than_days=399.0)["messages"] == 1
+
+
+def test_purge_below_the_retention_of_the_inbox_is_refused_before_anything_is_deleted():
+    age = inbox_options().RETENTION.days - 1.0
+    settled(State.PUBLISHED, 400 * DAY)
+    settled(InboxState.DONE, 400 * DAY)
+
+    with pytest.raises(CommandError, match=r"shorter than INBOX\['RETENTION'\]"):
+        purged(older_than_days=age)
+    assert left() == [InboxState.DONE, State.PUBLISHED]
+    purged("outbox", older_than_days=age)
+
+    assert left() == [InboxState.DONE]
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
+@BOTH
+def test_purge_refuses_an_impossible_age(app, days):
+    settled({"outbox": State.PUBLISHED, "inbox": InboxState.DONE}[app], 400 * DAY)
+
+    with pytest.raises(CommandError, match="older-than-days"):
+        call_command("exactly_once_purge", "--app", app, f"--older-than-days={days}")
+    assert len(left()) == 1
+
+
+def test_purge_deletes_in_chunks():
+    for _ in range(7):
+        settled(State.PUBLISHED, 8 * DAY)
+
+    assert list(history.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
+    assert left() == []
+
+
+@pytest.mark.parametrize(("app", "trail", "named"), [("outbox", TrailEntry, {}), ("inbox", InboxEntry, {"handler": "h"})])
+def test_purge_deletes_trail_entries_older_than_the_retention_in_small_transactions(app, trail, named):
+    for age in (31, 32, 33, 29):
+        values = {"message_id": uuid.uuid4(), "was": "", "became": "done", "at": DatabaseTime(-age * DAY), "process": "p"}
+        trail.objects.create(**values, **named)
+
+    assert purged(app, dry_run=True)["entries of the trail"] == 3
+    assert next(delete_in_chunks(older_entries(trail, "default", 30 * DAY), by="at", chunk=1)) == 1
+    assert purged(app)["entries of the trail"] == 2
+    assert trail.objects.count() == 1

@@ -1,0 +1,284 @@
+"""`exactly_once_status`: what it says of each app."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from datetime import datetime, timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from exactly_once.models import Process
+from exactly_once.process.clock import utcnow
+from exactly_once.process.heartbeat import SILENT_AFTER
+from exactly_once.sql.now import DatabaseTime
+from inbox.conf import inbox_options
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from inbox.receiving.admit import admit
+from inbox.receiving.reading import read
+from outbox.states import State
+from tests.support.deliveries import an_envelope, deliver, run_to_the_end, the_effect, the_row
+from tests.support.heartbeats import a_relay
+from tests.support.relaying import published, row_of, set_columns
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+
+DAY = timedelta(days=1)
+LONG_AGO = timedelta(days=400)
+
+
+def run(**options):
+    out = io.StringIO()
+    call_command("exactly_once_status", stdout=out, **options)
+    return out.getvalue().strip()
+
+
+def status(app, **options):
+    return json.loads(run(json=True, **options))[app]
+
+
+def one_in(state, **columns):
+    message = published("t")
+    set_columns(message, state=state, **columns)
+
+
+def fails(message):
+    the_effect(message)
+    raise ValueError("no stock")
+
+
+class TestBoth:
+    def test_status_names_both_apps_and_app_chooses_one(self):
+        published()
+
+        assert [block.splitlines()[0].split()[0] for block in run().split("\n\n")] == ["outbox", "No", "inbox"]
+        assert run(app="outbox").split()[:2] == ["outbox", "default"]
+        assert json.loads(run(json=True)).keys() == {"outbox", "inbox"}
+        assert json.loads(run(app="inbox", json=True)).keys() == {"inbox"}
+
+    def test_option_of_the_inbox_does_not_go_with_the_outbox(self):
+        with pytest.raises(CommandError, match=r"--conflicts is an option of the inbox and does not go with --app outbox\."):
+            run(conflicts=True, app="outbox")
+
+    def test_unknown_app_is_refused_with_the_installed_ones(self):
+        with pytest.raises(CommandError, match="--app is 'orders': INSTALLED_APPS has outbox, inbox"):
+            run(app="orders")
+
+
+class TestOutbox:
+    def test_status_counts_every_state(self):
+        for state in (State.DEAD, State.DEAD, State.PUBLISHED):
+            one_in(state)
+        published()
+
+        lines = [line.split() for line in run(app="outbox").splitlines()]
+
+        assert lines[0] == ["outbox", "default"]
+        last = 1 + len(State)
+        assert dict(lines[1:last]) == {
+            **{state.value: "0" for state in State},
+            "dead": "2",
+            "published": "1",
+            "ready": "1",
+        }
+        assert lines[last][:2] == ["oldest", "waiting"]
+
+    def test_status_as_json_has_the_counts_and_the_oldest_due_time(self):
+        message = published()
+        one_in(State.DEAD)
+
+        printed = status("outbox")
+
+        assert printed["states"] == {**{state.value: 0 for state in State}, "ready": 1, "dead": 1}
+        assert datetime.fromisoformat(printed["oldest_waiting"]) == row_of(message).available_at
+
+    def test_status_of_an_empty_outbox_has_no_oldest_waiting_message(self):
+        assert status("outbox")["oldest_waiting"] is None
+
+    def test_status_counts_a_message_as_waiting_from_its_due_time(self):
+        published(delay=DAY)
+        assert status("outbox")["oldest_waiting"] is None
+
+        late = published()
+        set_columns(late, state=State.RETRYING, available_at=DatabaseTime(-DAY))
+        published()
+        printed = status("outbox")
+
+        assert datetime.fromisoformat(printed["oldest_waiting"]) == row_of(late).available_at
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_status_reads_the_given_database(self):
+        published(using="other")
+
+        assert status("outbox", database="other")["states"]["ready"] == 1
+        assert status("outbox")["states"]["ready"] == 0
+
+
+class TestRelays:
+    def test_status_shows_each_relay_and_its_state(self):
+        a_relay(waits_for="the broker: connection refused", host="second", running_for=timedelta(minutes=1))
+        a_relay()
+        a_relay(last_pass_at=None, host="third", running_for=timedelta(seconds=0))
+
+        head, starting, waiting, working = run(app="outbox").splitlines()[-4:]
+
+        assert head.split() == [
+            *("relay", "version", "started", "heartbeat", "last", "pass", "published", "per", "second", "state")
+        ]
+        assert waiting.startswith("second:4711")
+        assert waiting.endswith("  waits for the broker: connection refused")
+        assert working.split()[:2] == ["relay-1:4711", "1.2.3"]
+        assert working.split()[2].startswith("5:00:0")
+        assert working.split()[-3:] == ["1,234,567", "812.5", "working"]
+        assert starting.split()[-4:] == ["-", "1,234,567", "812.5", "starting"]
+
+    def test_status_shows_a_killed_relay_as_silent_without_a_rate(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+
+        line = run(app="outbox").splitlines()[-3]
+
+        assert line.split()[-2:] == ["-", "silent"]
+
+    @pytest.mark.parametrize("silent", [False, True])
+    @pytest.mark.parametrize(
+        ("ready", "expected"),
+        [
+            (0, "No relay is running."),
+            (1, "No relay is running: 1 message is ready."),
+            (2, "No relay is running: 2 messages are ready."),
+        ],
+    )
+    def test_status_says_when_no_relay_is_running(self, silent, ready, expected):
+        if silent:
+            a_relay(silent_for=2 * SILENT_AFTER)
+        for _ in range(ready):
+            published()
+
+        assert run(app="outbox").splitlines()[-1] == expected
+
+    def test_status_does_not_say_that_no_relay_is_running_while_one_runs(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+        a_relay()
+        published()
+
+        assert "No relay is running" not in run(app="outbox")
+
+    def test_status_as_json_has_every_column_of_a_relay(self):
+        relay, silent = a_relay(waits_for="the broker"), a_relay(silent_for=2 * SILENT_AFTER, last_pass_at=None)
+
+        printed = status("outbox")["relays"]
+
+        assert [one["id"] for one in printed] == [str(relay.id), str(silent.id)]
+        first, second = printed
+        instants = ("started", "beat", "last_pass")
+        assert set(first) == {"id", "host", "pid", "version", *instants, "published", "rate", "waits_for", "silent"}
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["started"]) == timedelta(hours=5)
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["last_pass"]) == timedelta(minutes=4)
+        assert (first["host"], first["pid"], first["version"]) == ("relay-1", 4711, "1.2.3")
+        assert (first["published"], first["rate"], first["waits_for"]) == (1_234_567, 812.5, "the broker")
+        assert (first["silent"], second["silent"]) == (False, True)
+        assert (second["last_pass"], second["rate"]) == (None, None)
+
+    def test_status_without_the_relay_table_says_to_run_migrate(self):
+        with connection.cursor() as cursor:
+            cursor.execute(f"DROP TABLE {Process._meta.db_table}")
+
+        with pytest.raises(CommandError, match=r"no table exactly_once_process\. Run `python manage\.py migrate exactly_once`"):
+            run(app="outbox")
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+class TestInbox:
+    def test_status_of_an_empty_inbox_is_all_zeros(self):
+        assert status("inbox") == {
+            "states": dict.fromkeys((str(state) for state in InboxState), 0),
+            "duplicates_suppressed": 0,
+            "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
+            "duplicates_conflicting": 0,
+            "edited": 0,
+            "delivered": 0,
+            "quarantined": 0,
+            "oldest_waiting": None,
+            "without_rows": {},
+            "consumers": [],
+            "unattended": [],
+            "paused_handlers": [],
+            "starting_handlers": [],
+        }
+
+    def test_status_counts_states_and_duplicates(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        for _ in range(3):
+            deliver(handler, envelope)
+        deliver(handler, an_envelope({"other": 1}, biz_id=envelope.biz_id))
+        deliver(handles(fails, name="tests.fails"))
+        run_to_the_end()
+
+        found = status("inbox")
+
+        assert (found["states"]["done"], found["states"]["dead"], found["states"]["retrying"]) == (1, 1, 0)
+        assert (found["duplicates_suppressed"], found["duplicates_conflicting"]) == (3, 1)
+        assert found["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
+        assert found["delivered"] == 5
+
+    def test_status_counts_quarantined_messages(self, handles):
+        deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
+
+        found = status("inbox")
+
+        assert (found["states"]["dead"], found["quarantined"]) == (1, 1)
+
+    def test_status_lists_conflicts_with_the_latest_first(self, handles):
+        handler = handles(the_effect)
+        for biz_id in ("order-1", "order-2"):
+            deliver(handler, an_envelope({"total": 1}, biz_id=biz_id))
+        for biz_id in ("order-2", "order-1"):
+            other = an_envelope({"total": 2}, biz_id=biz_id)
+            deliver(handler, other)
+            # SQLite's clock counts milliseconds.
+            wait_until(InboxMessage.objects.filter(biz_id=biz_id, conflicting_at__lt=DatabaseTime()).exists)
+
+        listed = status("inbox", conflicts=True)["conflicts"]
+
+        assert [(found["biz_id"], found["conflicts"]) for found in listed] == [("order-1", 1), ("order-2", 1)]
+        assert listed[0]["conflicting_id"] == other.id
+        assert other.id in run(conflicts=True)
+
+    def test_status_says_when_there_are_no_conflicts(self):
+        assert run(conflicts=True).endswith("No duplicate has had different content.")
+
+    def test_status_shows_the_due_time_of_the_oldest_overdue_message(self, handles):
+        deliver(handles(fails))
+        assert status("inbox")["oldest_waiting"] is None
+        since = utcnow() - timedelta(hours=3)
+        InboxMessage.objects.update(next_attempt_at=since)
+
+        assert status("inbox")["oldest_waiting"] == since.isoformat()
+
+    def test_status_counts_a_message_behind_a_dead_letter_as_waiting(self, handles):
+        handler = handles(fails, ordered=True)
+        given = inbox_options()
+        admit(handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given)
+        InboxMessage.objects.filter(biz_id="head").update(state=InboxState.DEAD, next_attempt_at=None)
+
+        assert status("inbox")["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()
+
+    def test_status_prints_a_table(self, handles):
+        deliver(handles(the_effect))
+
+        text = run(app="inbox")
+
+        counts, running = text.split("\n\n")
+        lines = dict(re.split(r"  +", line.strip()) for line in counts.splitlines())
+        assert (lines["done"], lines["delivered, total"], lines["oldest waiting"]) == ("1", "1", "-")
+        assert running.startswith("No consumer is running for: tests.handler0. ")
+
+    def test_status_reads_the_given_database(self, handles):
+        deliver(handles(lambda message: None, using="other"))
+
+        assert (status("inbox")["states"]["done"], status("inbox", database="other")["states"]["done"]) == (0, 1)
