@@ -257,6 +257,11 @@ def stacked(*lines: SafeString) -> SafeString:
     return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))
 
 
+def labelled(label: object, value: SafeString) -> SafeString:
+    """A cell of a list whose label is shown where the list has no columns, on a narrow window."""
+    return format_html('<span class="message-label">{}: </span>{}', label, value)
+
+
 def headline(error: str) -> SafeString:
     """The first line of an error, for a list."""
     lines = error.strip().splitlines()

@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db import models
 from django.db.models import Q
+from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.process.requests import Mode, Request
@@ -340,6 +341,27 @@ class FailureNote(models.Model):
 
     def __str__(self) -> str:
         return self.error_class
+
+
+class Overview(AuditEntry):
+    """The overview, a page of its own in the admin. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("overview")
+        # The admin sorts the pages of an app by name, and HTML ignores the space.
+        verbose_name_plural = format_lazy(" {}", _("Overview"))
+        default_permissions = ("view",)
+
+
+class DatabaseHealth(AuditEntry):
+    """The health of the database, a page of its own in the admin. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("database health")
+        verbose_name_plural = _("database health")
+        default_permissions = ("view",)
 
 
 class Flow(AuditEntry):

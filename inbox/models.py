@@ -7,10 +7,8 @@ from typing import ClassVar
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Coalesce
-from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.models import Minute
 from exactly_once.wire.text import NAME_LENGTH
 
 
@@ -249,6 +247,7 @@ class PausedHandler(models.Model):
 
     class Meta:
         verbose_name = _("paused handler")
+        verbose_name_plural = _("paused handlers")
         default_permissions = ("view",)
         permissions = (
             ("pause_pausedhandler", "Can pause a handler"),
@@ -283,24 +282,3 @@ class HandlerStart(models.Model):
 
     def __str__(self) -> str:
         return self.handler
-
-
-class Overview(Minute):
-    """The overview, a page of its own in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("overview")
-        # The admin sorts the pages of an app by name, and HTML ignores the space.
-        verbose_name_plural = format_lazy(" {}", _("Overview"))
-        default_permissions = ("view",)
-
-
-class DatabaseHealth(Minute):
-    """The health of the database, a page of its own in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("database health")
-        verbose_name_plural = _("database health")
-        default_permissions = ("view",)

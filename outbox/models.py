@@ -5,10 +5,8 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Cast
-from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.models import Minute
 from exactly_once.sql.fields import InstantField, ReadableJSONField
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
@@ -231,24 +229,3 @@ class PendingCallback(models.Model):
 
     def __str__(self) -> str:
         return f"{self.callback} of {self.event}"
-
-
-class Overview(Minute):
-    """The overview, a page of its own in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("overview")
-        # The admin sorts the pages of an app by name, and HTML ignores the space.
-        verbose_name_plural = format_lazy(" {}", _("Overview"))
-        default_permissions = ("view",)
-
-
-class DatabaseHealth(Minute):
-    """The health of the database, a page of its own in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("database health")
-        verbose_name_plural = _("database health")
-        default_permissions = ("view",)

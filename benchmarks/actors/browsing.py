@@ -28,7 +28,7 @@ TEMPLATES = [
         "OPTIONS": {"context_processors": PROCESSORS},
     }
 ]
-OVERVIEW = "/admin/outbox/overview/"
+OVERVIEW = "/admin/exactly_once/overview/"
 OUTBOX, INBOX = "/admin/outbox/outboxmessage/", "/admin/inbox/inboxmessage/"
 PAGES = {
     "overview": OVERVIEW,
@@ -64,8 +64,7 @@ PAGES = {
     "inbox: list of duplicates": f"{INBOX}?duplicates=any",
     "inbox: search for a biz-id": f"{INBOX}?q=old-1000",
     "inbox: failure groups": "/admin/exactly_once/failurenote/",
-    "outbox: database health": "/admin/outbox/databasehealth/",
-    "inbox: database health": "/admin/inbox/databasehealth/",
+    "database health": "/admin/exactly_once/databasehealth/",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -16,6 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import APPS, AppFilter, app_name
+from exactly_once.admin.sections import link_of_alert
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -112,6 +113,13 @@ class AlertAdmin(ActingAdmin):
             words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
             return [warning(format_html(words, age(oldest.done_at, oldest.database_now)))]
         return []
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        alert: Any = kwargs.get("obj")
+        link = link_of_alert(alert.app, alert.condition, alert.object) if alert else None
+        if link and (url := link.url(self.admin_site, request)):
+            context["row_links"] = [(link.title, url)]
+        return super().render_change_form(request, context, *args, **kwargs)
 
     def subject(self, row: Any) -> str:
         return visible(str(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -19,6 +20,8 @@ from django.views.decorators.http import require_POST
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.by_app import AppFilter, app_name
+from exactly_once.admin.pages import message_url
+from exactly_once.admin.sections import Text
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, moment, note, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
 from exactly_once.operators.actions import operated
@@ -26,6 +29,7 @@ from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import UNCHANGED_KEPT, OperationTable
 from exactly_once.sql.now import DatabaseTime
 
+_MOST_FAILED_AGAIN = 20
 _TONES = {
     OperationState.PLANNED: Tone.LATER,
     OperationState.RUNNING: Tone.OPEN,
@@ -69,6 +73,7 @@ class OperationAdmin(ActingAdmin):
         "requested",
         "reason_text",
         "rate_text",
+        "failing_messages",
         "canary_text",
         "reasons_table",
         "unchanged_table",
@@ -80,7 +85,13 @@ class OperationAdmin(ActingAdmin):
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Only with the parts that this operation has."""
-        outcome = [name for name, is_shown in (("canary_text", obj.is_canary), ("reasons_table", obj.reasons)) if is_shown]
+        is_stopped = obj.state == OperationState.STOPPED
+        shown = {
+            "failing_messages": is_stopped and obj.wave_rows,
+            "canary_text": obj.is_canary,
+            "reasons_table": obj.reasons,
+        }
+        outcome = [name for name, is_shown in shown.items() if is_shown]
         what = ["action_label", "selection_text", *(["parameters"] if obj.given else []), "requested"]
         what += [name for name, is_shown in (("reason_text", obj.reason), ("rate_text", obj.rate)) if is_shown]
         times = [
@@ -113,16 +124,26 @@ class OperationAdmin(ActingAdmin):
         return of is not None and of.permits(request.user, operation.action)
 
     def get_urls(self) -> list[URLPattern]:
-        cancel = path(
-            "<int:pk>/cancel/",
-            self.admin_site.admin_view(self.cancel_view),
-            name="exactly_once_operation_cancel",
-        )
-        return [cancel, *super().get_urls()]
+        view = self.admin_site.admin_view
+        return [
+            path("<int:pk>/cancel/", view(self.cancel_view), name="exactly_once_operation_cancel"),
+            path("<int:pk>/continue/", view(self.continue_view), name="exactly_once_operation_continue"),
+            *super().get_urls(),
+        ]
 
     @method_decorator(require_POST)
     def cancel_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Ask for the end of an operation."""
+        done = _("The operation ends after its current batch.")
+        return self._decide(request, pk, "cancel", done, _("The operation had ended already."))
+
+    @method_decorator(require_POST)
+    def continue_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Continue an operation that has stopped."""
+        done = _("The operation is planned again, for the messages that are left.")
+        return self._decide(request, pk, "resume", done, _("The operation is not stopped, or no message is left."))
+
+    def _decide(self, request: HttpRequest, pk: int, decision: str, done: Text, too_late: Text) -> HttpResponse:
         operation = self.get_queryset(request).filter(pk=pk).first()
         if operation is None:
             raise Http404
@@ -130,23 +151,23 @@ class OperationAdmin(ActingAdmin):
             raise PermissionDenied
         user: Any = request.user
         with transaction.atomic(using=self.using):
-            is_cancelled = OperationTable(operation.app).cancel(self.using, pk, by=user.get_username())
-            if is_cancelled:
-                self.log_change(request, operation, "Cancelled.")
+            is_done = getattr(OperationTable(operation.app), decision)(self.using, pk, by=user.get_username())
+            if is_done:
+                self.log_change(request, operation, str(done))
                 subject = Subject(kind="operation", id=str(pk), name=str(operation))
-                record(operation.app, self.using, actor_of(request), "cancel_operation", [subject])
-        if is_cancelled:
-            messages.success(request, _("The operation ends after its current batch."))
-        else:
-            messages.warning(request, _("The operation had ended already."))
+                record(operation.app, self.using, actor_of(request), f"{decision}_operation", [subject])
+        messages.add_message(request, messages.SUCCESS if is_done else messages.WARNING, str(done if is_done else too_late))
         return HttpResponseRedirect(self._url("change", pk))
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         operation: Any = kwargs.get("obj")
-        if operation is not None and operation.is_open:
-            context["refreshes"] = True
-            if self.may_cancel(request, operation) and not operation.cancelled_by:
+        if operation is not None:
+            context["refreshes"] = operation.is_open
+            may = self.may_cancel(request, operation)
+            if may and operation.is_open and not operation.cancelled_by:
                 context["cancel_url"] = self._url("cancel", operation.pk)
+            if may and operation.state == OperationState.STOPPED and operation.parts.exists():
+                context["continue_url"] = self._url("continue", operation.pk)
         return super().render_change_form(request, context, *args, **kwargs)
 
     def _url(self, page: str, pk: int) -> str:
@@ -219,6 +240,13 @@ class OperationAdmin(ActingAdmin):
         if row.is_open and row.wave_rows:
             text += "; " + _("messages of the last wave that are awaited: %s") % f"{len(row.wave_rows):,}"
         return text
+
+    @admin.display(description=_("failed again"))
+    def failing_messages(self, row: Any) -> SafeString:
+        """The messages that have stopped a canary."""
+        url, words = partial(message_url, self.admin_site, row.app), _("message %s")
+        shown = ((url(pk), words % pk, visible(failure)) for pk, failure in row.wave_rows[:_MOST_FAILED_AGAIN])
+        return stacked(*(format_html('<a href="{}">{}</a>: {}', *each) for each in shown))
 
     @admin.display(description=_("unchanged, by reason"))
     def reasons_table(self, row: Any) -> SafeString:

@@ -1,96 +1,288 @@
-"""The overview in the admin: one page for all installed apps, refreshed by a script; see `overview`."""
+"""The overview in the admin: one page for all installed apps, refreshed by a script; each app registers its section.
+
+What needs attention stands first, and each thing is said once: an alert is shown in the line that reports the same condition.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
-from django.core.exceptions import PermissionDenied
+from django.contrib import admin
 from django.forms import Media
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template.loader import render_to_string
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
-from django.utils.safestring import mark_safe
+from django.utils.html import format_html
 from django.utils.translation import gettext as _
 
-from exactly_once.admin.acting import ReadOnlyAdmin
-from exactly_once.admin.sections import DAY, HOUR, Half, charts, halves, shown, stages
+from exactly_once.admin.health import horizon_warnings, our_tables
+from exactly_once.admin.pages import PageAdmin
+from exactly_once.admin.sections import (
+    Attention,
+    Condition,
+    Fact,
+    Link,
+    Reading,
+    Section,
+    Text,
+    bytes_text,
+    count_text,
+    listed,
+    seconds_text,
+    sections,
+    view_permission,
+)
+from exactly_once.display import age, badge, headline, identifier
+from exactly_once.models import Alert, DatabaseHealth, Overview
+from exactly_once.operators import database_health
+from exactly_once.operators.alert_table import raised as raised_alerts
+from exactly_once.operators.minutes import MINUTE, OTHER, Step
+from exactly_once.plurals import ngettext
+from exactly_once.telemetry.statistics import Counted, percentile
 
-_PAGE = "exactly_once/overview.html"
-_LATENCY = "exactly_once/latency.html"
-_FIGURES = "exactly_once/overview_figures.html"
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+_DAY_STEP = timedelta(minutes=10)
 _RANGES = {"hour": HOUR, "day": DAY}
+_SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_MOST_FAILING = _MOST_ALERTS = 5
+_MOST_ALERTS_READ = 500
+_UNKNOWN = Condition(link=lambda name: listed(Alert))
+"""Of an alert whose condition no app registers."""
 
 
-class OverviewAdmin(ReadOnlyAdmin):
-    """Shows a half for each installed app that the user may view."""
+@admin.register(Overview)
+class OverviewAdmin(PageAdmin):
+    """Shows the sections of the installed apps."""
 
-    actions = None
+    template = "exactly_once/overview.html"
 
     @property
     def media(self) -> Media:
-        return Media(
-            css={"all": ["exactly_once/admin.css", "exactly_once/uplot/uPlot.min.css", "exactly_once/overview.css"]},
-            js=["exactly_once/uplot/uPlot.iife.min.js", "exactly_once/overview.js"],
-        )
+        uplot, script = "exactly_once/uplot/uPlot.iife.min.js", "exactly_once/overview.js"
+        return super().media + Media(css={"all": ["exactly_once/uplot/uPlot.min.css"]}, js=[uplot, script])
 
     def get_urls(self) -> list[URLPattern]:
-        name, view = f"{self.opts.app_label}_overview", self.admin_site.admin_view
+        view = self.admin_site.admin_view
         return [
-            path("figures/", view(self.figures_view), name=f"{name}_figures"),
-            path("latency/", view(self.latency_view), name=f"{name}_latency"),
+            path("figures/", view(self.figures_view), name="exactly_once_overview_figures"),
+            path("latency/", view(self.latency_view), name="exactly_once_overview_latency"),
             *super().get_urls(),
         ]
 
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        self._require_permission(request)
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "title": _("Overview"),
-            "opts": self.opts,
-            "media": self.media,
-            "halves": [(half, self._figures(half, request)) for half in halves(request)],
-            "figures_url": self._url("figures"),
-            "latency_url": self._url("latency"),
-            **(extra_context or {}),
-        }
-        return TemplateResponse(request, _PAGE, context)
+    def content(self, request: HttpRequest) -> dict[str, Any]:
+        urls = {"figures_url": self._url("figures"), "latency_url": self._url("latency")}
+        return {"title": _("Overview"), **self._parts(request), **urls}
 
     def latency_view(self, request: HttpRequest) -> HttpResponse:
         """The stages of the messages of each topic."""
-        self._require_permission(request)
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "title": _("Latency by topic"),
-            "opts": self.opts,
-            "media": self.media,
-            "stages": stages(halves(request), self.using),
-            "overview_url": self._url("changelist"),
-        }
-        return TemplateResponse(request, _LATENCY, context)
-
-    def _url(self, page: str) -> str:
-        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_overview_{page}")
+        self.require_permission(request)
+        content = {"title": _("Latency by topic"), "stages": list(stages(self.using)), "overview_url": self._url("changelist")}
+        return self.respond(request, "exactly_once/latency.html", content)
 
     def figures_view(self, request: HttpRequest) -> HttpResponse:
         """The figures for the script: as HTML, and with `charts` the series of the last hour or day."""
-        self._require_permission(request)
-        duration = _RANGES.get(request.GET.get("charts", ""))
-        found: dict[str, Any] = {}
-        for half in halves(request):
-            found[half.app] = {"figures": self._figures(half, request)}
-            if duration is not None:
-                found[half.app]["charts"] = charts(half, self.using, duration)
+        self.require_permission(request)
+        found: dict[str, Any] = self._parts(request)
+        if duration := _RANGES.get(request.GET.get("charts", "")):
+            found["charts"] = [chart for section in sections() for chart in charts(section, self.using, duration)]
         response = JsonResponse(found)
         response["Cache-Control"] = "no-store"
         return response
 
-    def _require_permission(self, request: HttpRequest) -> None:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+    def _url(self, page: str) -> str:
+        return reverse(f"{self.admin_site.name}:exactly_once_overview_{page}")
 
-    def _figures(self, half: Half, request: HttpRequest) -> str:
-        context = shown(half, self.using, self.admin_site, request)
-        return mark_safe(render_to_string(_FIGURES, context, request))  # noqa: S308 - rendered by a template, which escapes
+    def _parts(self, request: HttpRequest) -> dict[str, str]:
+        """The refreshed parts of the page."""
+        view = View(self, request)
+        return {
+            name: render_to_string(f"exactly_once/overview_{name}.html", context, request)
+            for name, context in (("attention", {"lines": view.lines()}), ("figures", view.figures()))
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What needs attention, as it is shown; `app` is empty if it is about the database."""
+
+    app: Text = ""
+    text: Text
+    url: str
+    is_urgent: bool
+    more: Sequence[tuple[Text, str]] = ()
+
+
+class View:
+    """The figures of all sections, read once, with links that the user may follow."""
+
+    def __init__(self, model_admin: OverviewAdmin, request: HttpRequest) -> None:
+        self._site, self._request, self._alias = model_admin.admin_site, request, model_admin.using
+        self._read: list[tuple[Section, Reading]] = [(section, section.read(self._alias)) for section in sections()]
+        self._sees_alerts = request.user.has_perm(view_permission(Alert))
+
+    def _url(self, link: Link | None) -> str:
+        return "" if link is None else link.url(self._site, self._request)
+
+    # what needs attention
+
+    def lines(self) -> list[Line]:
+        """What needs attention, the urgent lines first."""
+        alerts = list(raised_alerts(self._alias)[:_MOST_ALERTS_READ]) if self._sees_alerts else []
+        found = [line for section, reading in self._read for line in self._of_section(section, reading, alerts)]
+        found += [
+            Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
+            for text in horizon_warnings(database_health.pins(self._alias))
+        ]
+        return sorted(found, key=lambda line: not line.is_urgent)
+
+    def _of_section(self, section: Section, reading: Reading, alerts: Sequence[Any]) -> Iterator[Line]:
+        left = [alert for alert in alerts if alert.app == section.app]
+        for each in reading.attention:
+            same = [alert for alert in left if _is_about(each, alert)]
+            left = [alert for alert in left if alert not in same]
+            yield self._line(section, each, same)
+        for number, alert in enumerate(left):
+            if number == _MOST_ALERTS:
+                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - number)
+                yield Line(app=section.title, text=more, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
+                return
+            text = format_html("{}: {}", identifier(str(alert)), headline(alert.summary))
+            is_urgent = False if alert.acknowledged_at else None
+            each = Attention(condition=alert.condition, text=text, objects=[alert.object], is_urgent=is_urgent)
+            yield self._line(section, each, [alert])
+
+    def _line(self, section: Section, each: Attention, alerts: Sequence[Any]) -> Line:
+        condition = section.conditions.get(each.condition, _UNKNOWN)
+        more = [(text, self._url(link)) for text, link in each.more]
+        if len(alerts) > 1:
+            words = ngettext("%(count)s alert is raised.", "%(count)s alerts are raised.", len(alerts))
+            more.append((words, self._url(listed(Alert, app=alerts[0].app))))
+        elif alerts:
+            more.append(self._told(alerts[0]))
+        return Line(
+            app=section.title,
+            text=each.text,
+            url=self._url(condition.link(each.objects[0] if each.objects and len(each.objects) == 1 else "")),
+            is_urgent=condition.is_urgent if each.is_urgent is None else each.is_urgent,
+            more=more,
+        )
+
+    def _told(self, alert: Any) -> tuple[Text, str]:
+        """Since when an alert is raised, and who has acknowledged it, with its page."""
+        words = _("alert raised {}, acknowledged by {}") if alert.acknowledged_at else _("alert raised {}")
+        text = format_html(words, age(alert.raised_at, alert.database_now), identifier(alert.acknowledged_by))
+        link = Link(page="exactly_once_alert_change", permission=view_permission(Alert), arguments=[alert.pk])
+        return text, self._url(link)
+
+    # figures
+
+    def figures(self) -> dict[str, Any]:
+        """For the template."""
+        facts = [fact for _section, reading in self._read for fact in reading.facts]
+        return {
+            "sections": [self._of(section, reading) for section, reading in self._read],
+            "facts": [(fact.name, fact.value, self._url(fact.link)) for fact in (*facts, *self._common())],
+        }
+
+    def _common(self) -> Iterator[Fact]:
+        found = our_tables(self._alias)
+        size = None if found is None else sum(table.total_bytes for table in found)
+        yield Fact(name=_("Size of the tables"), value=bytes_text(size), link=listed(DatabaseHealth))
+        if self._sees_alerts:
+            yield Fact(name=_("Raised alerts"), value=f"{raised_alerts(self._alias).count():,}", link=listed(Alert))
+
+    def _of(self, section: Section, reading: Reading) -> dict[str, Any]:
+        minutes = section.minutes
+        is_kept = minutes.is_kept(self._alias)
+        hour = minutes.sum(self._alias, HOUR) if is_kept else None
+        day = minutes.counts(self._alias, DAY) if is_kept else None
+        return {
+            "app": section.app,
+            "title": section.title,
+            "is_kept": is_kept,
+            "states": [
+                (badge(state.label, section.tones[state]), count_text(count), self._url(listed(section.model, state=state)))
+                for state, count in reading.counts.items()
+            ],
+            "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in section.numbers],
+            "latencies": [
+                (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES.values()])
+                for name, label in section.latencies.items()
+            ],
+            "failing_title": section.failing,
+            "failing": [
+                (_("others"), f"{each.failed:,}", "")
+                if each.subject == OTHER
+                else (
+                    identifier(each.subject),
+                    f"{each.failed:,}",
+                    self._url(listed(section.model, q=each.subject, stuck="any")),
+                )
+                for each in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
+            ],
+        }
+
+
+def _is_about(line: Attention, alert: Any) -> bool:
+    return line.condition == alert.condition and (line.objects is None or alert.object in line.objects)
+
+
+def _number(counted: Counted | None, names: Sequence[str]) -> str:
+    return _("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
+
+
+def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
+    return None if counted is None else percentile(counted.times.get(name, {}), share)
+
+
+def charts(section: Section, alias: str, duration: timedelta) -> list[dict[str, Any]]:
+    """The charts of a section for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
+    step = MINUTE if duration <= HOUR else _DAY_STEP
+    lag, lag_title = section.lag
+    steps = section.minutes.steps(alias, duration, step, timed=[lag]) if section.minutes.is_kept(alias) else []
+    times = [int(each.at.timestamp()) for each in steps]
+    return [
+        {
+            "title": _("%(app)s: messages per minute") % {"app": section.title},
+            "times": times,
+            "series": [
+                {"label": str(label), "values": [_rate(each, names, step) for each in steps]}
+                for label, names in (section.numbers[index] for index in section.plotted)
+            ],
+        },
+        {
+            "title": str(lag_title),
+            "times": times,
+            "series": [{"label": "p95", "values": [_percentile(each.counted, lag, 0.95) for each in steps]}],
+        },
+    ]
+
+
+def _rate(step: Step, names: Sequence[str], length: timedelta) -> float:
+    return round(sum(step.counted.counts[name] for name in names) / (length / MINUTE), 2)
+
+
+def stages(alias: str) -> Iterator[dict[str, Any]]:
+    """The stages of the messages of each topic in the last hour: those of the outbox, then those of its handlers."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    for position, section in enumerate(sections()):
+        for subject, counted in section.minutes.by_subject(alias, HOUR).items():
+            is_handler = section.topic_of is not None and subject != OTHER
+            topic = section.topic_of(subject) if section.topic_of and is_handler else subject
+            is_last = subject == OTHER or not topic
+            for name, label in section.latencies.items():
+                if histogram := counted.times.get(name):
+                    times = [seconds_text(percentile(histogram, share)) for share in _SHARES.values()]
+                    stage = {
+                        "topic": _("others") if subject == OTHER else identifier(topic) if topic else _("unknown"),
+                        "label": label,
+                        "handler": identifier(subject) if is_handler else "",
+                        "messages": f"{sum(histogram.values()):,}",
+                        "percentiles": list(zip(_SHARES, times, strict=True)),
+                    }
+                    found.append(((is_last, topic, position, subject), stage))
+    return (stage for _place, stage in sorted(found, key=itemgetter(0)))

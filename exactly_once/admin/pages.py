@@ -31,18 +31,18 @@ class PageAdmin(ReadOnlyAdmin):
         return super().media + Media(css={"all": ["exactly_once/overview.css", "exactly_once/pages.css"]})
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        self.require_permission(request)
+        return self.respond(request, self.template, {**self.content(request), **(extra_context or {})})
+
+    def require_permission(self, request: HttpRequest) -> None:
         if not self.has_view_permission(request):
             raise PermissionDenied
+
+    def respond(self, request: HttpRequest, template: str, content: dict[str, Any]) -> HttpResponse:
         request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "title": capfirst(self.opts.verbose_name_plural),
-            "opts": self.opts,
-            "media": self.media,
-            **self.content(request),
-            **(extra_context or {}),
-        }
-        return TemplateResponse(request, self.template, context)
+        title = capfirst(self.opts.verbose_name_plural)
+        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts, "media": self.media, **content}
+        return TemplateResponse(request, template, context)
 
 
 def may_see_messages(request: HttpRequest, app: str) -> bool:

@@ -1,42 +1,36 @@
-"""The overview: what each app says about its messages, its processes and the last hour.
+"""What each app shows on the overview and on the page of the database's health.
 
-Each installed app registers one half when Django starts, so the console knows neither app. A half only reads figures that cost
-little: counts up to a limit, and the statistics of each minute that the processes write (`operators.minutes`). A figure that
-cannot be had is shown as unknown, never as 0.
+Each installed app registers one section when Django starts, so these pages know neither app. A section only reads figures that
+cost little: counts up to a limit, and the statistics of each minute that the processes write (`operators.minutes`). An unknown
+figure is shown as unknown, never as 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from operator import itemgetter
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.admin import AdminSite
+from django.db.models import Model
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import Promise
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
 from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
-from exactly_once.display import Tone, age, badge, headline, identifier
-from exactly_once.operators.alert_table import raised as raised_alerts
-from exactly_once.operators.minutes import MINUTE, OTHER, Minutes, Step
-from exactly_once.plurals import ngettext
+from exactly_once.display import Tone, identifier, visible
+from exactly_once.operators.failure_groups import FailureGroups
+from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.counts import Count
-from exactly_once.sql.labels import label_of
-from exactly_once.telemetry.statistics import Counted, percentile
 
-HOUR, DAY = timedelta(hours=1), timedelta(days=1)
-_DAY_STEP = timedelta(minutes=10)
-_SHARES = (0.5, 0.95, 0.99)
-_MOST_FAILING = 5
-_MOST_ALERTS = 5
 _ONE_DIGIT = 10
+_MOST_GROUPS = 3
+_MOST_NAMED = 5
 
 Text = str | SafeString | Promise
 
@@ -46,12 +40,14 @@ class Link:
     """A page of the admin, if the user may view it.
 
     Attributes:
+        title: of the page.
         page: the name of its URL, without the site's namespace.
         permission: what the user needs for it.
         arguments: of its URL.
         query: its query string.
     """
 
+    title: Text = ""
     page: str
     permission: str
     arguments: Sequence[Any] = ()
@@ -68,31 +64,92 @@ class Link:
         return f"{address}?{urlencode(self.query)}" if self.query else address
 
 
+def view_permission(model: type[Model]) -> str:
+    return f"{model._meta.app_label}.view_{model._meta.model_name}"
+
+
+def listed(model: type[Model], **query: str) -> Link:
+    """The list of a model, filtered by what is given and not empty."""
+    return Link(
+        title=capfirst(model._meta.verbose_name_plural) or "",
+        page=f"{model._meta.app_label}_{model._meta.model_name}_changelist",
+        permission=view_permission(model),
+        query={name: value for name, value in query.items() if value},
+    )
+
+
+def failing_dead(app: str, groups: FailureGroups, alias: str) -> list[tuple[Text, Link]]:
+    """The failure groups of an app with the most dead messages, with their numbers, for `Attention.more`."""
+    return [
+        (
+            format_html("{}: {} {}", f"{number:,}", identifier(error_class), identifier(place)),
+            Link(
+                page="exactly_once_failurenote_group",
+                permission=view_permission(groups.model),
+                query={"app": app, "class": error_class, "place": place},
+            ),
+        )
+        for error_class, place, number in groups.most_dead(alias, _MOST_GROUPS)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A condition that lines of the overview and alerts report, under the same name.
+
+    Attributes:
+        link: the page where an operator acts on it, by its object: a topic, a handler, or "".
+        is_urgent: it costs time or needs a person. What operators have done themselves is not urgent.
+    """
+
+    link: Callable[[str], Link]
+    is_urgent: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Something that needs a person."""
+    """A line of the overview.
 
+    Attributes:
+        condition: the name of its condition.
+        objects: what it is about; None: every object. The alerts of this condition and these objects are shown in this line.
+        more: further links, each with its text.
+        is_urgent: None: as its condition says.
+    """
+
+    condition: str
     text: Text
-    link: Link | None = None
+    objects: Sequence[str] | None = ("",)
+    more: Sequence[tuple[Text, Link]] = ()
+    is_urgent: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateCount:
-    """The number of messages in one state."""
+def waiting(processes: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:
+    """A line for each thing that running processes wait for.
 
-    label: Text
-    tone: Tone
-    count: Count
-    link: Link
+    Args:
+        one, several: the sentence about a process, and about several; with places for their names and what they wait for.
+    """
+    names: dict[str, list[str]] = {}
+    for process in processes:
+        if process.waits_for:
+            names.setdefault(process.waits_for, []).append(f"{process.host}:{process.pid}")
+    for what, who in names.items():
+        yield Attention(
+            condition="waiting", text=format_html(str(one if len(who) == 1 else several), named(sorted(who)), visible(what))
+        )
 
-    @property
-    def badge(self) -> SafeString:
-        return badge(str(self.label), self.tone)
+
+def named(names: Sequence[str]) -> SafeString:
+    """The first of these names, and how many more there are."""
+    first = format_html_join(", ", "{}", ((identifier(name),) for name in names[:_MOST_NAMED]))
+    more = len(names) - _MOST_NAMED
+    return format_html(gettext("{} and {} more"), first, more) if more > 0 else first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """One line of the overview: a name and its value."""
+    """A figure of the overview: a name and its value."""
 
     name: Text
     value: Text
@@ -100,20 +157,56 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """How the statistics of an app are shown.
+class OldestRow:
+    """The oldest row of some kind, and how long such rows are kept; None if there is no row, or no limit."""
+
+    name: Text
+    at: datetime | None
+    kept: timedelta | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What an app reads for one view of the overview.
 
     Attributes:
+        counts: its messages by state.
+        facts: further figures, for example the oldest message that is not settled.
+    """
+
+    counts: Mapping[Any, Count]
+    facts: Sequence[Fact]
+    attention: Sequence[Attention]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What one app shows.
+
+    Attributes:
+        app: its package.
+        model: its messages.
+        tones: of its states.
+        conditions: by name.
+        read: reads the present figures from the database of this alias.
+        oldest: reads the oldest rows that the purge deletes.
         minutes: its statistics.
         numbers: its counts: a label and the names whose sum it shows.
-        plotted: the labels of `numbers` that are drawn.
+        plotted: the indexes of `numbers` that are drawn.
         latencies: its histograms by name, with their labels.
         lag: the name of the histogram whose 95th percentile is drawn, and the title of that chart.
         failures: the counts that are failures.
-        failing: the heading of the subjects with the most failures, and the link of one of them.
+        failing: the heading of the subjects with the most failures.
         topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
     """
 
+    app: str
+    title: Text
+    model: type[Model]
+    tones: Mapping[Any, Tone]
+    conditions: Mapping[str, Condition]
+    read: Callable[[str], Reading]
+    oldest: Callable[[str], Sequence[OldestRow]]
     minutes: Minutes
     numbers: Sequence[tuple[Text, Sequence[str]]]
     plotted: Sequence[int]
@@ -121,53 +214,26 @@ class Measured:
     lag: tuple[str, Text]
     failures: Sequence[str]
     failing: Text
-    link_of: Callable[[str], Link]
     topic_of: Callable[[str], str] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Half:
-    """What one app shows.
-
-    Attributes:
-        app: its package.
-        read: reads the present figures from the database of this alias.
-    """
-
-    app: str
-    title: Text
-    measured: Measured
-    read: Callable[[str], Reading]
-
-    @property
-    def permission(self) -> str:
-        return f"{label_of(self.app)}.view_overview"
+_sections: dict[str, Section] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What an app reads for one view of the page.
-
-    Attributes:
-        facts: further figures, for example the oldest message that is not settled.
-        attention: what needs a person.
-    """
-
-    states: Sequence[StateCount]
-    facts: Sequence[Fact]
-    attention: Sequence[Attention]
+def register(section: Section) -> None:
+    """Register what an app shows. A second call for an app replaces the first."""
+    _sections[section.app] = section
 
 
-_halves: dict[str, Half] = {}
+def sections() -> list[Section]:
+    """The registered sections, the outbox first."""
+    return [_sections[app] for app in sorted(_sections, reverse=True)]
 
 
-def register(half: Half) -> None:
-    _halves[half.app] = half
-
-
-def halves(request: HttpRequest) -> list[Half]:
-    """The halves that the user may view, the outbox first."""
-    return [_halves[app] for app in sorted(_halves, reverse=True) if request.user.has_perm(_halves[app].permission)]
+def link_of_alert(app: str, condition: str, name: str) -> Link | None:
+    """Where an operator acts on an alert; None if its app registers no such condition."""
+    found = app in _sections and _sections[app].conditions.get(condition)
+    return found.link(name) if found else None
 
 
 # --------------------------------------------------------------------------------------------------------------- in words
@@ -203,145 +269,3 @@ def bytes_text(size: int | None) -> str:
 
 def _rounded(number: float) -> str:
     return f"{number:.1f}" if number < _ONE_DIGIT else f"{number:.0f}"
-
-
-# ------------------------------------------------------------------------------------------------------------- for a page
-
-
-def shown(half: Half, alias: str, site: AdminSite, request: HttpRequest) -> dict[str, Any]:
-    """The figures of a half for the template, with links that the user may follow."""
-    reading, measured = half.read(alias), half.measured
-    alerts = _alerts(half.app, alias) if request.user.has_perm("exactly_once.view_alert") else _NO_ALERTS
-    is_kept = measured.minutes.is_kept(alias)
-    hour = measured.minutes.sum(alias, HOUR) if is_kept else None
-    day = measured.minutes.counts(alias, DAY) if is_kept else None
-
-    def address(link: Link | None) -> str:
-        return "" if link is None else link.url(site, request)
-
-    return {
-        "app": half.app,
-        "title": half.title,
-        "is_kept": is_kept,
-        "attention": [(each.text, address(each.link)) for each in (*alerts.attention, *reading.attention)],
-        "states": [(each.badge, count_text(each.count), address(each.link)) for each in reading.states],
-        "facts": [(each.name, each.value, address(each.link)) for each in (*reading.facts, *alerts.facts)],
-        "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in measured.numbers],
-        "latencies": [
-            (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES])
-            for name, label in measured.latencies.items()
-        ],
-        "failing_title": measured.failing,
-        "failing": [
-            (
-                gettext("others") if each.subject == OTHER else identifier(each.subject),
-                f"{each.failed:,}",
-                "" if each.subject == OTHER else address(measured.link_of(each.subject)),
-            )
-            for each in measured.minutes.failing(alias, HOUR, measured.failures, _MOST_FAILING)
-        ],
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Alerts:
-    attention: Sequence[Attention] = ()
-    facts: Sequence[Fact] = ()
-
-
-_NO_ALERTS = _Alerts()
-
-
-def _alerts(app: str, alias: str) -> _Alerts:
-    """The raised alerts of an app: the latest by name, and their number."""
-    raised = raised_alerts(alias).filter(app=app)
-    number, permission = raised.count(), "exactly_once.view_alert"
-    words = gettext("Alert {} was raised {}: {}")
-    attention = [
-        Attention(
-            text=format_html(words, identifier(str(alert)), age(alert.raised_at, alert.database_now), headline(alert.summary)),
-            link=Link(page="exactly_once_alert_change", permission=permission, arguments=[alert.pk]),
-        )
-        for alert in raised[:_MOST_ALERTS]
-    ]
-    listed = Link(page="exactly_once_alert_changelist", permission=permission, query={"app": app})
-    if number > _MOST_ALERTS:
-        more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", number - _MOST_ALERTS)
-        attention.append(Attention(text=more, link=listed))
-    return _Alerts(attention=attention, facts=[Fact(name=_("Raised alerts"), value=f"{number:,}", link=listed)])
-
-
-def _number(counted: Counted | None, names: Sequence[str]) -> str:
-    return gettext("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
-
-
-def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
-    return None if counted is None else percentile(counted.times.get(name, {}), share)
-
-
-def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
-    """The charts of a half for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
-    measured = half.measured
-    step = MINUTE if duration <= HOUR else _DAY_STEP
-    lag, lag_title = measured.lag
-    steps = measured.minutes.steps(alias, duration, step, timed=[lag]) if measured.minutes.is_kept(alias) else []
-    return [
-        {
-            "title": str(_("Messages per minute")),
-            "times": _times(steps),
-            "series": [
-                {"label": str(label), "values": [_rate(each, names, step) for each in steps]}
-                for label, names in (measured.numbers[index] for index in measured.plotted)
-            ],
-        },
-        {
-            "title": str(lag_title),
-            "times": _times(steps),
-            "series": [{"label": "p95", "values": [_percentile(each.counted, lag, 0.95) for each in steps]}],
-        },
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A stage of the messages of one topic, as it is shown; in the inbox by handler."""
-
-    topic: Text
-    label: Text
-    handler: Text
-    messages: str
-    p50: str
-    p95: str
-    p99: str
-
-
-def stages(of: Sequence[Half], alias: str) -> list[Stage]:
-    """The stages of the messages of each topic in the last hour: those of the outbox, then those of its handlers."""
-    found = []
-    for position, half in enumerate(of):
-        measured = half.measured
-        for subject, counted in measured.minutes.by_subject(alias, HOUR).items():
-            topic = subject if measured.topic_of is None else measured.topic_of(subject)
-            is_last = subject == OTHER or not topic
-            for name, label in measured.latencies.items():
-                if histogram := counted.times.get(name):
-                    p50, p95, p99 = (seconds_text(percentile(histogram, share)) for share in _SHARES)
-                    stage = Stage(
-                        topic=gettext("others") if subject == OTHER else identifier(topic) if topic else gettext("unknown"),
-                        label=label,
-                        handler="" if measured.topic_of is None or subject == OTHER else identifier(subject),
-                        messages=f"{sum(histogram.values()):,}",
-                        p50=p50,
-                        p95=p95,
-                        p99=p99,
-                    )
-                    found.append(((is_last, topic, position, subject), stage))
-    return [stage for _place, stage in sorted(found, key=itemgetter(0))]
-
-
-def _times(steps: Sequence[Step]) -> list[int]:
-    return [int(step.at.timestamp()) for step in steps]
-
-
-def _rate(step: Step, names: Sequence[str], length: timedelta) -> float:
-    return round(sum(step.counted.counts[name] for name in names) / (length / MINUTE), 2)

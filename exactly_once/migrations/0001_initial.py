@@ -204,6 +204,34 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='DatabaseHealth',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'database health',
+                'verbose_name_plural': 'database health',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
+            name='Overview',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'overview',
+                'verbose_name_plural': ' Overview',
+                'proxy': True,
+                'default_permissions': ('view',),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('exactly_once.auditentry',),
+        ),
+        migrations.CreateModel(
             name='Flow',
             fields=[
             ],

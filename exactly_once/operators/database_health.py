@@ -29,6 +29,7 @@ class TableHealth:
 
     Attributes:
         rows, dead_rows: PostgreSQL's estimates; None if it has none.
+        parent: the table that it is a partition of, if that is itself one; "" otherwise.
         partitions: how many partitions it has; 0 for a plain table.
     """
 
@@ -39,6 +40,7 @@ class TableHealth:
     dead_rows: int | None
     last_vacuum: datetime | None
     last_analyze: datetime | None
+    parent: str = ""
     partitions: int = 0
 
     @property
@@ -100,28 +102,38 @@ def tables(alias: str, names: Sequence[str]) -> list[TableHealth] | None:
     with connections[alias].cursor() as cursor:
         cursor.execute(
             f"SELECT {_NAME}, pg_table_size(c.oid), pg_indexes_size(c.oid), s.n_live_tup, s.n_dead_tup, "  # noqa: S608 - our own names
-            "greatest(s.last_vacuum, s.last_autovacuum), greatest(s.last_analyze, s.last_autoanalyze) "
-            "FROM pg_class c LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid "
-            "WHERE c.relkind = 'r' AND (c.oid IN (SELECT to_regclass(name) FROM unnest(%s::text[]) name) OR c.oid IN "
-            "(SELECT tree.relid FROM unnest(%s::text[]) name, pg_partition_tree(to_regclass(name)) tree WHERE tree.isleaf))",
+            "greatest(s.last_vacuum, s.last_autovacuum), greatest(s.last_analyze, s.last_autoanalyze), "
+            "coalesce(CAST(ours.parent AS text), '') FROM ("
+            "SELECT to_regclass(name) AS oid, NULL::regclass AS parent FROM unnest(%s::text[]) name UNION ALL "
+            "SELECT tree.relid, CASE WHEN tree.level > 1 THEN tree.parentrelid END "
+            "FROM unnest(%s::text[]) name, pg_partition_tree(to_regclass(name)) tree WHERE tree.isleaf"
+            ") ours JOIN pg_class c ON c.oid = ours.oid AND c.relkind = 'r' LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid",
             [list(names), list(names)],
         )
         found = [_table(row) for row in cursor.fetchall()]
     return sorted(found, key=lambda table: table.total_bytes, reverse=True)
 
 
-def summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
+def with_partitions_summed(found: Sequence[TableHealth]) -> list[TableHealth]:
+    """The tables with all partitions of one parent as one line, the largest first."""
+    parents: dict[str, list[TableHealth]] = {}
+    for table in found:
+        parents.setdefault(table.parent, []).append(table)
+    plain = parents.pop("", [])
+    lines = [*plain, *(_summed(parent, tables) for parent, tables in parents.items())]
+    return sorted(lines, key=lambda table: table.total_bytes, reverse=True)
+
+
+def _summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
     """All these partitions as one table. The oldest vacuum counts; None if one was never vacuumed."""
-    vacuums = [table.last_vacuum for table in partitions if table.rows]
-    analyzes = [table.last_analyze for table in partitions if table.rows]
     return TableHealth(
         name=name,
         table_bytes=sum(table.table_bytes for table in partitions),
         index_bytes=sum(table.index_bytes for table in partitions),
         rows=sum(table.rows or 0 for table in partitions),
         dead_rows=sum(table.dead_rows or 0 for table in partitions),
-        last_vacuum=_earliest(vacuums),
-        last_analyze=_earliest(analyzes),
+        last_vacuum=_earliest([table.last_vacuum for table in partitions if table.rows]),
+        last_analyze=_earliest([table.last_analyze for table in partitions if table.rows]),
         partitions=len(partitions),
     )
 
@@ -191,7 +203,7 @@ ORDER BY 3 DESC LIMIT {MOST_PINS}
 
 
 def _table(row: Sequence[Any]) -> TableHealth:
-    name, table_bytes, index_bytes, rows, dead_rows, last_vacuum, last_analyze = row
+    name, table_bytes, index_bytes, rows, dead_rows, last_vacuum, last_analyze, parent = row
     return TableHealth(
         name=name,
         table_bytes=table_bytes,
@@ -200,6 +212,7 @@ def _table(row: Sequence[Any]) -> TableHealth:
         dead_rows=dead_rows,
         last_vacuum=last_vacuum,
         last_analyze=last_analyze,
+        parent=parent,
     )
 
 

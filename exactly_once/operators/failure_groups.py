@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -11,6 +12,7 @@ from django.db import connections
 from django.db.models import Count, Max, Min, Model, Q, QuerySet
 
 from exactly_once.models import FailureNote
+from exactly_once.sql.counts import preferring_indexes
 from exactly_once.sql.now import DatabaseTime
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class FailureGroups:
     def __init__(
         self, model: type[Model], table: Callable[[BaseDatabaseWrapper], str], *, place: str, who: str, only: Q | None = None
     ) -> None:
-        self._model = model
+        self.model = model
         self._table = table
         self._only = Q() if only is None else only
         self.place = place
@@ -88,7 +90,7 @@ class FailureGroups:
 
     def one(self, alias: str, error_class: str, place: str) -> FailureGroup | None:
         """The group of this class and place; None if no message fails so."""
-        messages: QuerySet[Any] = QuerySet(self._model, using=alias).filter(self.condition(error_class, place))
+        messages: QuerySet[Any] = QuerySet(self.model, using=alias).filter(self.condition(error_class, place))
         newest = messages.order_by("-failing_since")
         counted = newest.values("state", "failing_since", "failed_at")[: _MOST_COUNTED + 1].aggregate(
             count=Count("*"),
@@ -116,6 +118,13 @@ class FailureGroups:
             who=sorted(set(named)),
             error=newest.values_list("last_error", flat=True).first() or "",
         )
+
+    def most_dead(self, alias: str, most: int) -> list[tuple[str, str, int]]:
+        """Class and place of the groups with the most dead messages, and their number, of up to ten thousand dead messages."""
+        dead: QuerySet[Any] = QuerySet(self.model, using=alias).filter(self._only, state="dead", failing_since__isnull=False)
+        with preferring_indexes(alias):
+            counted = Counter(dead.values_list("error_class", self.place)[:_MOST_COUNTED])
+        return [(error_class, place, number) for (error_class, place), number in counted.most_common(most)]
 
     def _names(self, alias: str) -> list[tuple[str, str]]:
         """Class and place of every group: one index lookup for each, however many messages it has."""

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from django.db import connections, transaction
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 
 from exactly_once.models import OPEN, Operation, OperationPart, OperationState
@@ -182,7 +182,7 @@ class OperationTable:
         self._of(alias, operation).update(**counted, leased_until=DatabaseTime(LEASE), **written)
 
     def end(self, alias: str, operation: Operation, state: OperationState, because: str = "", **written: Any) -> None:
-        """running → finished | stopped | cancelled, inside the transaction of a batch."""
+        """running → finished | stopped | cancelled, inside the transaction of a batch. A stopped one can be continued."""
         self._of(alias, operation).update(
             state=state,
             stopped_because=printable(because, ERROR_LENGTH),
@@ -191,7 +191,8 @@ class OperationTable:
             leased_until=None,
             **written,
         )
-        self._parts(alias).filter(operation_id=operation.pk).delete()
+        if state is not OperationState.STOPPED:
+            self._parts(alias).filter(operation_id=operation.pk).delete()
 
     def leave(self, alias: str, pk: int, token: uuid.UUID, after: timedelta = timedelta(), **written: Any) -> None:
         """End the lease: any process may take the operation `after` this duration."""
@@ -200,6 +201,23 @@ class OperationTable:
     def cancel(self, alias: str, pk: int, *, by: str) -> bool:
         """Ask for the end of an operation. The present batch ends first. False: it has ended."""
         return bool(self.rows(alias).filter(pk=pk, state__in=OPEN).update(cancelled_by=by[:NAME_LENGTH]))
+
+    def resume(self, alias: str, pk: int, *, by: str) -> bool:
+        """stopped → planned, by this user, with the rows that are left; a canary begins with one. False: none is left."""
+        left = Exists(self._parts(alias).filter(operation_id=OuterRef("pk")))
+        return bool(
+            self.rows(alias)
+            .filter(left, pk=pk, state=OperationState.STOPPED)
+            .update(
+                state=OperationState.PLANNED,
+                requested_by=by[:NAME_LENGTH],
+                planned_at=DatabaseTime(),
+                ended_at=None,
+                stopped_because="",
+                wave=0,
+                wave_rows=[],
+            )
+        )
 
     def stop(self, alias: str, pk: int, token: uuid.UUID, because: str) -> None:
         """running → stopped, after batches that failed."""

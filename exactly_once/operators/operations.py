@@ -202,7 +202,8 @@ class Operations:
             because = (
                 f"wave {operation.wave}: {len(same):,} of {len(before):,} messages failed again as before ({before[same[0]]})"
             )
-            self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=[], **counts)
+            left = [[row, before[row]] for row in same]
+            self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=left, **counts)
             logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
             return False
         if judged.pending:

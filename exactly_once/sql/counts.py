@@ -70,7 +70,7 @@ def _counted(alias: str, sources: Mapping[str, Sequence[str]], column: str, by: 
                 f"SELECT {len(names) - 1}, found.value, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
                 f"FROM (SELECT {column} AS instant, {by} AS value {clause} LIMIT {LIMIT + 1}) found GROUP BY found.value"
             )
-    with _preferring_indexes(alias), connections[alias].cursor() as cursor:
+    with preferring_indexes(alias), connections[alias].cursor() as cursor:
         cursor.execute(" UNION ALL ".join(parts))
         found = cursor.fetchall()
     return [(names[index], by, Count(number=number, oldest=instant(oldest))) for index, by, number, oldest in found]
@@ -111,7 +111,7 @@ def instant(text: str | None) -> datetime | None:
 
 
 @contextmanager
-def _preferring_indexes(alias: str) -> Iterator[None]:
+def preferring_indexes(alias: str) -> Iterator[None]:
     """Without this, PostgreSQL may read a whole table in search of rows of a state that has few.
 
     A plan that uses a disabled scan after all has a cost at which PostgreSQL would compile it, which takes a second.

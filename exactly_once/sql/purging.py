@@ -19,4 +19,5 @@ def older_entries(trail: type[Model], alias: str, older_than: timedelta) -> Quer
 def delete_in_chunks(rows: QuerySet[Any], *, by: str, chunk: int = 1000) -> Iterator[int]:
     """Delete the rows in the order of the field `by`, in small transactions; yield the number deleted in each."""
     while ids := list(rows.order_by(by).values_list("pk", flat=True)[:chunk]):
-        yield rows.filter(pk__in=ids).delete()[0]
+        # Without the rows that are deleted with them.
+        yield rows.filter(pk__in=ids).delete()[1].get(rows.model._meta.label, 0)

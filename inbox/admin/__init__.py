@@ -2,7 +2,6 @@
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
     handlers,
-    health,
     messages,
     overview,
     paused,

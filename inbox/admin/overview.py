@@ -1,61 +1,47 @@
-"""The inbox's half of the overview."""
+"""The inbox's section of the overview and of the page of the database's health."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
 
-from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.overview import OverviewAdmin
 from exactly_once.admin.sections import (
-    DAY,
     Attention,
+    Condition,
     Fact,
-    Half,
-    Link,
-    Measured,
+    OldestRow,
     Reading,
-    StateCount,
-    bytes_text,
+    Section,
     count_text,
+    failing_dead,
+    listed,
+    named,
     register,
+    waiting,
 )
 from exactly_once.display import duration, identifier
+from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
+from exactly_once.sql.counts import Count
 from exactly_once.wire.formats import CELERY_TOPICS
-from inbox.admin.health import health_link, health_warnings, size_of_tables
 from inbox.admin.messages import InboxMessageAdmin
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.handlers.registry import registry
-from inbox.models import Overview, PausedHandler, State
+from inbox.models import InboxMessage, PausedHandler, State
 from inbox.store import figures
 from inbox.store.alerting import newly_conflicting
+from inbox.store.groups import groups
 from inbox.store.heartbeats import consumers
 
-_APP = Overview._meta.app_label
-_VIEW = f"{_APP}.view_inboxmessage"
-_MESSAGES = f"{_APP}_inboxmessage_changelist"
-_CONSUMERS = Link(page="exactly_once_process_changelist", permission="exactly_once.view_process", query={"app": "inbox"})
-_PAUSED = Link(page=f"{_APP}_pausedhandler_changelist", permission=f"{_APP}.view_pausedhandler")
+_DAY = timedelta(days=1)
 _MOST_NAMED = 5
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
-
-
-@admin.register(Overview)
-class InboxOverviewAdmin(OverviewAdmin):
-    """The page of all halves."""
-
-
-def _of_state(state: State) -> Link:
-    return Link(page=_MESSAGES, permission=_VIEW, query={"state": state})
-
-
-def _of_handler(handler: str) -> Link:
-    return Link(page=_MESSAGES, permission=_VIEW, query={"q": handler, "stuck": "any"})
 
 
 def _topic_of(handler: str) -> str:
@@ -65,82 +51,91 @@ def _topic_of(handler: str) -> str:
 
 
 def _read(alias: str) -> Reading:
-    counts = figures.counts(alias)
+    counts, now = figures.counts(alias), database_time(alias)
     alive = [process for process in consumers.rows(alias) if not process.silent]
-    now = database_time(alias)
-    oldest = min((counts[state].oldest or now for state in _OPEN), default=now)
-    size = size_of_tables(alias)
-
-    def attention() -> Iterator[Attention]:
-        for name in unattended(alias):
-            words = gettext("No consumer is running for the handler {}. {}")
-            yield Attention(text=format_html(words, identifier(name), what_to_start()), link=_CONSUMERS)
-        for process in alive:
-            if process.waits_for:
-                words = gettext("Consumer %(process)s waits for %(what)s.")
-                text = words % {"process": f"{process.host}:{process.pid}", "what": process.waits_for}
-                yield Attention(text=text, link=_CONSUMERS)
-        for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
-            words = gettext("Handler {} has been paused for {} by {}.")
-            names = identifier(paused.handler), duration(now - paused.paused_at), paused.paused_by
-            yield Attention(text=format_html(words, *names), link=_PAUSED)
-        if counts[State.DEAD].number:
-            words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead.number)
-            yield Attention(text=words % {"count": count_text(dead)}, link=_of_state(State.DEAD))
-        for name, number in newly_conflicting(alias, DAY).items():
-            words = ngettext(
-                "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
-                "Within a day, {count} messages of {handler} got different content under their biz-ids, which was not run.",
-                number,
-            )
-            conflicting = Link(page=_MESSAGES, permission=_VIEW, query={"handler": name, "duplicates": "conflicting"})
-            yield Attention(text=format_html(words, count=f"{number:,}", handler=identifier(name)), link=conflicting)
-        received = counts[State.RECEIVED].oldest
-        if received is not None and now - received > inbox_options().STUCK_AFTER:
-            words = gettext("A message was received %(duration)s ago and has not been run.")
-            yield Attention(text=words % {"duration": duration(now - received)}, link=_of_state(State.RECEIVED))
-        yield from health_warnings(alias)
-
-    dead, tones = counts[State.DEAD], InboxMessageAdmin.tones
-    is_any_open = any(counts[state].oldest for state in _OPEN)
+    oldest = min((found for state in _OPEN if (found := counts[state].oldest)), default=None)
+    paused = PausedHandler.objects.using(alias).count()
     return Reading(
-        states=[
-            StateCount(label=state.label, tone=tones[state], count=counts[state], link=_of_state(state)) for state in State
-        ],
+        counts=counts,
         facts=[
-            Fact(name=_("Oldest open message"), value=duration(now - oldest) if is_any_open else _("none is open")),
-            Fact(name=_("Consumers running"), value=str(len(alive)), link=_CONSUMERS),
-            Fact(name=_("Size of the tables"), value=bytes_text(size), link=health_link()),
+            Fact(name=_("Oldest open message"), value=_("none is open") if oldest is None else duration(now - oldest)),
+            Fact(name=_("Consumers running"), value=str(len(alive)), link=listed(Process, app="inbox")),
+            Fact(name=_("Paused handlers"), value=str(paused), link=listed(PausedHandler)),
         ],
-        attention=list(attention()),
+        attention=list(_attention(alias, counts, alive, now)),
     )
 
 
+def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], now: datetime) -> Iterator[Attention]:
+    if names := unattended(alias):
+        words = ngettext(
+            "No consumer is running for the handler {}. {}", "No consumer is running for the handlers {}. {}", len(names)
+        )
+        yield Attention(condition="no_consumer", objects=names, text=format_html(words, named(names), what_to_start()))
+    yield from waiting(alive, _("Consumer {} waits for {}."), _("Consumers {} wait for {}."))
+    received = counts[State.RECEIVED].oldest
+    if received is not None and now - received > inbox_options().STUCK_AFTER:
+        words = gettext("A message was received %(duration)s ago and has not been run.")
+        yield Attention(condition="lag", objects=None, text=words % {"duration": duration(now - received)})
+    if dead := counts[State.DEAD].number:
+        words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead)
+        text = words % {"count": count_text(counts[State.DEAD])}
+        yield Attention(condition="dead", text=text, more=failing_dead("inbox", groups, alias))
+    for name, number in newly_conflicting(alias, _DAY).items():
+        words = ngettext(
+            "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
+            "Within a day, {count} messages of {handler} got different content under their biz-ids, which was not run.",
+            number,
+        )
+        text = format_html(words, count=f"{number:,}", handler=identifier(name))
+        yield Attention(condition="conflicts", objects=[name], text=text)
+    for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
+        words = gettext("Handler {} has been paused for {} by {}.")
+        text = format_html(words, identifier(paused.handler), duration(now - paused.paused_at), paused.paused_by)
+        yield Attention(condition="handler_paused", objects=[paused.handler], text=text)
+
+
+def _oldest(alias: str) -> list[OldestRow]:
+    options = inbox_options()
+    return [
+        OldestRow(name=_("Settled messages"), at=figures.oldest_settled(alias), kept=options.RETENTION),
+        OldestRow(name=_("Trail"), at=figures.oldest_entry(alias), kept=options.TRAIL_RETENTION),
+    ]
+
+
 register(
-    Half(
+    Section(
         app="inbox",
         title=_("Inbox"),
-        measured=Measured(
-            minutes=Minutes("inbox"),
-            numbers=[
-                (_("handled"), ["handled"]),
-                (_("failed attempts"), ["failed"]),
-                (_("deferred by RetryLater"), ["deferred"]),
-                (_("dead"), ["dead"]),
-                (_("duplicates suppressed"), ["redeliveries", "resends", "replays", "repeats"]),
-                (_("of these: redelivered by the broker"), ["redeliveries"]),
-                (_("of these: resent by a relay"), ["resends"]),
-                (_("of these: replayed by an operator"), ["replays"]),
-                (_("of these: published again"), ["repeats"]),
-            ],
-            plotted=[0, 1, 4],
-            latencies={"to_inbox": _("Due → received"), "to_effect": _("Received → effect committed")},
-            lag=("to_effect", _("Received → effect, seconds")),
-            failures=["failed"],
-            failing=_("Failing handlers, last hour"),
-            link_of=_of_handler,
-            topic_of=_topic_of,
-        ),
+        model=InboxMessage,
+        tones=InboxMessageAdmin.tones,
+        conditions={
+            "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
+            "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
+            "lag": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="overdue")),
+            "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
+            "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),
+            "handler_paused": Condition(link=lambda name: listed(PausedHandler), is_urgent=False),
+        },
         read=_read,
+        oldest=_oldest,
+        minutes=Minutes("inbox"),
+        numbers=[
+            (_("handled"), ["handled"]),
+            (_("failed attempts"), ["failed"]),
+            (_("deferred by RetryLater"), ["deferred"]),
+            (_("dead"), ["dead"]),
+            (_("duplicates suppressed"), ["redeliveries", "resends", "replays", "repeats"]),
+            (_("of these: redelivered by the broker"), ["redeliveries"]),
+            (_("of these: resent by a relay"), ["resends"]),
+            (_("of these: replayed by an operator"), ["replays"]),
+            (_("of these: published again"), ["repeats"]),
+        ],
+        plotted=[0, 1, 4],
+        latencies={"to_inbox": _("Due → received"), "to_effect": _("Received → effect committed")},
+        lag=("to_effect", _("Received → effect, seconds")),
+        failures=["failed"],
+        failing=_("Failing handlers, last hour"),
+        topic_of=_topic_of,
     )
 )

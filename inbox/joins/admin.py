@@ -19,7 +19,20 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
-from exactly_once.display import NOTHING, Tone, age, badge, flow_link, folded, headline, identifier, moment, stacked, visible
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    badge,
+    flow_link,
+    folded,
+    headline,
+    identifier,
+    labelled,
+    moment,
+    stacked,
+    visible,
+)
 from exactly_once.operators.actions import Action, ActionForm, reason_field
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.redaction import Redaction
@@ -215,15 +228,15 @@ class RunAdmin(ActingAdmin):
     @admin.display(description=_("waits for"))
     def waits_for(self, row: Any) -> SafeString:
         topics = missing(row)
-        return stacked(*map(identifier, topics)) if topics else format_html("{}", NOTHING)
+        return labelled(_("waits for"), stacked(*map(identifier, topics)) if topics else format_html("{}", NOTHING))
 
     @admin.display(description=_("since"))
     def since(self, row: Any) -> SafeString:
-        return age(row.opened_at, row.database_now)
+        return labelled(_("since"), age(row.opened_at, row.database_now))
 
     @admin.display(description=_("deadline"))
     def deadline(self, row: Any) -> SafeString:
-        return moment(row.deadline_at, row.database_now)
+        return labelled(_("deadline"), moment(row.deadline_at, row.database_now))
 
     @admin.display(description=_("last error, or reason"))
     def error(self, row: Any) -> SafeString:

@@ -58,6 +58,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name': 'paused handler',
+                'verbose_name_plural': 'paused handlers',
                 'permissions': (('pause_pausedhandler', 'Can pause a handler'), ('resume_pausedhandler', 'Can resume a handler')),
                 'default_permissions': ('view',),
             },
@@ -72,34 +73,6 @@ class Migration(migrations.Migration):
             options={
                 'default_permissions': (),
             },
-        ),
-        migrations.CreateModel(
-            name='DatabaseHealth',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'database health',
-                'verbose_name_plural': 'database health',
-                'proxy': True,
-                'default_permissions': ('view',),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=('exactly_once.minute',),
-        ),
-        migrations.CreateModel(
-            name='Overview',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'overview',
-                'verbose_name_plural': ' Overview',
-                'proxy': True,
-                'default_permissions': ('view',),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=('exactly_once.minute',),
         ),
         migrations.CreateModel(
             name='InboxMessage',

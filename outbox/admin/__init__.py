@@ -1,18 +1,15 @@
 """The outbox in Django's admin: messages, failures and their reasons, and the operator's actions."""
 
+from outbox.admin import overview as overview
 from outbox.admin import topics as topics
 from outbox.admin.callbacks import PendingCallbackAdmin
-from outbox.admin.health import OutboxHealthAdmin
 from outbox.admin.messages import OutboxMessageAdmin
-from outbox.admin.overview import OutboxOverviewAdmin
 from outbox.admin.paused import PausedTopicAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
 __all__ = [
-    "OutboxHealthAdmin",
     "OutboxMessageAdmin",
-    "OutboxOverviewAdmin",
     "PausedTopicAdmin",
     "PendingCallbackAdmin",
     "PreparedMessageAdmin",

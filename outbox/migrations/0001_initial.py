@@ -39,34 +39,6 @@ class Migration(migrations.Migration):
                 'default_permissions': ('view',),
             },
         ),
-        migrations.CreateModel(
-            name='DatabaseHealth',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'database health',
-                'verbose_name_plural': 'database health',
-                'proxy': True,
-                'default_permissions': ('view',),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=('exactly_once.minute',),
-        ),
-        migrations.CreateModel(
-            name='Overview',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'overview',
-                'verbose_name_plural': ' Overview',
-                'proxy': True,
-                'default_permissions': ('view',),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=('exactly_once.minute',),
-        ),
         CreateMessages(
             name='OutboxMessage',
             fields=[

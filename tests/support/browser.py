@@ -1,7 +1,7 @@
 """A real browser for tests of the admin: headless Chromium, driven by Playwright, on a live server with the test's database.
 
     def test_something(operator):
-        page = operator.visit("admin:outbox_overview_changelist")
+        page = operator.visit("admin:exactly_once_overview_changelist")
         page.get_by_text("Outbox").click()
 
 Import the fixtures into the `conftest.py` of a directory. At the end of a test the fixture requires that no page has logged an

@@ -73,7 +73,7 @@ def pictures() -> Iterator[Picture]:
     def charts(page: Any) -> None:
         page.locator(".overview-charts canvas").nth(3).wait_for()
 
-    overview = of("outbox_overview_changelist")
+    overview = of("exactly_once_overview_changelist")
     yield Picture(name="overview", page=overview, height=1180, prepare=charts)
     yield Picture(name="overview-dark", page=overview, height=1180, dark=True, prepare=charts)
     yield Picture(name="overview-phone", page=overview, width=NARROW, height=1000, prepare=charts)

@@ -468,9 +468,9 @@ def _decisions() -> None:
         written_at=now - 8 * MINUTE,
     )
     alerts = [
-        ("outbox", "topic paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
-        ("inbox", "dead letters", CHARGE, "6 messages of the handler payments.request_payment are dead letters."),
-        ("inbox", "no consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
+        ("outbox", "topic_paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
+        ("inbox", "dead", "", "New dead letters within 15 min: 6. Retry, correct or skip them."),
+        ("inbox", "no_consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
     ]
     for number, (app, condition, on, summary) in enumerate(alerts):
         cleared = number == 2

@@ -60,7 +60,7 @@ class Operator:
         page.get_by_label("Username").fill("admin")
         page.get_by_label("Password").fill("secret")
         page.get_by_role("button", name="Log in").click()
-        page.locator(".app-inbox").get_by_role("link", name="Overview").first.click()
+        page.locator(".app-exactly_once").get_by_role("link", name="Overview").first.click()
         page.get_by_role("link", name="1 message is a dead letter.").click()
         page.locator("#result_list .field-summary a").click()
         page.get_by_text("orders.reserve_stock").first.wait_for()

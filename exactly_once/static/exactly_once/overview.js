@@ -1,4 +1,4 @@
-// Refreshes the figures of the overview and draws its charts. The same file in both apps, because each can be installed alone.
+// Refreshes the figures of the overview and draws its charts.
 "use strict";
 document.addEventListener("DOMContentLoaded", function () {
     const FIGURES_MS = 5000, CHARTS_MS = 60000, HEIGHT = 180;
@@ -6,7 +6,7 @@ document.addEventListener("DOMContentLoaded", function () {
     if (!root) return;
     const stale = document.getElementById("overview-stale");
     const buttons = [...root.querySelectorAll("[data-range]")];
-    let range = "hour", data = {}, charts = {}, plots = [], chartsAt = -Infinity, isLoading = false;
+    let range = "hour", data = {}, charts = [], plots = [], chartsAt = -Infinity, isLoading = false;
 
     function color(name) {
         return getComputedStyle(root).getPropertyValue(name).trim();
@@ -65,20 +65,17 @@ document.addEventListener("DOMContentLoaded", function () {
     function drawAll() {
         plots.forEach((one) => one.plot.destroy());
         plots = [];
-        for (const place of root.querySelectorAll("[data-charts]")) {
-            place.replaceChildren();
-            const shown = charts[place.dataset.charts] || [];
-            // All figures are placed before the first is drawn, because each takes part of the width.
-            const figures = shown.map((chart) => frame(place, chart));
-            shown.forEach((chart, index) => draw(figures[index], chart));
-        }
+        const place = root.querySelector("[data-charts]");
+        place.replaceChildren();
+        // All figures are placed before the first is drawn, because each takes part of the width.
+        const figures = charts.map((chart) => frame(place, chart));
+        charts.forEach((chart, index) => draw(figures[index], chart));
     }
 
     function fill() {
-        for (const place of root.querySelectorAll("[data-figures]")) {
+        for (const place of root.querySelectorAll("[data-part]")) {
             // A link that has the focus must not vanish under the keyboard.
-            const half = data[place.dataset.figures];
-            if (half && !place.contains(document.activeElement)) place.innerHTML = half.figures;
+            if (!place.contains(document.activeElement)) place.innerHTML = data[place.dataset.part];
         }
     }
 
@@ -94,7 +91,7 @@ document.addEventListener("DOMContentLoaded", function () {
             fill();
             if (withCharts && wanted === range) {
                 chartsAt = performance.now();
-                charts = Object.fromEntries(Object.entries(data).map(([half, found]) => [half, found.charts]));
+                charts = data.charts;
                 drawAll();
             }
         } catch (error) {

@@ -192,4 +192,4 @@ def test_latency_by_topic_and_raised_alerts_in_german_have_no_english_text(admin
     Alert.objects.create(app="outbox", condition="lag", summary="-", state="raised", **times)
     Minute.objects.create(app="outbox", minute=DatabaseTime(), process="-", subject="t", times={"to_broker": {"3": 1}})
     for page in ("changelist", "latency"):
-        assert leftovers(admin_client.get(reverse(f"admin:outbox_overview_{page}")).content.decode()) == []
+        assert leftovers(admin_client.get(reverse(f"admin:exactly_once_overview_{page}")).content.decode()) == []

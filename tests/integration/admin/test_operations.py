@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.db import DatabaseError
 from django.urls import reverse
 
-from exactly_once.models import Operation, OperationPart
+from exactly_once.models import AuditEntry, Operation, OperationPart
 from exactly_once.operators import operations as executing
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
@@ -259,6 +259,54 @@ class TestCanary:
         assert states() == ["dead"] * 20
         page = Page(staff_client(VIEW).get(reverse(OPERATION, args=[operation.pk])))
         assert "It stopped by itself" in page.text
+        failing = InboxMessage.objects.order_by("pk").first()
+        assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
+        assert not page.all("form", action=self.url(operation))
+
+    @staticmethod
+    def url(operation):
+        return reverse("admin:exactly_once_operation_continue", args=[operation.pk])
+
+    def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, handles):
+        fails = [True]
+
+        def refuse_first(message):
+            if fails:
+                raise ValueError("broken")
+            the_effect(message)
+
+        handler = handles(refuse_first)
+        for _ in range(20):
+            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+        executor = inbox_operations.executor()
+
+        def has_ended():
+            executor.drain(StopRequest())
+            drain(options(MAX_ATTEMPTS=1))
+            operation.refresh_from_db()
+            return not operation.is_open
+
+        wait_until(has_ended)
+        assert (operation.state, operation.done) == ("stopped", 1)
+        fails.clear()
+        other = staff_client(VIEW, RETRY)
+        assert Page(other.get(reverse(OPERATION, args=[operation.pk]))).all("form", action=self.url(operation))
+        assert staff_client(VIEW, SKIP).post(self.url(operation)).status_code == 403
+        other.post(self.url(operation))
+        other.post(self.url(operation))
+        executor.drain(StopRequest())
+        operation.refresh_from_db()
+        assert (operation.state, operation.done) == ("running", 2)
+
+        wait_until(has_ended)
+        assert (operation.state, operation.done, operation.succeeded, operation.failed_again) == ("finished", 20, 19, 1)
+        assert states() == ["dead"] + ["done"] * 19
+        assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == [
+            "retry",
+            "resume_operation",
+        ]
+        assert not OperationPart.objects.exists()
 
     def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, handles):
         fails = [True]
@@ -407,7 +455,8 @@ class TestRetention:
             return Operation.objects.create(app=request.param, action="retry", **given)
 
         kept = {ended(timedelta(days=89)).pk, ended(None, state="planned").pk}
-        ended(timedelta(days=91))
+        # With the rows that were left, which are deleted with it and not counted.
+        OperationPart.objects.create(operation=ended(timedelta(days=91), state="stopped"), rows=[1])
         return request.param, kept
 
     def test_purge_deletes_operations_some_time_after_their_end(self, kept):

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from django.contrib.auth.models import Permission, User
+from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
@@ -21,15 +21,16 @@ from tests.support.heartbeats import a_consumer, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
-OUTBOX, INBOX = "admin:outbox_overview_changelist", "admin:inbox_overview_changelist"
+OVERVIEW = "admin:exactly_once_overview_changelist"
+FIGURES, LATENCY = "admin:exactly_once_overview_figures", "admin:exactly_once_overview_latency"
 VIEW = "view_overview"
 
 
 class OverviewPage(Page):
-    """With the text of each cell of each row of a table."""
+    """With the text of each cell of each row of a table, and the lines of what needs attention."""
 
     def __init__(self, response):
-        self.rows, self._is_in_cell = [], False
+        self.rows, self.lines, self._is_in_cell, self._is_in_line = [], [], False, False
         super().__init__(response)
 
     def handle_starttag(self, tag, attributes):
@@ -39,18 +40,25 @@ class OverviewPage(Page):
         elif tag in {"th", "td"} and self.rows:
             self.rows[-1].append("")
             self._is_in_cell = True
+        elif tag == "li" and dict(attributes).get("class") in {"overview-urgent", "overview-known"}:
+            self.lines.append([dict(attributes)["class"].removeprefix("overview-"), ""])
+            self._is_in_line = True
 
     def handle_endtag(self, tag):
         if tag in {"th", "td"}:
             self._is_in_cell = False
+        elif tag == "li":
+            self._is_in_line = False
 
     def handle_data(self, data):
         super().handle_data(data)
+        if self._is_in_line:
+            self.lines[-1][1] += data
         if self._is_in_cell:
             self.rows[-1][-1] = f"{self.rows[-1][-1]}{data}".strip()
 
 
-def the_page(url=OUTBOX):
+def the_page(url=OVERVIEW):
     user = User.objects.create_superuser(f"operator{User.objects.count()}")
     client = Client()
     client.force_login(user)
@@ -67,13 +75,13 @@ def statistics(app, subject="", *, ago=timedelta(), **given):
     return Minute.objects.create(app=app, minute=minute, process="host:1", subject=subject, counts=given, times=times)
 
 
-def test_overview_is_the_first_page_of_each_app_in_the_admin():
+def test_overview_is_the_first_page_of_the_console_in_the_admin():
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
 
     apps = {app["app_label"]: app["models"] for app in client.get(reverse("admin:index")).context["app_list"]}
 
-    assert [apps[label][0]["object_name"] for label in ("outbox", "inbox")] == ["Overview", "Overview"]
+    assert apps["exactly_once"][0]["object_name"] == "Overview"
 
 
 def test_counts_of_each_state_link_to_the_list_of_that_state():
@@ -104,16 +112,105 @@ def test_raised_alerts_are_named_with_a_link_to_each_and_counted():
     assert reverse("admin:exactly_once_alert_change", args=[alerts[0].pk]) in links(page)
     assert "late by 1 min" in page.text
     assert "2 more alerts are raised." in page.text
-    assert ["Raised alerts", "7"] in page.rows
+    assert ["Raised alerts", "8"] in page.rows
     assert reverse("admin:exactly_once_alert_changelist") in links(page)
     assert not page.all("script", src=None)
 
 
 def test_alerts_are_not_shown_to_users_who_may_not_view_them():
     raised(1)
-    page = Page(staff_client(VIEW).get(reverse(OUTBOX)))
+    page = Page(staff_client(VIEW).get(reverse(OVERVIEW)))
     assert "topic-1" not in page.text
     assert "Raised alerts" not in page.text
+
+
+def attention(page):
+    """The lines of what needs attention: the degree and the text of each."""
+    return [(degree, " ".join(text.split())) for degree, text in page.lines]
+
+
+def test_what_needs_attention_in_both_halves_stands_before_all_figures_with_the_urgent_lines_first(handles):
+    a_relay()
+    handles(the_effect, name="shop.reserve")
+    PausedTopic.objects.create(topic="shop.slow", paused_by="ada", paused_at=utcnow())
+    PausedTopic.objects.create(topic="shop.refused", paused_at=utcnow())
+    PausedHandler.objects.create(handler="shop.charge", paused_by="ada", paused_at=utcnow())
+    a_message(State.DEAD)
+
+    page = the_page()
+
+    lines = attention(page)
+    assert [degree for degree, _text in lines] == ["urgent"] * 3 + ["known"] * 2
+    assert [" ".join(text.split()[:4]) for _degree, text in lines] == [
+        "Outbox: 1 message is",
+        "Outbox: Topic shop.refused has",
+        "Inbox: No consumer is",
+        "Outbox: Topic shop.slow has",
+        "Inbox: Handler shop.charge has",
+    ]
+    assert page.text.index("1 message is dead.") < page.text.index("Published")
+
+
+def test_dead_messages_are_said_once_with_their_alert_and_their_largest_failure_groups():
+    failure = {"error_class": "nacked", "failing_since": utcnow()}
+    for topic, number in (("shop.placed", 3), ("shop.paid", 1)):
+        for _ in range(number):
+            a_message(State.DEAD, topic=topic, **failure)
+    alert = raised(1, condition="dead", object="", summary="New dead messages: 4")
+
+    page = the_page()
+
+    assert "New dead messages" not in page.text
+    [line] = [text for _degree, text in attention(page) if "dead" in text]
+    assert line.startswith("Outbox: 4 messages are dead. 3: nacked shop.placed 1: nacked shop.paid alert raised")
+    group = f"{reverse('admin:exactly_once_failurenote_group')}?app=outbox&class=nacked&place=shop.placed"
+    assert {group, reverse("admin:exactly_once_alert_change", args=[alert.pk])} <= set(links(page))
+
+
+def test_alert_that_an_operator_has_acknowledged_is_not_urgent():
+    raised(1, acknowledged_by="ada", acknowledged_at=DatabaseTime())
+    raised(2)
+
+    degrees = {text.split(": ")[1]: degree for degree, text in attention(the_page())}
+
+    assert (degrees["lag topic-1"], degrees["lag topic-2"]) == ("known", "urgent")
+
+
+@pytest.mark.parametrize(
+    ("app", "condition", "name", "page"),
+    [
+        ("outbox", "no_relay", "", "exactly_once_process_changelist?app=outbox"),
+        ("outbox", "lag", "", "outbox_outboxmessage_changelist?stuck=overdue"),
+        ("outbox", "dead", "", "outbox_outboxmessage_changelist?state=dead"),
+        ("outbox", "stuck_prepared", "", "outbox_outboxmessage_changelist?state=stuck"),
+        ("outbox", "topic_paused", "shop.slow", "outbox_pausedtopic_changelist"),
+        ("inbox", "no_consumer", "shop.reserve", "exactly_once_process_changelist?app=inbox"),
+        ("inbox", "lag", "shop.reserve", "inbox_inboxmessage_changelist?handler=shop.reserve&stuck=overdue"),
+        ("inbox", "dead", "", "inbox_inboxmessage_changelist?state=dead"),
+        ("inbox", "conflicts", "shop.reserve", "inbox_inboxmessage_changelist?handler=shop.reserve&duplicates=conflicting"),
+        ("inbox", "handler_paused", "shop.reserve", "inbox_pausedhandler_changelist"),
+    ],
+)
+def test_page_of_an_alert_links_to_what_it_names(app, condition, name, page):
+    alert = raised(1, app, condition=condition, object=name)
+    name, _, query = page.partition("?")
+    target = reverse(f"admin:{name}") + (f"?{query}" if query else "")
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    url = reverse("admin:exactly_once_alert_change", args=[alert.pk])
+
+    assert Page(client.get(url)).all("a", href=target)
+    assert client.get(target).status_code == 200
+    assert not Page(staff_client("view_alert").get(url)).all("a", href=target)
+
+
+def test_processes_that_wait_for_the_same_are_one_line():
+    for host in ("relay-1", "relay-2"):
+        a_relay(host=host, waits_for="the broker: connection refused")
+
+    [line] = [text for _degree, text in attention(the_page()) if "wait" in text]
+
+    assert "relay-1:4711, relay-2:4711 wait for the broker: connection refused." in line
 
 
 def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
@@ -135,29 +232,24 @@ def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
 
 
 def test_both_halves_are_on_one_page_for_users_who_may_view_both():
-    page = the_page(INBOX)
+    page = the_page()
 
     assert [section["aria-labelledby"] for section in page.all("section")] == ["overview-outbox", "overview-inbox"]
 
 
-def test_half_that_the_user_may_not_view_is_not_shown():
-    client = staff_client()
-    assert client.get(reverse(OUTBOX)).status_code == 403
-    assert client.get(reverse("admin:outbox_overview_figures")).status_code == 403
+def test_overview_needs_its_own_permission():
+    client = staff_client("view_outboxmessage", "view_inboxmessage")
 
-    user = User.objects.get()
-    user.user_permissions.set(Permission.objects.filter(codename=VIEW, content_type__app_label="inbox"))
-
-    page = Page(client.get(reverse(INBOX)))
-    assert [section["aria-labelledby"] for section in page.all("section")] == ["overview-inbox"]
-    assert client.get(reverse(OUTBOX)).status_code == 403
+    for url in (OVERVIEW, FIGURES, LATENCY):
+        assert client.get(reverse(url)).status_code == 403
+        assert staff_client(VIEW).get(reverse(url)).status_code == 200
 
 
 def test_user_without_permission_for_a_page_gets_no_link_to_it():
     a_message(State.DEAD)
     client = staff_client(VIEW)
 
-    page = Page(client.get(reverse(OUTBOX)))
+    page = Page(client.get(reverse(OVERVIEW)))
 
     assert "1 message is dead." in page.text
     assert not [link for link in links(page) if "outboxmessage" in link]
@@ -196,7 +288,7 @@ def test_stages_of_each_topic_are_shown_with_their_percentiles(handles):
 
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
-    page = OverviewPage(client.get(reverse("admin:outbox_overview_latency")))
+    page = OverviewPage(client.get(reverse(LATENCY)))
 
     received, committed = "Due → received", "Received → effect committed"
     assert [row for row in page.rows if len(row) == 7][1:] == [
@@ -208,12 +300,11 @@ def test_stages_of_each_topic_are_shown_with_their_percentiles(handles):
         ["unknown", committed, "removed.handler", "2", "0.5 ms", "0.5 ms", "0.5 ms"],
         ["others", "Due → confirmed by the broker", "", "3", "0.5 ms", "0.5 ms", "0.5 ms"],
     ]
-    assert reverse("admin:outbox_overview_latency") in links(the_page())
+    assert reverse(LATENCY) in links(the_page())
 
 
-def test_latency_by_topic_needs_the_permission_of_the_overview():
-    assert staff_client("view_outboxmessage").get(reverse("admin:outbox_overview_latency")).status_code == 403
-    page = Page(staff_client(VIEW).get(reverse("admin:inbox_overview_latency")))
+def test_latency_by_topic_without_statistics_says_what_will_stand_there():
+    page = Page(staff_client(VIEW).get(reverse(LATENCY)))
     assert "No process has written statistics of a topic in the last hour." in page.text
 
 
@@ -290,17 +381,18 @@ def test_figures_view_returns_charts_only_if_asked():
     statistics("outbox", ago=timedelta(minutes=2), published=60, to_broker={"0": 60})
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
-    url = reverse("admin:outbox_overview_figures")
+    url = reverse(FIGURES)
 
-    assert "charts" not in client.get(url).json()["outbox"]
-    hour = client.get(url, {"charts": "hour"}).json()["outbox"]["charts"]
-    day = client.get(url, {"charts": "day"}).json()["outbox"]["charts"]
+    assert "charts" not in client.get(url).json()
+    hour = client.get(url, {"charts": "hour"}).json()["charts"]
+    day = client.get(url, {"charts": "day"}).json()["charts"]
 
+    assert [chart["title"] for chart in hour][::2] == ["Outbox: messages per minute", "Inbox: messages per minute"]
     assert len(hour[0]["times"]) == 60
     assert sum(hour[0]["series"][0]["values"]) == 60
     assert [value for value in hour[1]["series"][0]["values"] if value is not None] == [0.0005]
     assert len(day[0]["times"]) == 144
-    assert client.get(url, {"charts": "hour"}).json()["inbox"]["charts"][0]["times"] == []
+    assert hour[2]["times"] == []
 
 
 def test_the_script_of_the_charts_comes_with_its_licence():

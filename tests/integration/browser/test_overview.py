@@ -9,7 +9,7 @@ from tests.support.relaying import published
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-OVERVIEW = "admin:outbox_overview_changelist"
+OVERVIEW = "admin:exactly_once_overview_changelist"
 CHARTS = 4
 
 
@@ -32,7 +32,7 @@ def test_overview_draws_charts_and_refreshes_its_figures(operator, running):
     page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
 
     published(topic="nobody.listens", payload={})
-    page.locator(".overview-figures", has_text="Failing topics").get_by_text("Retrying").first.wait_for()
+    page.locator("[data-part=figures]", has_text="Failing topics").get_by_text("Retrying").first.wait_for()
     page.locator(".overview-states a[href*='outbox'][href*='state=retrying']", has_text="1").wait_for()
 
 
@@ -40,7 +40,7 @@ def test_count_of_a_state_leads_to_the_messages_of_that_state(operator, running)
     settled(running)
 
     page = operator.visit(OVERVIEW)
-    page.locator("[data-figures=outbox] a[href*='state=published']").click()
+    page.locator("[data-app=outbox] a[href*='state=published']").click()
 
     page.wait_for_url("**/outboxmessage/?state=published")
     assert page.locator("#result_list tbody tr").count() >= 4

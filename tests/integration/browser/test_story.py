@@ -11,7 +11,7 @@ from tests.support.workers import OF_THE_WORKERS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-OVERVIEW = "admin:outbox_overview_changelist"
+OVERVIEW = "admin:exactly_once_overview_changelist"
 
 
 def test_operator_finds_a_failed_message_in_two_clicks_corrects_it_and_sees_its_effect(operator, running, handles):

@@ -108,8 +108,8 @@ for opts in pages:
     package = opts.app_label.removeprefix("message_")
     assert f'href="/static/exactly_once/admin.css"' in text, opts
 assert finders.find("exactly_once/admin.css")
-assert len(pages) > 15
-visited("/admin/message_outbox/overview/figures/?charts=hour")
+assert len(pages) > 12
+visited("/admin/exactly_once/overview/figures/?charts=hour")
 
 row = OutboxMessage.objects.get(biz_id="later")
 page = visited(f"/admin/message_outbox/outboxmessage/{row.pk}/change/")

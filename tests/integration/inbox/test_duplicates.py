@@ -384,7 +384,7 @@ class TestRunAsItsOwnMessage:
             deliver(handler, an_envelope({"booking": 7, "night": night}))
 
         def needs_attention():
-            overview = operator.get(reverse("admin:inbox_overview_changelist")).content.decode()
+            overview = operator.get(reverse("admin:exactly_once_overview_changelist")).content.decode()
             return "got different content under its biz-id" in overview, bool(
                 CONDITIONS.evaluate("default", AlertOptions()).get(("conflicts", handler.name))
             )

@@ -160,8 +160,8 @@ class TestPeople:
         damaged("settled_at = '-infinity', state = 'cancelled', day = 1")
 
         client = staff_client(VIEW, "view_overview")
-        models = ("outboxmessage", "scheduledmessage", "preparedmessage", "overview")
-        for page in [LIST.replace("outboxmessage", model) for model in models]:
+        models = ("outbox_outboxmessage", "outbox_scheduledmessage", "outbox_preparedmessage", "exactly_once_overview")
+        for page in [LIST.replace("outbox_outboxmessage", model) for model in models]:
             assert client.get(reverse(page)).status_code == 200
         for position in OutboxMessage.objects.values_list("pk", flat=True):
             assert client.get(reverse(DETAIL, args=[position])).status_code == 200
