@@ -41,7 +41,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "django", "exactly_once_status", "--watch"],
             cwd=ROOT,
-            env={**environment, "TERM": "xterm"},
+            env={name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"},
             stdin=self._theirs,
             stdout=self._theirs,
             stderr=self._theirs,
