@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
@@ -19,14 +20,16 @@ from inbox.purging import purge_settled
 class Housekeeper(Housekeeping):
     """Deletes settled messages of one database that are older than `RETENTION`, and old entries.
 
-    One process of each service does so, because it keeps the messages of the others.
+    One process of each service does so, because it keeps the messages of the others. Services may have the same GROUP, such as
+    the default "config". So the lease's name is a digest of the handlers, too, and fits its column.
     """
 
     app = "inbox"
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
-        self._lease = TableLease(alias, f"inbox: housekeeping of {inbox_options().group}")
+        service = [inbox_options().group, *sorted(handler.name for handler in registry.all())]
+        self._lease = TableLease(alias, f"inbox: housekeeping {sha256(repr(service).encode()).hexdigest()[:32]}")
 
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()

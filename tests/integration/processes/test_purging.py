@@ -10,9 +10,11 @@ from django.core.management import call_command
 from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import NAME_LENGTH
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.store.heartbeats import consumers
 from inbox.store.operating import skip
 from tests.support.deliveries import deliver, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
@@ -93,6 +95,35 @@ def test_messages_of_a_handler_that_only_another_service_runs_are_left_to_its_ow
     call_command("exactly_once_purge", app="inbox")
     assert states() == {State.SKIPPED, State.RETRYING}
 
-    let_consumers_fall_silent(timedelta(hours=1))
+    let_consumers_fall_silent(timedelta(days=1))
     call_command("exactly_once_purge", app="inbox")
+    assert states() == {State.RETRYING}
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_messages_of_another_service_stay_while_it_restarts(old, end):
+    """Its deduplication window may be longer than that of this service."""
+    registry.remove("tests.skipped")
+    process = a_consumer(handlers=["tests.skipped"])
+    if end == "stopped":
+        consumers.mark_stopped("default", process.id)
+    else:
+        let_consumers_fall_silent(timedelta(hours=1))
+
+    call_command("exactly_once_purge", app="inbox")
+
+    assert states() == {State.SKIPPED, State.RETRYING}
+
+
+@pytest.mark.parametrize("group", ["config", "c" * NAME_LENGTH], ids=["of both services", "long"])
+def test_housekeeping_of_another_service_with_any_group_leaves_no_messages_that_nobody_deletes(old, settings, group):
+    settings.INBOX = {"GROUP": group}
+    ours = registry.get("tests.skipped")
+    registry.remove(ours.name)
+    a_consumer(handlers=[ours.name])
+    assert Housekeeper("default").take_lease()
+    registry.add(ours)
+
+    Housekeeper("default").drain(StopRequest())
+
     assert states() == {State.RETRYING}
