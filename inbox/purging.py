@@ -7,16 +7,16 @@ handlers, those of Celery tasks and webhook endpoints, and those of handlers tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from inbox.handlers.registry import may_exist
 from inbox.store import operating
 from inbox.store.heartbeats import lately_running_handlers
 
 
-def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
+def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000, since: datetime | None = None) -> Iterator[int]:
     """See `operating.purge_settled`."""
-    return operating.purge_settled(alias, older_than, chunk=chunk, kept=_of_others(alias))
+    return operating.purge_settled(alias, older_than, chunk=chunk, kept=_of_others(alias), since=since)
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:

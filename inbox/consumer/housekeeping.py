@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from hashlib import sha256
+from math import inf
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.operators.leases import TableLease
+from exactly_once.operators.minutes import database_time
+from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import TrailEntry
 from inbox.operations import operations
 from inbox.purging import purge_settled
+
+_READ_ALL_SECONDS = 3600.0
 
 
 class Housekeeper(Housekeeping):
@@ -31,9 +37,18 @@ class Housekeeper(Housekeeping):
         service = [inbox_options().group, *sorted(handler.name for handler in registry.all())]
         self._lease = TableLease(alias, f"inbox: housekeeping {sha256(repr(service).encode()).hexdigest()[:32]}")
 
+        self._purged_until: datetime | None = None
+        self._read_all_at = -inf
+
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
-        self._delete(purge_settled(self._alias, options.RETENTION, chunk=CHUNK), stop)
+        # Those that stay, as another service's, may be many, so they are read once an hour and not in each round.
+        since = None if (now := monotonic()) >= self._read_all_at else self._purged_until
+        until = database_time(self._alias) - options.RETENTION
+        if self._delete(purge_settled(self._alias, options.RETENTION, chunk=CHUNK, since=since), stop):
+            self._purged_until = until
+            if since is None:
+                self._read_all_at = now + _READ_ALL_SECONDS
         self._delete_entries(TrailEntry, operations, options, stop)
 
 

@@ -8,9 +8,11 @@ import pytest
 from django.core.management import call_command
 
 from exactly_once.models import AuditEntry
+from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import NAME_LENGTH
+from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, TrailEntry
@@ -127,3 +129,22 @@ def test_housekeeping_of_another_service_with_any_group_leaves_no_messages_that_
     Housekeeper("default").drain(StopRequest())
 
     assert states() == {State.RETRYING}
+
+
+def test_messages_that_are_left_to_another_service_are_not_read_again_in_each_round(handles, old, monkeypatch):
+    """Its deduplication window may be a year, with all messages of that year behind those to be deleted."""
+    registry.remove("tests.skipped")
+    a_consumer(handlers=["tests.skipped"])
+    handler = handles(the_effect, name="tests.done")
+    keeper = Housekeeper("default")
+    keeper.drain(StopRequest())
+    InboxMessage.objects.filter(handler="tests.skipped").update(handler="tests.retrying")
+    deliver(handler)
+    InboxMessage.objects.filter(state=State.DONE).update(settled_at=DatabaseTime(-inbox_options().RETENTION))
+
+    keeper.drain(StopRequest())
+    assert states() == {State.SKIPPED, State.RETRYING}, "only what has passed its retention since"
+
+    monkeypatch.setattr("inbox.consumer.housekeeping.monotonic", lambda: monotonic() + 3600)
+    keeper.drain(StopRequest())
+    assert states() == {State.RETRYING}, "all of them once an hour"
