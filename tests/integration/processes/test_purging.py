@@ -118,7 +118,7 @@ def test_messages_of_another_service_stay_while_it_restarts(old, end):
 
 
 @pytest.mark.parametrize("group", ["config", "c" * NAME_LENGTH], ids=["of both services", "long"])
-def test_housekeeping_of_another_service_with_any_group_leaves_no_messages_that_nobody_deletes(old, settings, group):
+def test_housekeeping_of_another_service_with_any_group_does_not_replace_that_of_this_one(old, settings, group):
     settings.INBOX = {"GROUP": group}
     ours = registry.get("tests.skipped")
     registry.remove(ours.name)
