@@ -150,8 +150,13 @@ class OperationAdmin(ActingAdmin):
         if not self.may_cancel(request, operation):
             raise PermissionDenied
         user: Any = request.user
+        given = {"by": user.get_username()}
+        if decision == "resume":
+            # It is this user's now. A client of the HTTP API, or a command, needed something else.
+            of = operated[operation.app]
+            given["permission"] = of.actions[operation.action].codename(of.model)
         with transaction.atomic(using=self.using):
-            is_done = getattr(OperationTable(operation.app), decision)(self.using, pk, by=user.get_username())
+            is_done = getattr(OperationTable(operation.app), decision)(self.using, pk, **given)
             if is_done:
                 self.log_change(request, operation, str(done))
                 subject = Subject(kind="operation", id=str(pk), name=str(operation))

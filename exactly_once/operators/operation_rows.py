@@ -202,8 +202,12 @@ class OperationTable:
         """Ask for the end of an operation. The present batch ends first. False: it has ended."""
         return bool(self.rows(alias).filter(pk=pk, state__in=OPEN).update(cancelled_by=by[:NAME_LENGTH]))
 
-    def resume(self, alias: str, pk: int, *, by: str) -> bool:
-        """stopped → planned, by this user, with the rows that are left; a canary begins with one. False: none is left."""
+    def resume(self, alias: str, pk: int, *, by: str, permission: str) -> bool:
+        """stopped → planned, by this user, with the rows that are left; a canary begins with one. False: none is left.
+
+        Args:
+            permission: what the user needs until it has ended. Another may have planned it.
+        """
         left = Exists(self._parts(alias).filter(operation_id=OuterRef("pk")))
         return bool(
             self.rows(alias)
@@ -211,6 +215,7 @@ class OperationTable:
             .update(
                 state=OperationState.PLANNED,
                 requested_by=by[:NAME_LENGTH],
+                permission=permission,
                 planned_at=DatabaseTime(),
                 ended_at=None,
                 stopped_because="",

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, IntegrityError, connections, transaction
-from django.db.models import F
+from django.db.models import F, Q
 
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.now import DatabaseTime, now, now_after
@@ -239,8 +239,10 @@ def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
     """Store the error of an attempt that outlasted its claim, unless a later attempt has failed or an operator has decided."""
     # A claim increments both; an operator's decision only the fence.
     only_claimed = F("attempts") + (claimed.fence - claimed.attempts)
-    row = InboxMessage.objects.using(alias).filter(pk=claimed.pk, fence=only_claimed, failed_at=claimed.failed_at)
-    row.filter(state__in=DUE).update(**as_written(failure))
+    # Not equal, because SQLite's own instants have fewer digits than those that Django gives it.
+    not_since = Q(failed_at=None) if claimed.failed_at is None else Q(failed_at__lte=claimed.failed_at)
+    row = InboxMessage.objects.using(alias).filter(not_since, pk=claimed.pk, fence=only_claimed, state__in=DUE)
+    row.update(**as_written(failure))
 
 
 def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:

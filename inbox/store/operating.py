@@ -217,18 +217,23 @@ def oldest_waiting(alias: str) -> datetime | None:
     return min(filter(None, (due["since"], behind["since"])), default=None)
 
 
-def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000, kept: Collection[str] = ()) -> Iterator[int]:
+def purge_settled(
+    alias: str, older_than: timedelta, *, chunk: int = 1000, kept: Collection[str] = (), since: datetime | None = None
+) -> Iterator[int]:
     """Delete settled rows older than `older_than`, in small transactions; yields the number deleted by each.
 
     Args:
         kept: handlers whose rows stay.
+        since: rows that were settled before are not read; None reads all.
 
     Open and dead messages stay until they are settled. A row also stays for `older_than` after its latest duplicate with other
     content: it may have the only copy of that content, or be what makes further copies of it duplicates.
     """
-    old = _settled_before(alias, older_than, kept)
-    while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
-        yield _delete(alias, ids, older_than)
+    old = _settled_before(alias, older_than, kept).order_by("settled_at").values_list("pk", "settled_at")
+    while found := list((old if since is None else old.filter(settled_at__gte=since))[:chunk]):
+        yield _delete(alias, [pk for pk, _ in found], older_than)
+        # There may be many rows that stay, and each chunk would read them again. SQLite's instants have milliseconds.
+        since = found[-1][1] - timedelta(milliseconds=1)
 
 
 def _delete(alias: str, ids: Sequence[int], older_than: timedelta) -> int:

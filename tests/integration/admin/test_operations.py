@@ -10,10 +10,12 @@ from functools import partial
 import pytest
 from django.core.management import call_command
 from django.db import DatabaseError
+from django.test import override_settings
 from django.urls import reverse
 
 from exactly_once.models import AuditEntry, Operation, OperationPart
 from exactly_once.operators import operations as executing
+from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
@@ -24,11 +26,13 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
+from outbox.operations import CLIENT, MANAGE, TOPIC, operations
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.replaying import executor as outbox_executor
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
+from tests.support.http_api import TOKENS
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
@@ -384,6 +388,28 @@ class TestOutbox:
         operation = self.executed(staff_client("view_outboxmessage", "restore_outboxmessage"), "restore", "?state=dead")
         assert (operation.done, operation.refused) == (0, 1)
         assert operation.reasons == {"it is overdue, and overdue messages were not selected": 1}
+
+    def test_operation_of_an_http_client_is_continued_with_the_permission_of_the_user(self):
+        message, user = a_message(OutboxState.DEAD), staff_client("view_outboxmessage", "restore_outboxmessage")
+        plan = Plan(
+            action="restore",
+            selection=f"{TOPIC}{message.topic}",
+            sources=["dead"],
+            requested_by=f"{CLIENT}removed",
+            permission=MANAGE,
+            given={"overdue": True},
+        )
+        operation = operations.plan("default", plan, [message.pk])
+        with override_settings(OUTBOX={"HTTP": {"TOKENS": {"partner": TOKENS["partner"]}}}):
+            outbox_executor("default").drain(StopRequest())
+            operation.refresh_from_db()
+            assert operation.state == "stopped"
+
+            user.post(reverse("admin:exactly_once_operation_continue", args=[operation.pk]))
+            outbox_executor("default").drain(StopRequest())
+
+        operation.refresh_from_db()
+        assert (operation.state, operation.done, operation.stopped_because) == ("finished", 1, "")
 
     def test_all_unpublished_messages_are_cancelled(self):
         for state in (OutboxState.READY, OutboxState.RETRYING, OutboxState.DEAD, OutboxState.PUBLISHED):

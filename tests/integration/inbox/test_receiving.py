@@ -568,6 +568,18 @@ class TestCarefulPath:
 
         assert the_row().last_error == shown
 
+    def test_error_of_an_expired_claim_of_a_message_that_has_failed_before_is_shown(self, handles):
+        handler = handles(fails)
+        deliver(handler)
+        make_due()
+        slow = claims.claim_due(handler.using, [handler.name], timedelta())
+        make_due()
+        claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+
+        outcomes.fail_stored(handler, slow, rows.Failure(error="the second", retry_after=timedelta(), attempts=2))
+
+        assert the_row().last_error == "the second"
+
 
 class TestConcurrentDuplicate:
     """A copy arrives while the handler of the first is still running. (PostgreSQL only: SQLite has one writer.)"""

@@ -8,11 +8,15 @@ import pytest
 from django.core.management import call_command
 
 from exactly_once.models import AuditEntry
+from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import NAME_LENGTH
+from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.store.heartbeats import consumers
 from inbox.store.operating import skip
 from tests.support.deliveries import deliver, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
@@ -93,6 +97,54 @@ def test_messages_of_a_handler_that_only_another_service_runs_are_left_to_its_ow
     call_command("exactly_once_purge", app="inbox")
     assert states() == {State.SKIPPED, State.RETRYING}
 
-    let_consumers_fall_silent(timedelta(hours=1))
+    let_consumers_fall_silent(timedelta(days=1))
     call_command("exactly_once_purge", app="inbox")
     assert states() == {State.RETRYING}
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_messages_of_another_service_stay_while_it_restarts(old, end):
+    """Its deduplication window may be longer than that of this service."""
+    registry.remove("tests.skipped")
+    process = a_consumer(handlers=["tests.skipped"])
+    if end == "stopped":
+        consumers.mark_stopped("default", process.id)
+    else:
+        let_consumers_fall_silent(timedelta(hours=1))
+
+    call_command("exactly_once_purge", app="inbox")
+
+    assert states() == {State.SKIPPED, State.RETRYING}
+
+
+@pytest.mark.parametrize("group", ["config", "c" * NAME_LENGTH], ids=["of both services", "long"])
+def test_housekeeping_of_another_service_with_any_group_does_not_replace_that_of_this_one(old, settings, group):
+    settings.INBOX = {"GROUP": group}
+    ours = registry.get("tests.skipped")
+    registry.remove(ours.name)
+    a_consumer(handlers=[ours.name])
+    assert Housekeeper("default").take_lease()
+    registry.add(ours)
+
+    Housekeeper("default").drain(StopRequest())
+
+    assert states() == {State.RETRYING}
+
+
+def test_messages_that_are_left_to_another_service_are_not_read_again_in_each_round(handles, old, monkeypatch):
+    """Its deduplication window may be a year, with all messages of that year behind those to be deleted."""
+    registry.remove("tests.skipped")
+    a_consumer(handlers=["tests.skipped"])
+    handler = handles(the_effect, name="tests.done")
+    keeper = Housekeeper("default")
+    keeper.drain(StopRequest())
+    InboxMessage.objects.filter(handler="tests.skipped").update(handler="tests.retrying")
+    deliver(handler)
+    InboxMessage.objects.filter(state=State.DONE).update(settled_at=DatabaseTime(-inbox_options().RETENTION))
+
+    keeper.drain(StopRequest())
+    assert states() == {State.SKIPPED, State.RETRYING}, "only what has passed its retention since"
+
+    monkeypatch.setattr("inbox.consumer.housekeeping.monotonic", lambda: monotonic() + 3600)
+    keeper.drain(StopRequest())
+    assert states() == {State.RETRYING}, "all of them once an hour"
