@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -33,7 +34,8 @@ FETCHED_FOR: dict[str, list[Callable[[], object]]] = {
     "skewed_by": [binaries.faketime],
 }
 
-_CRASH = Path(__file__).parent / "crash"
+_TESTS = Path(__file__).parent
+_CRASH = _TESTS / "crash"
 _STARTS_PROCESSES = {"test_documented_examples.py", "test_effect_once.py", "test_unmigrated_databases.py"}
 
 postgres = pytest.StashKey[PostgresServer]()
@@ -66,6 +68,23 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
             early_config.stash[postgres] = server = PostgresServer(fsync="off")
             os.environ.setdefault("DATABASE_URL", server.url)
     return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import all test modules, beginning with a part of this worker's own.
+
+    In a new checkout they have to be compiled, and all workers begin at the same time: with the same module first, each would
+    compile all of them, which takes three times as long as the import.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if not count or [Path(name).resolve() for name in session.config.args] != [_TESTS]:
+        return
+    modules = sorted(path.relative_to(_TESTS.parent) for path in _TESTS.rglob("test_*.py"))
+    first = len(modules) * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) // count
+    for path in modules[first:] + modules[:first]:
+        with contextlib.suppress(Exception):  # the collection reports it
+            importlib.import_module(".".join(path.with_suffix("").parts))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
