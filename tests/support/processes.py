@@ -158,7 +158,9 @@ class _Template:
                 self._process = Forked(arguments, environment=environment, output=STDERR, stdin=theirs.fileno())
             else:
                 command = [sys.executable, *arguments]
-                self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs.fileno(), start_new_session=True)
+                self._process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdin=theirs.fileno(), start_new_session=True
+                )
         atexit.register(self.close)
 
     @property
