@@ -41,7 +41,7 @@ class _ValueFilter(admin.SimpleListFilter):
         return [(value, visible(value)) for value in values]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(**{str(self.parameter_name): self.value()}) if self.value() else queryset
+        return queryset.filter(**{str(self.parameter_name): fit(str(self.value()))}) if self.value() else queryset
 
 
 class ActorFilter(_ValueFilter):
