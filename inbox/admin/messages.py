@@ -310,7 +310,7 @@ class InboxMessageAdmin(MessageAdmin):
             return note(gettext("Its handler is paused. It is run when the handler is resumed."))
         if _is_deferred(row):
             return note(gettext("Its handler has deferred it, for the reason below. It is run again when it is due."))
-        return note(_WHY[row.state])
+        return note(_WHY.get(row.state, ""))
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()

@@ -248,7 +248,7 @@ class OutboxMessageAdmin(MessageAdmin):
                 "count": counted(held)
             }
             return format_html("{}{}", self.badge_of(row), note(words))
-        return format_html("{}{}", self.badge_of(row), note(_WHY[row.state]))
+        return format_html("{}{}", self.badge_of(row), note(_WHY.get(row.state, "")))
 
     def _behind(self, row: Any) -> SafeString:
         stopping = (*IN_TROUBLE, State.PAUSED)

@@ -16,6 +16,7 @@ from django.utils.module_loading import import_string
 
 from exactly_once.models import AuditEntry
 from exactly_once.operators.dead_letters import Refused
+from exactly_once.operators.dead_letters import read as read_dead_letter
 from inbox.dead_letters import letters, store_dead
 from inbox.editing import editable
 from inbox.errors import NotCallable, NotEditable
@@ -472,7 +473,7 @@ class TestDecisions:
 
     def test_exported_row_of_a_run_is_not_imported(self, dead):
         (line,) = letters.lines(InboxMessage.objects.filter(pk=dead.row_id))
-        values = letters.read(line)
+        _letters, values = read_dead_letter(line.encode(), [letters])
         InboxMessage.objects.filter(pk=dead.row_id).delete()
         with pytest.raises(Refused, match="the row of a join's run"):
             store_dead("default", values, "imported")

@@ -834,7 +834,7 @@ class TestRowsRead:
                 f"INSERT INTO {dialect.TABLE} (handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
                 "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
                 "SELECT %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
-                "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() END, "
+                "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() + (n - 1000) * interval '1 ms' END, "
                 "'application/json', '{}', '', '{}', '', '', '', '', now() "
                 "FROM generate_series(0, 99999) n",
                 [row.handler, row.topic],

@@ -380,7 +380,8 @@ def test_message_promoted_when_due_can_still_be_cancelled():
 @every_database
 @pytest.mark.timeout(600)  # of CANCELS=10000
 def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
-    count = int(os.environ.get("CANCELS", "1000"))
+    # SQLite's waiting writers do not queue: six of them take minutes for a thousand on a machine with other work.
+    count = int(os.environ.get("CANCELS", "1000" if connection.vendor == "postgresql" else "200"))
     with transaction.atomic():
         at = timezone.now() + timedelta(seconds=2)
         messages = publish_many(Draft(TOPIC, {}, deliver_at=at) for _ in range(count))
@@ -388,7 +389,7 @@ def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
     answers = {}
 
     def cancel_it(message):
-        # SQLite's waiting writers do not queue: with six of them, one may wait in vain for as long as its timeout.
+        # For the same reason, one of them may wait in vain for as long as its timeout.
         while True:
             try:
                 return cancel(message.id)

@@ -82,9 +82,9 @@ def test_failure_has_the_text_that_the_page_shows(project):
         "import pytest\n"
         "from orders.services import place_order\n"
         "@pytest.mark.django_db\n"
-        "def test_other_order(assert_published):\n"
+        "def test_other_order(outbox_assert_published):\n"
         "    place_order('1001', 'pen')\n"
-        "    assert_published('shop.order.placed', payload__order='1002')\n"
+        "    outbox_assert_published('shop.order.placed', payload__order='1002')\n"
     )
 
     done = run(project, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "orders/tests/test_placing.py")
