@@ -179,7 +179,7 @@ class View:
         )
 
     def _stopped(self, section: Section) -> Iterator[Line]:
-        """The operations that have stopped by themselves lately. Each stays so until somebody continues it, or for good."""
+        """The operations that have stopped by themselves lately. Each stays so until an operator continues it."""
         stopped = Operation.objects.using(self._alias).filter(app=section.app, state=OperationState.STOPPED)
         rows = stopped.filter(ended_at__gte=DatabaseTime(-DAY)).order_by("-ended_at")
         if number := rows.count():

@@ -32,7 +32,7 @@ class KnownNames(forms.TextInput):
 
 
 def pause_badge(row: Any) -> SafeString:
-    """What operators have paused is no failure."""
+    """What operators have paused is not a failure."""
     if getattr(row, "is_resuming", False):
         return badge(gettext("Resuming"), Tone.LATER)
     return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)

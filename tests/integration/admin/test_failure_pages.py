@@ -259,7 +259,7 @@ class TestFailureGroups:
         assert "shop." in Page(response).text
 
 
-def test_names_in_a_url_that_no_column_takes_are_no_error():
+def test_names_in_a_url_that_no_column_takes_find_nothing():
     client, hostile = staff_client(VIEW, NOTE, "view_auditentry"), "\0" + "W" * 5_000
     group = reverse(GROUP, query={"app": "inbox", "class": hostile, "place": hostile})
     listed = reverse(LIST, query={"failure": f"{hostile}|{hostile}"})
