@@ -116,6 +116,7 @@ class EditForm(ActionForm):
     """
 
     payload = forms.CharField(
+        label=_("Payload"),
         strip=False,
         widget=forms.Textarea(
             attrs={"class": "message-edit", "rows": 24, "spellcheck": "false", "autocapitalize": "off", "autofocus": True}

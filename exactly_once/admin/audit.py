@@ -41,7 +41,7 @@ class _ValueFilter(admin.SimpleListFilter):
         return [(value, visible(value)) for value in values]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(**{str(self.parameter_name): self.value()}) if self.value() else queryset
+        return queryset.filter(**{str(self.parameter_name): fit(str(self.value()))}) if self.value() else queryset
 
 
 class ActorFilter(_ValueFilter):
@@ -159,8 +159,8 @@ class AuditAdmin(ActingAdmin):
 
     @admin.display(description=_("object"))
     def object_in_full(self, row: Any) -> SafeString:
-        is_message = row.kind == "message"
-        return stacked(identifier(row.name), flow_link(row, row.object_id) if is_message else identifier(row.object_id))
+        object_id = flow_link(row, row.object_id) if row.kind == "message" else identifier(row.object_id)
+        return stacked(identifier(row.name), object_id) if row.object_id else identifier(row.name)
 
     @admin.display(description=_("parameters"))
     def given(self, row: Any) -> SafeString:

@@ -29,6 +29,7 @@ from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.labels import package_of
+from exactly_once.wire.text import NAME_LENGTH
 
 _GROUPS = "exactly_once/failure_groups.html"
 _GROUP = "exactly_once/failure_group.html"
@@ -41,6 +42,11 @@ _LATEST = 20
 def encoded(error_class: str, place: str) -> str:
     """A group as one value of a URL."""
     return f"{error_class}{_SEPARATOR}{place}"
+
+
+def _column(text: str) -> str:
+    """A part of a URL as the columns of class and place take it."""
+    return text.replace("\0", "")[:NAME_LENGTH]
 
 
 class NoteForm(forms.Form):
@@ -71,6 +77,7 @@ class FailureFilter(admin.SimpleListFilter):
         if not value:
             return queryset
         error_class, _separator, place = value.partition(_SEPARATOR)
+        error_class, place = _column(error_class), _column(place)
         return queryset.filter(operated[package_of(queryset.model)].groups.condition(error_class, place))
 
 
@@ -124,7 +131,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             raise Http404
         if not failing.is_visible(request.user):
             raise PermissionDenied
-        error_class, place = request.GET.get("class", ""), request.GET.get("place", "")
+        error_class, place = (_column(request.GET.get(name, "")) for name in ("class", "place"))
         if request.method == "POST":
             answer = self._act(request, failing, error_class, place)
             if answer is not None:

@@ -43,7 +43,6 @@ class FlowAdmin(PageAdmin):
             "is_cut": chain.is_cut,
             "most": MOST_ROWS,
             "unavailable": ", ".join(chain.unavailable),
-            "hidden": len(apps) < len(apps_asked()),
         }
 
     def _message(self, message: ChainedMessage, cause: ChainedMessage | None, name: str, address: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DatabaseHealthAdmin(PageAdmin):
             "sees_all_sessions": health.sees_all_sessions(self.using),
             "oldest": [
                 (f"{section.title}: {row.name}", oldest_text(row, now))
-                for section in sections()
+                for section in sections(request)
                 for row in section.oldest(self.using)
             ],
         }

@@ -37,11 +37,12 @@ from exactly_once.admin.sections import (
     view_permission,
 )
 from exactly_once.display import age, badge, headline, identifier
-from exactly_once.models import Alert, DatabaseHealth, Overview
+from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
 from exactly_once.operators.alert_table import raised as raised_alerts
 from exactly_once.operators.minutes import MINUTE, OTHER, Step
 from exactly_once.plurals import ngettext
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry.statistics import Counted, percentile
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -49,6 +50,7 @@ _DAY_STEP = timedelta(minutes=10)
 _RANGES = {"hour": HOUR, "day": DAY}
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_FAILING = _MOST_ALERTS = 5
+_MOST_STOPPED = 3
 _MOST_ALERTS_READ = 500
 _UNKNOWN = Condition(link=lambda name: listed(Alert))
 """Of an alert whose condition no app registers."""
@@ -56,7 +58,7 @@ _UNKNOWN = Condition(link=lambda name: listed(Alert))
 
 @admin.register(Overview)
 class OverviewAdmin(PageAdmin):
-    """Shows the sections of the installed apps."""
+    """Shows the sections of the apps whose messages the user may view."""
 
     template = "exactly_once/overview.html"
 
@@ -80,7 +82,11 @@ class OverviewAdmin(PageAdmin):
     def latency_view(self, request: HttpRequest) -> HttpResponse:
         """The stages of the messages of each topic."""
         self.require_permission(request)
-        content = {"title": _("Latency by topic"), "stages": list(stages(self.using)), "overview_url": self._url("changelist")}
+        content = {
+            "title": _("Latency by topic"),
+            "stages": list(stages(sections(request), self.using)),
+            "overview_url": self._url("changelist"),
+        }
         return self.respond(request, "exactly_once/latency.html", content)
 
     def figures_view(self, request: HttpRequest) -> HttpResponse:
@@ -88,7 +94,7 @@ class OverviewAdmin(PageAdmin):
         self.require_permission(request)
         found: dict[str, Any] = self._parts(request)
         if duration := _RANGES.get(request.GET.get("charts", "")):
-            found["charts"] = [chart for section in sections() for chart in charts(section, self.using, duration)]
+            found["charts"] = [chart for section in sections(request) for chart in charts(section, self.using, duration)]
         response = JsonResponse(found)
         response["Cache-Control"] = "no-store"
         return response
@@ -117,11 +123,11 @@ class Line:
 
 
 class View:
-    """The figures of all sections, read once, with links that the user may follow."""
+    """The figures of the sections whose messages the user may view, read once, with links that the user may follow."""
 
     def __init__(self, model_admin: OverviewAdmin, request: HttpRequest) -> None:
         self._site, self._request, self._alias = model_admin.admin_site, request, model_admin.using
-        self._read: list[tuple[Section, Reading]] = [(section, section.read(self._alias)) for section in sections()]
+        self._read = [(section, section.read(self._alias)) for section in sections(request)]
         self._sees_alerts = request.user.has_perm(view_permission(Alert))
 
     def _url(self, link: Link | None) -> str:
@@ -133,6 +139,7 @@ class View:
         """What needs attention, the urgent lines first."""
         alerts = list(raised_alerts(self._alias)[:_MOST_ALERTS_READ]) if self._sees_alerts else []
         found = [line for section, reading in self._read for line in self._of_section(section, reading, alerts)]
+        found += [line for section, _reading in self._read for line in self._stopped(section)]
         found += [
             Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
             for text in horizon_warnings(database_health.pins(self._alias))
@@ -170,6 +177,30 @@ class View:
             is_urgent=condition.is_urgent if each.is_urgent is None else each.is_urgent,
             more=more,
         )
+
+    def _stopped(self, section: Section) -> Iterator[Line]:
+        """The operations that have stopped by themselves lately. Each stays so until an operator continues it."""
+        stopped = Operation.objects.using(self._alias).filter(app=section.app, state=OperationState.STOPPED)
+        rows = stopped.filter(ended_at__gte=DatabaseTime(-DAY)).order_by("-ended_at")
+        if number := rows.count():
+            words = ngettext(
+                "Within a day, %(count)s operation has stopped by itself.",
+                "Within a day, %(count)s operations have stopped by themselves.",
+                number,
+            )
+            may_view, page = view_permission(section.model), "exactly_once_operation"
+            query = {"state": OperationState.STOPPED, "app": section.app}
+            shown = [
+                (headline(row.stopped_because), Link(page=f"{page}_change", permission=may_view, arguments=[row.pk]))
+                for row in rows[:_MOST_STOPPED]
+            ]
+            yield Line(
+                app=section.title,
+                text=words,
+                url=self._url(Link(page=f"{page}_changelist", permission=may_view, query=query)),
+                is_urgent=True,
+                more=[(text, self._url(link)) for text, link in shown],
+            )
 
     def _told(self, alert: Any) -> tuple[Text, str]:
         """Since when an alert is raised, and who has acknowledged it, with its page."""
@@ -266,10 +297,10 @@ def _rate(step: Step, names: Sequence[str], length: timedelta) -> float:
     return round(sum(step.counted.counts[name] for name in names) / (length / MINUTE), 2)
 
 
-def stages(alias: str) -> Iterator[dict[str, Any]]:
+def stages(shown: Sequence[Section], alias: str) -> Iterator[dict[str, Any]]:
     """The stages of the messages of each topic in the last hour: those of the outbox, then those of its handlers."""
     found: list[tuple[Any, dict[str, Any]]] = []
-    for position, section in enumerate(sections()):
+    for position, section in enumerate(shown):
         for subject, counted in section.minutes.by_subject(alias, HOUR).items():
             is_handler = section.topic_of is not None and subject != OTHER
             topic = section.topic_of(subject) if section.topic_of and is_handler else subject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.core.exceptions import PermissionDenied
 from django.forms import Media
@@ -13,6 +14,7 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.text import capfirst
 
 from exactly_once.admin.acting import ReadOnlyAdmin
+from exactly_once.admin.by_app import APPS
 from exactly_once.sql.labels import label_of
 
 
@@ -40,9 +42,14 @@ class PageAdmin(ReadOnlyAdmin):
 
     def respond(self, request: HttpRequest, template: str, content: dict[str, Any]) -> HttpResponse:
         request.current_app = self.admin_site.name
-        title = capfirst(self.opts.verbose_name_plural)
-        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts, "media": self.media, **content}
-        return TemplateResponse(request, template, context)
+        context = {
+            **self.admin_site.each_context(request),
+            "title": capfirst(self.opts.verbose_name_plural),
+            "opts": self.opts,
+            "media": self.media,
+            "hidden": not all(may_see_messages(request, app) for app in APPS if apps.is_installed(app)),
+        }
+        return TemplateResponse(request, template, {**context, **content})
 
 
 def may_see_messages(request: HttpRequest, app: str) -> bool:

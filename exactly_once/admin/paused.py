@@ -11,10 +11,11 @@ from django.db import transaction
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin, by
-from exactly_once.display import age, as_text, headline, moment, visible
+from exactly_once.display import Tone, age, as_text, badge, headline, moment, visible
 from exactly_once.operators.actions import permission
 
 
@@ -28,6 +29,13 @@ class KnownNames(forms.TextInput):
     def render(self, *args: Any, **options: Any) -> SafeString:
         known = format_html_join("", '<option value="{}"></option>', ((name,) for name in self._names))
         return format_html('{}<datalist id="known-names">{}</datalist>', super().render(*args, **options), known)
+
+
+def pause_badge(row: Any) -> SafeString:
+    """What operators have paused is not a failure."""
+    if getattr(row, "is_resuming", False):
+        return badge(gettext("Resuming"), Tone.LATER)
+    return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
 
 
 class PausedAdmin(ActingAdmin):
@@ -80,6 +88,9 @@ class PausedAdmin(ActingAdmin):
 
     def audited_id(self, row: Any) -> str:
         return str(getattr(row, self.named_by))
+
+    def badge_of(self, row: Any) -> SafeString:
+        return pause_badge(row)
 
     @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:

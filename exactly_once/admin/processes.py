@@ -52,7 +52,7 @@ class ProcessAdmin(ActingAdmin):
     kind = "process"
     noun = _("process")
     nouns = _("processes")
-    nothing = _("No process is known.")
+    nothing = _("No process has run yet. Each relay and each consumer stands here as soon as it runs.")
     hint = format_lazy(
         _(
             "A process writes its row every few seconds. One that has not for {silent} is shown as silent: it was killed, is "

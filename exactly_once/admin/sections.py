@@ -82,7 +82,7 @@ def failing_dead(app: str, groups: FailureGroups, alias: str) -> list[tuple[Text
     """The failure groups of an app with the most dead messages, with their numbers, for `Attention.more`."""
     return [
         (
-            format_html("{}: {} {}", f"{number:,}", identifier(error_class), identifier(place)),
+            format_html("{}: {} {}", f"{number:,}", identifier(error_class), identifier(place) if place else ""),
             Link(
                 page="exactly_once_failurenote_group",
                 permission=view_permission(groups.model),
@@ -225,9 +225,10 @@ def register(section: Section) -> None:
     _sections[section.app] = section
 
 
-def sections() -> list[Section]:
-    """The registered sections, the outbox first."""
-    return [_sections[app] for app in sorted(_sections, reverse=True)]
+def sections(request: HttpRequest) -> list[Section]:
+    """The registered sections whose messages the user may view, the outbox first."""
+    found = (_sections[app] for app in sorted(_sections, reverse=True))
+    return [section for section in found if request.user.has_perm(view_permission(section.model))]
 
 
 def link_of_alert(app: str, condition: str, name: str) -> Link | None:

@@ -12,12 +12,12 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.http import urlencode
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from exactly_once.admin.pages import PageAdmin, may_see_messages
+from exactly_once.admin.paused import pause_badge
 from exactly_once.admin.sections import Text, seconds_text
-from exactly_once.display import NOTHING, Tone, age, badge, headline, identifier
+from exactly_once.display import NOTHING, age, headline, identifier
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.operators.minutes import OTHER, Minutes, database_time
 from exactly_once.sql.counts import Count
@@ -134,7 +134,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
             "queue": f"{depths[row.name]:,}" if row.name in depths else NOTHING,
             "paused": paused and {
                 "row": paused.pk,
-                "badge": _pause_badge(paused),
+                "badge": pause_badge(paused),
                 "is_resuming": getattr(paused, "is_resuming", False),
                 "by": identifier(paused.paused_by or _("circuit breaker")),
                 "since": age(paused.paused_at, now),
@@ -160,12 +160,6 @@ class _Row:
         """Those that fail or are paused come first, then those with the largest backlog."""
         failing = self.counts["dead"].number + self.counts["retrying"].number
         return not (failing or self.paused), -failing, -self.backlog.number, self.name
-
-
-def _pause_badge(row: Any) -> SafeString:
-    if getattr(row, "is_resuming", False):
-        return badge(_("Resuming"), Tone.LATER)
-    return badge(_("Paused"), Tone.LATER) if row.paused_by else badge(_("Refused"), Tone.FAILING)
 
 
 def _seconds(histogram: Mapping[int, int], share: float) -> str:

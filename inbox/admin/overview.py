@@ -24,7 +24,7 @@ from exactly_once.admin.sections import (
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier
+from exactly_once.display import duration, identifier, visible
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
@@ -91,7 +91,7 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         yield Attention(condition="conflicts", objects=[name], text=text)
     for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
         words = gettext("Handler {} has been paused for {} by {}.")
-        text = format_html(words, identifier(paused.handler), duration(now - paused.paused_at), paused.paused_by)
+        text = format_html(words, identifier(paused.handler), duration(now - paused.paused_at), visible(paused.paused_by))
         yield Attention(condition="handler_paused", objects=[paused.handler], text=text)
 
 

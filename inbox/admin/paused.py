@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
 from exactly_once.admin.paused import PausedAdmin
-from exactly_once.display import Tone, badge, identifier, stacked
+from exactly_once.display import identifier, labelled, stacked
 from exactly_once.operators.actions import Action, Given
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
@@ -86,9 +86,6 @@ class PausedHandlerAdmin(PausedAdmin):
     def pause(self, row: Any, by: str) -> None:
         pause_handler(row.handler, reason=row.reason, by=by, using=self.using)
 
-    def badge_of(self, row: Any) -> SafeString:
-        return badge(gettext("Paused"), Tone.STOPPED)
-
     @admin.display(description=_("handler"))
     def handler_name(self, row: Any) -> SafeString:
         return identifier(row.handler)
@@ -104,4 +101,4 @@ class PausedHandlerAdmin(PausedAdmin):
 
     @admin.display(description=_("by"))
     def by_whom(self, row: Any) -> SafeString:
-        return identifier(row.paused_by)
+        return labelled(_("by"), identifier(row.paused_by))

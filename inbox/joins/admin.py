@@ -10,15 +10,14 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.db.models import Prefetch, QuerySet
-from django.forms import Media
 from django.http import HttpRequest
-from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
+from exactly_once.admin.acting import ActingAdmin
+from exactly_once.admin.pages import message_url
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -34,9 +33,7 @@ from exactly_once.display import (
     visible,
 )
 from exactly_once.operators.actions import Action, ActionForm, reason_field
-from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.redaction import Redaction
-from exactly_once.sql.labels import label_of
 from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.joins.models import Part, Run
@@ -44,8 +41,6 @@ from inbox.models import DUE, SETTLED, State
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
 _OPEN = [state for state in State if state not in SETTLED]
-_APP = "inbox"
-"""Its style sheet and its audit log are those of the runs."""
 
 
 class StartForm(ActionForm):
@@ -54,6 +49,7 @@ class StartForm(ActionForm):
 
 class CompleteForm(StartForm):
     payloads = forms.CharField(
+        label=_("Payloads"),
         strip=False,
         widget=forms.Textarea(attrs={"class": "message-edit", "rows": 12, "spellcheck": "false", "autofocus": True}),
         help_text=_('A JSON object with the payload of each missing topic: {"stock.exported": {"run_id": "2026-01-31"}}.'),
@@ -173,11 +169,6 @@ class RunAdmin(ActingAdmin):
         "come",
     )
 
-    @property
-    def media(self) -> Media:
-        """The admin's media and the style sheet of the inbox."""
-        return super(ReadOnlyAdmin, self).media + Media(css={"all": ["exactly_once/admin.css"]})
-
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         return self.shown
 
@@ -192,9 +183,8 @@ class RunAdmin(ActingAdmin):
         term = search_term.strip()
         return (queryset.filter(run_id=term) | queryset.filter(handler=term) if term else queryset), False
 
-    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
-        subject = Subject(kind=self.kind, id=row.row.message_id, name=self.subject(row))
-        record(_APP, alias, actor_of(request), action, [subject], posted(request))
+    def audited_id(self, row: Any) -> str:
+        return str(row.row.message_id)
 
     def subject(self, row: Any) -> str:
         return visible(f"{row.run_id} ({row.handler})")
@@ -248,11 +238,8 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:
-        try:
-            url = reverse(f"{self.admin_site.name}:{label_of(_APP)}_inboxmessage_change", args=[row.row_id])
-        except NoReverseMatch:
-            return identifier(row.row.message_id)
-        return format_html('<a href="{}">{}</a>', url, identifier(row.row.message_id))
+        name, url = identifier(row.row.message_id), message_url(self.admin_site, self.package, row.row_id)
+        return format_html('<a href="{}">{}</a>', url, name) if url else name
 
     @admin.display(description=_("messages that have come"))
     def come(self, row: Any) -> SafeString:

@@ -9,14 +9,13 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Count, OuterRef, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce, Concat
-from django.forms import Media
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, ReadOnlyAdmin
+from exactly_once.admin.acting import ActingAdmin
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -26,6 +25,7 @@ from exactly_once.display import (
     folded,
     headline,
     identifier,
+    labelled,
     moment,
     stacked,
     visible,
@@ -40,8 +40,6 @@ from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.outgoing_webhooks.urls import shown
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
-_APP = "inbox"
-"""Its style sheet and its audit log are those of the endpoints."""
 
 
 class AddForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -133,7 +131,7 @@ class EndpointAdmin(ActingAdmin):
     kind = "endpoint"
     noun = _("endpoint")
     nouns = _("endpoints")
-    nothing = _("There is no endpoint.")
+    nothing = _("No endpoint has been added yet.")
     hint = _(
         "The process inbox_outgoing_webhooks sends messages to these endpoints. An endpoint that fails repeatedly is paused "
         "and tried again later; its messages wait. A disabled endpoint gets no new messages."
@@ -159,11 +157,6 @@ class EndpointAdmin(ActingAdmin):
         "why",
         "shown_secret",
     )
-
-    @property
-    def media(self) -> Media:
-        """The admin's media and the style sheet of the inbox."""
-        return super(ReadOnlyAdmin, self).media + Media(css={"all": ["exactly_once/admin.css"]})
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         if obj is None:
@@ -197,7 +190,7 @@ class EndpointAdmin(ActingAdmin):
         subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
         # Parts of a URL may be secrets.
         given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
-        record(_APP, alias, actor_of(request), action, [subject], given)
+        record(self.package, alias, actor_of(request), action, [subject], given)
 
     def subject(self, row: Any) -> str:
         return visible(row.name)
@@ -231,8 +224,8 @@ class EndpointAdmin(ActingAdmin):
         return stacked(*map(identifier, row.topics)) if row.topics else gettext("all")
 
     @admin.display(description=_("messages that wait"))
-    def waiting(self, row: Any) -> str:
-        return f"{row.messages:,}"
+    def waiting(self, row: Any) -> SafeString:
+        return labelled(_("messages that wait"), format_html("{}", f"{row.messages:,}"))
 
     @admin.display(description=_("since"))
     def since(self, row: Any) -> SafeString:

@@ -10,14 +10,14 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest
-from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+from exactly_once.admin.pages import message_url
+from exactly_once.display import Tone, age, as_text, badge, headline, identifier, labelled, moment, stacked, visible
 from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
@@ -84,14 +84,14 @@ class PendingCallbackAdmin(ActingAdmin):
     sortable_by = ()
     search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
     search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
-    list_display = ("callback_name", "summary", "due_in", "attempts", "error_headline")
+    list_display = ("callback_name", "summary", "due_in", "calls", "error_headline")
     list_filter = (TroubleFilter,)
     actions = (CALL_NOW, DISCARD)
     readonly_fields = (
         "callback_name",
         "event_badge",
         "message_link",
-        "attempts",
+        "calls",
         "due",
         "settled",
         "reason_text",
@@ -138,11 +138,12 @@ class PendingCallbackAdmin(ActingAdmin):
     @admin.display(description=_("message"))
     def message_link(self, row: Any) -> SafeString:
         name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
-        try:
-            url = reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[row.message.pk])
-        except NoReverseMatch:
-            return name
-        return format_html('<a href="{}">{}</a>', url, name)
+        url = message_url(self.admin_site, self.package, row.message.pk)
+        return format_html('<a href="{}">{}</a>', url, name) if url else name
+
+    @admin.display(description=_("attempts"))
+    def calls(self, row: Any) -> SafeString:
+        return labelled(_("attempts"), format_html("{}", f"{row.attempts:,}"))
 
     @admin.display(description=_("due"))
     def due_in(self, row: Any) -> SafeString:

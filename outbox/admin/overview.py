@@ -23,7 +23,7 @@ from exactly_once.admin.sections import (
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier
+from exactly_once.display import duration, identifier, visible
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
@@ -74,7 +74,7 @@ def _attention(
         yield Attention(condition="stuck_prepared", text=words % {"count": count_text(counts[State.STUCK])})
     for topic in figures.paused_topics(alias, _MOST_NAMED):
         words = gettext("Topic {} has been paused for {} by {}.")
-        by = topic.paused_by or gettext("the circuit breaker")
+        by = visible(topic.paused_by) or gettext("the circuit breaker")
         text = format_html(words, identifier(topic.topic), duration(now - topic.paused_at), by)
         is_urgent = not topic.paused_by
         yield Attention(condition="topic_paused", objects=[topic.topic], text=text, is_urgent=is_urgent)

@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.message_filters import MOST_OFFERED
 from exactly_once.admin.paused import PausedAdmin
-from exactly_once.display import NOTHING, Tone, age, badge, identifier
+from exactly_once.display import NOTHING, age, identifier, labelled
 from exactly_once.operators.actions import Action, Given, ReasonForm
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
@@ -91,11 +91,6 @@ class PausedTopicAdmin(PausedAdmin):
     def pause(self, row: Any, by: str) -> None:
         pause(row.topic, reason=row.reason, by=by, using=self.using)
 
-    def badge_of(self, row: Any) -> SafeString:
-        if row.is_resuming:
-            return badge(gettext("Resuming"), Tone.LATER)
-        return badge(gettext("Paused"), Tone.STOPPED) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
-
     def remark(self, action: Action, row: Any) -> SafeString | str:
         if row.is_resuming:
             return gettext("It is being resumed already.")
@@ -106,12 +101,14 @@ class PausedTopicAdmin(PausedAdmin):
         return identifier(row.topic)
 
     @admin.display(description=_("messages"))
-    def messages(self, row: Any) -> str:
-        return counted(OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED))
+    def messages(self, row: Any) -> SafeString:
+        waiting = OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED)
+        return labelled(_("messages"), format_html("{}", counted(waiting)))
 
     @admin.display(description=_("by"))
-    def by_whom(self, row: Any) -> SafeString | str:
-        return identifier(row.paused_by) if row.paused_by else "the circuit breaker"
+    def by_whom(self, row: Any) -> SafeString:
+        by = identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
+        return labelled(_("by"), by)
 
     @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:

@@ -36,7 +36,7 @@ class PreparedMessageAdmin(SelectionAdmin):
     list_display = ("state_badge", "summary", "prepared", "checks", "said")
     list_filter = (UndecidedFilter,)
     actions = (COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN)
-    nothing = _("No prepared message waits for a decision.")
+    nothing = _("No prepared message waits for a decision. Each one stands here until it is committed or rolled back.")
     hint = _(
         "A relay asks the checkers. Stuck messages come first: their checkers are not asked any more, so an operator must "
         "find out what happened."

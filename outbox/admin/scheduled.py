@@ -59,7 +59,7 @@ class ScheduledMessageAdmin(SelectionAdmin):
     list_display = ("due_in", "summary", "conditions", "delay")
     list_filter = (DueFilter,)
     actions = (PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM)
-    nothing = _("No scheduled messages.")
+    nothing = _("No message is scheduled. One that is published with a delay or for a later time stands here until it is due.")
     hint = _("The message that is due next comes first. Times are in the time zone of this site.")
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:

@@ -257,3 +257,14 @@ class TestFailureGroups:
         groups = [(group["count"], group["place"]) for group in response.context["groups"]]
         assert [count for count, _ in groups] == ["2", "1"]
         assert "shop." in Page(response).text
+
+
+def test_names_in_a_url_that_no_column_takes_find_nothing():
+    client, hostile = staff_client(VIEW, NOTE, "view_auditentry"), "\0" + "W" * 5_000
+    group = reverse(GROUP, query={"app": "inbox", "class": hostile, "place": hostile})
+    listed = reverse(LIST, query={"failure": f"{hostile}|{hostile}"})
+    logged = reverse("admin:exactly_once_auditentry_changelist", query={"actor": hostile})
+
+    assert [client.get(url).status_code for url in (group, listed, logged)] == [200, 200, 200]
+    assert client.post(group, {"action": "note", "note": "Whose is it?"}).status_code == 302
+    assert "Whose is it?" in Page(client.get(group)).text

@@ -7,10 +7,11 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
-from exactly_once.models import Alert, Minute
+from exactly_once.models import Alert, Minute, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.telemetry.statistics import bucket_of
 from inbox.models import PausedHandler
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
@@ -23,7 +24,8 @@ pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark
 
 OVERVIEW = "admin:exactly_once_overview_changelist"
 FIGURES, LATENCY = "admin:exactly_once_overview_figures", "admin:exactly_once_overview_latency"
-VIEW = "view_overview"
+HEALTH = "admin:exactly_once_databasehealth_changelist"
+VIEW, DAY = "view_overview", timedelta(days=1)
 
 
 class OverviewPage(Page):
@@ -119,7 +121,7 @@ def test_raised_alerts_are_named_with_a_link_to_each_and_counted():
 
 def test_alerts_are_not_shown_to_users_who_may_not_view_them():
     raised(1)
-    page = Page(staff_client(VIEW).get(reverse(OVERVIEW)))
+    page = Page(staff_client(VIEW, "view_outboxmessage").get(reverse(OVERVIEW)))
     assert "topic-1" not in page.text
     assert "Raised alerts" not in page.text
 
@@ -247,12 +249,53 @@ def test_overview_needs_its_own_permission():
 
 def test_user_without_permission_for_a_page_gets_no_link_to_it():
     a_message(State.DEAD)
-    client = staff_client(VIEW)
+    PausedTopic.objects.create(topic="shop.slow", paused_by="ada", paused_at=utcnow())
+    client = staff_client(VIEW, "view_outboxmessage")
 
     page = Page(client.get(reverse(OVERVIEW)))
 
     assert "1 message is dead." in page.text
-    assert not [link for link in links(page) if "outboxmessage" in link]
+    assert "Topic shop.slow has been paused" in page.text
+    assert [link for link in links(page) if "outboxmessage" in link]
+    assert not [link for link in links(page) if "pausedtopic" in link or "process" in link]
+
+
+@pytest.mark.parametrize("app", ["outbox", "inbox"])
+def test_figures_of_an_app_are_shown_only_to_users_who_may_view_its_messages(app, handles):
+    handles(the_effect, name="shop.reserve", topic="shop.t")
+    a_message(State.DEAD)
+    PausedTopic.objects.create(topic="shop.slow", paused_by="ada", paused_at=utcnow())
+    PausedHandler.objects.create(handler="shop.charge", paused_by="ada", paused_at=utcnow())
+    statistics("outbox", "shop.t", dead=1, to_broker={bucket_of(1): 1})
+    statistics("inbox", "shop.reserve", failed=1, to_effect={bucket_of(1): 1})
+    raised(1, "outbox")
+    raised(2, "inbox")
+    Operation.objects.create(app="outbox", action="x", state="stopped", planned_at=DatabaseTime(), ended_at=DatabaseTime())
+    own = {"outbox": ("Outbox", "shop.slow", "topic-1"), "inbox": ("Inbox", "shop.reserve", "shop.charge", "topic-2")}
+    client = staff_client(VIEW, f"view_{app}message", "view_alert", "view_databasehealth")
+
+    pages = [client.get(reverse(url) + "?charts=day").content.decode() for url in (OVERVIEW, LATENCY, FIGURES, HEALTH)]
+
+    for name, words in own.items():
+        for word in words:
+            assert any(word in page.replace("<wbr>", "") for page in pages) is (name == app), word
+    assert "Users with the permission to view the messages of both apps see more of it." in pages[0]
+    assert "Users with the permission" not in the_page().text
+
+
+def test_operation_that_has_stopped_by_itself_is_reported_for_a_day_with_its_reason():
+    times = {"planned_at": DatabaseTime(-2 * DAY)}
+    stopped = {"app": "inbox", "action": "retry", "state": "stopped", "stopped_because": "wave 1: ValueError", **times}
+    Operation.objects.create(**stopped, ended_at=DatabaseTime(-DAY - timedelta(minutes=1)))
+    Operation.objects.create(**{**stopped, "state": "cancelled"}, ended_at=DatabaseTime())
+    assert "has stopped by itself" not in the_page().text
+    row = Operation.objects.create(**stopped, ended_at=DatabaseTime(timedelta(minutes=1) - DAY))
+
+    page = the_page()
+
+    assert ("urgent", "Inbox: Within a day, 1 operation has stopped by itself. wave 1: ValueError") in attention(page)
+    assert reverse("admin:exactly_once_operation_change", args=[row.pk]) in links(page)
+    assert f"{reverse('admin:exactly_once_operation_changelist')}?state=stopped&app=inbox" in links(page)
 
 
 def test_figures_without_statistics_are_unknown_and_not_zero():

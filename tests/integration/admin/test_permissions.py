@@ -245,7 +245,8 @@ def forms_beside_the_actions(a_row):
         group = f"{reverse('admin:exactly_once_failurenote_group')}?app={app}&class=x&place=y"
         yield group, {"action": "note", "note": "x"}
         yield group, {"action": "cancel" if app == "outbox" else "skip", "plan_confirmed": "yes", "reason": "x"}
-    yield reverse("admin:exactly_once_operation_cancel", args=[a_row("exactly_once.Operation").pk]), {}
+    for decision in ("cancel", "continue"):
+        yield reverse(f"admin:exactly_once_operation_{decision}", args=[a_row("exactly_once.Operation").pk]), {}
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
     yield (

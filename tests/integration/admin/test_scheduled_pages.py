@@ -106,7 +106,7 @@ class TestScheduledList:
         assert "Overdue by more than 5 min: 1. Check whether a relay runs." in self.page().text
 
     def test_empty_list_says_that_no_message_is_scheduled(self):
-        assert "No scheduled messages." in self.page().text
+        assert "No message is scheduled." in self.page().text
         assert "Nothing matches." in self.page(q="order-1").text
 
     def test_list_requires_the_view_permission_and_offers_only_permitted_actions(self):

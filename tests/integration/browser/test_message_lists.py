@@ -40,6 +40,17 @@ def test_list_shows_age_and_error_completely_at_1280_and_390_pixels(operator, ap
 
 
 @pytest.mark.parametrize("app", ["inbox", "outbox"])
+def test_list_shows_the_age_of_a_message_without_an_attempt(operator, app):
+    inbox_message(InboxState.RECEIVED, attempts=0) if app == "inbox" else outbox_message(State.PUBLISHED)
+
+    page = operator.visit(f"admin:{app}_{app}message_changelist")
+
+    for size in (DESKTOP, PHONE):
+        page.set_viewport_size(size)
+        assert page.locator("#result_list .field-age time").first.is_visible()
+
+
+@pytest.mark.parametrize("app", ["inbox", "outbox"])
 def test_row_has_two_lines_at_1280_pixels_and_the_filters_are_menus_above_the_table(operator, app):
     if app == "inbox":
         inbox_message(InboxState.RETRYING, last_error=ERROR, next_ago=-timedelta(minutes=3), attempts=12)
