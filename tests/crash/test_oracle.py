@@ -9,7 +9,7 @@ import pytest
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.oracle import CHAINED, EXPIRES, Fact, punctual, rows_due, verdict
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 DUE_AT = datetime(2026, 3, 1, 12, tzinfo=UTC)
 MOMENT = timedelta(milliseconds=1)

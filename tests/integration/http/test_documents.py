@@ -79,7 +79,7 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(side, 
         [
             *(Path(sys.executable).with_name("schemathesis"), "run", f"{served}/{side}/openapi.json"),
             *("--header", f"Authorization: Bearer {AUDITOR}", "--checks", ",".join(CHECKS)),
-            *("--max-examples", "15", "--phases", "examples,coverage,fuzzing", "--seed", "1", "--generation-database", "none"),
+            *("--max-examples", "10", "--phases", "examples,coverage,fuzzing", "--seed", "1", "--generation-database", "none"),
             *("--no-color", "--request-timeout", "60"),
         ],
         cwd=tmp_path,
