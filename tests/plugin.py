@@ -66,7 +66,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
             os.environ["OTHER_DATABASE_URL"] = f"sqlite:///{place / 'other.sqlite3'}"
         case "postgres":
             # Only a power cut takes what is not synced: a killed server still finds in the files what it committed.
-            early_config.stash[postgres] = server = PostgresServer(fsync="off")
+            early_config.stash[postgres] = server = PostgresServer(fsync="off", full_page_writes="off", jit="off")
             os.environ.setdefault("DATABASE_URL", server.url)
     return (yield)
 

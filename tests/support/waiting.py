@@ -6,13 +6,17 @@ import time
 
 A_WHILE = 60.0
 """How many seconds a condition may take to come true before the test gives up on it."""
-TICK = 0.01
+TICKS = (0.01, 0.05)
+"""The shortest and the longest time between two looks at a condition: with many waiting tests on few processors, looking takes
+most of the time."""
 
 
 def wait_until(condition, within=A_WHILE):
     """The result of `condition` when it came true."""
-    deadline = time.monotonic() + within
+    began_at = time.monotonic()
+    shortest, longest = TICKS
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"waited {within} s in vain"
-        time.sleep(TICK)
+        waited = time.monotonic() - began_at
+        assert waited < within, f"waited {within} s in vain"
+        time.sleep(min(max(waited / 20, shortest), longest))
     return answer
