@@ -1,6 +1,6 @@
 """One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-The pipeline (`inbox.receiving.transactional`) runs a task as it runs a message. This policy differs in four ways:
+The pipeline (`inbox.receiving.run`) runs a task as it runs a message. This policy differs in four ways:
 
 - A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
 - An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -38,7 +38,8 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
-from inbox.receiving.transactional import Policy, run_claimed, run_fresh
+from inbox.receiving.reading import Arrival
+from inbox.receiving.run import Policy, run_claimed, run_fresh
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -111,15 +112,18 @@ class TaskPolicy(Policy):
         self._began_at = monotonic()
 
     def receive(self) -> Received:
-        arrival, redelivered = self.call.arrival, self.call.redelivered
-        if not (arrival.refused or redelivered):
-            return run_fresh(self, arrival, repeat(self.call.message))
+        arrival = self.call.arrival
+        if not (arrival.refused or arrival.row.redelivered):
+            return (run_fresh(self, [arrival]) or [Received.DEFERRED])[0]
         if received := self._run_open_row():
             return received
-        (received,) = admit(self.handler, [(arrival, redelivered)], self.options)
+        (received,) = admit(self.handler, [arrival], self.options)
         if received is Received.STORED:
             return self._run_open_row() or received
         return received
+
+    def messages_of(self, arrival: Arrival) -> Iterator[Message]:
+        return repeat(self.call.message)
 
     def encode_result(self, returned: object) -> str | None:
         self.returned = returned

@@ -26,12 +26,11 @@ from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.execute import receive
+from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, failure_of, store_failure
+from inbox.receiving.parking import park, read_counted
 from inbox.receiving.reading import Arrival, Unidentifiable, can_wait, message_of, read
-from inbox.receiving.together import receive_together
-from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
@@ -192,35 +191,23 @@ class Reception:
         return parts
 
     def _singly(self, handler: Handler) -> _Run:
-        def run(part: list[_Read]) -> list[Received]:
-            return [
-                receive(
-                    handler,
-                    one.arrival,
-                    self._options,
-                    redelivered=one.delivery.redelivered,
-                    acknowledge=partial(self._acknowledge, one),
-                )
-                for one in part
-            ]
-
-        return run
+        return lambda part: [
+            receive(handler, one.arrival, self._options, acknowledge=partial(self._acknowledge, one)) for one in part
+        ]
 
     def _together(self, handler: Handler) -> _Run:
         return lambda part: receive_together(handler, [one.arrival for one in part], self._options)
 
     def _later(self, handler: Handler) -> _Run:
         def run(part: list[_Read]) -> list[Received]:
-            stored = admit(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options)
+            stored = admit(handler, [one.arrival for one in part], self._options)
             self._ring()
             return stored
 
         return run
 
     def _shed(self, handler: Handler, reason: str) -> _Run:
-        return lambda part: admit(
-            handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options, shed=reason
-        )
+        return lambda part: admit(handler, [one.arrival for one in part], self._options, shed=reason)
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)
@@ -312,17 +299,17 @@ class Reception:
         if handler.ordered or one.arrival.refused:
             return Received.DEFERRED
         try:
-            return store_undecided(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
+            return park(handler, one.arrival, self._options)
         except Exception as error:  # noqa: BLE001 - the other deliveries have their outcome
             logger.debug("handler %s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
             return Received.DEFERRED
 
     def _failed(self, one: _Read, error: BaseException) -> Received:
         """Store the failure of a delivery outside its handler, so that operators see it and its attempts are limited."""
-        handler, again = one.delivery.handler, one.delivery.redelivered
+        handler = one.delivery.handler
         try:
             failure = failure_of(handler, error, 1, self._options)
-            return store_failure(handler, one.arrival.row, failure, self._options, redelivered=again)
+            return store_failure(handler, one.arrival.row, failure, self._options)
         except DatabaseUnavailable:
             raise
         except ConcurrentDuplicate:
@@ -394,13 +381,13 @@ class Reception:
             envelope = _opaque(delivery.message)
             refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
-            return read_counted(handler, envelope, self._options)
+            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
         try:
             return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
         except Unidentifiable:
             if can_wait(handler, envelope):
                 raise
-            return read_counted(handler, envelope, self._options)
+            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
 
 
 def _time(one: _Read, received: Received) -> None:

@@ -6,10 +6,9 @@ over the message of a dead process when its lease has ended.
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
@@ -28,9 +27,8 @@ class DatabaseLeases:
         """The options are not needed: each handler names its database."""
 
     def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
-        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
-        tries = itertools.count()
-        granted = committed(lambda: _grant(request, lasts, duplicate_timeout, is_retry=next(tries) > 0), alias)
+        began_at, alias = monotonic(), request.handler.using
+        granted = committed(partial(_grant, request, duplicate_timeout), alias)
         if granted is None:
             return _verdict(request)
         lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
@@ -66,17 +64,12 @@ class DatabaseLeases:
         return {}
 
 
-def _with_random_microseconds(lease: timedelta) -> timedelta:
-    """A duration that identifies the lease: its owner recognizes it if the answer to its request was lost."""
-    return lease + timedelta(microseconds=random.randrange(1, 100_000))
-
-
-def _grant(request: LeaseRequest, lasts: timedelta, duplicate_timeout: timedelta, *, is_retry: bool) -> leases.Granted | None:
-    handler, stored = request.handler, request.stored
+def _grant(request: LeaseRequest, duplicate_timeout: timedelta) -> leases.Granted | None:
+    alias, stored, duration = request.handler.using, request.stored, request.terms.duration
     if stored is not None:
-        return leases.lease_stored(handler.using, stored, lasts, request.exclusive_key)
-    fresh = leases.lease_fresh(handler.using, request.row, lasts, duplicate_timeout)
-    return fresh or leases.lease_over(handler.using, request.row, lasts, is_retry=is_retry)
+        return leases.lease_stored(alias, stored, duration, request.exclusive_key)
+    fresh = leases.lease_fresh(alias, request.row, duration, duplicate_timeout)
+    return fresh or leases.lease_over(alias, request.row, duration)
 
 
 def _verdict(request: LeaseRequest) -> Verdict:

@@ -37,7 +37,6 @@ from inbox.leases.stores import Consumed, Held, HistoryLost, Lease, LeaseRequest
 from inbox.models import InboxMessage, State
 from inbox.store import leases
 from inbox.store import steps as steps_table
-from inbox.store.arrivals import cause_if_the_same
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Failure, KeyBusy, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
@@ -134,7 +133,7 @@ class RedisLeases:
                     request.row.digest[:_HASH_LENGTH],
                     _short_hash(request.row.message_id),
                     request.row.handler,
-                    cause_if_the_same(request.row, redelivered=request.redelivered).value,
+                    request.row.cause.value,
                 )
             if answer[0] != "lost":
                 return answer
@@ -224,8 +223,8 @@ class RedisLeases:
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
         alias, pk = lease.request.handler.using, stored.pk
         lease.pk = pk
-        granted = (lease.fence, lease.request.terms.duration, lease.request.exclusive_key)
-        show = partial(leases.mark_running, alias, stored, *granted)
+        duration, exclusive_key = lease.request.terms.duration, lease.request.exclusive_key
+        show = partial(leases.lease_stored, alias, stored, duration, exclusive_key, fence=lease.fence)
         try:
             if stored.fence > 1:
                 lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
@@ -359,11 +358,11 @@ def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:
         return request.stored.state == State.RUNNING
     if state.since is None:
         return False
-    return request.redelivered if request.sent_at is None else request.sent_at < state.since
+    return request.row.redelivered if request.sent_at is None else request.sent_at < state.since
 
 
 def _cause(request: LeaseRequest, same: int) -> DuplicateCause:
-    return cause_if_the_same(request.row, redelivered=request.redelivered) if same else DuplicateCause.BUSINESS
+    return request.row.cause if same else DuplicateCause.BUSINESS
 
 
 def _why_history_lost(where: str) -> str:

@@ -42,14 +42,12 @@ class LeaseRequest:
     Attributes:
         row: its content; for a delivery also the row to store if it fails.
         stored: its row, if its attempt was claimed; None for a delivery.
-        redelivered: the broker reports an earlier delivery.
         sent_at: when it could first be delivered, by the producer's clock; None if unknown.
     """
 
     handler: Handler
     row: NewRow
     stored: InboxMessage | None = None
-    redelivered: bool = False
     sent_at: datetime | None = None
 
     @property
@@ -226,4 +224,12 @@ class LeaseStore(Protocol):
 
 def stored_row(stored: InboxMessage) -> NewRow:
     """The `NewRow` of a stored message."""
-    return value_of(NewRow, stored, body=bytes(stored.body), headers=headers_as_json(stored.headers), replayed=False)
+    return value_of(
+        NewRow,
+        stored,
+        body=bytes(stored.body),
+        headers=headers_as_json(stored.headers),
+        replayed=False,
+        redelivered=False,
+        copies=0,
+    )

@@ -73,7 +73,6 @@ def receive(
     arrival: Arrival,
     options: InboxOptions,
     *,
-    redelivered: bool,
     acknowledge: Callable[[], object] | None = None,
 ) -> Received:
     """Process one delivery to its outcome.
@@ -88,13 +87,13 @@ def receive(
     row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
     sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-    request = LeaseRequest(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
+    request = LeaseRequest(handler=handler, row=row, sent_at=sent_at)
     store = lease_store(options)
     verdict = store.acquire(request, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     if isinstance(verdict, Lease):
         return _run_delivered(store, verdict, arrival, options, acknowledge)
     if isinstance(verdict, HistoryLost):
-        return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
+        return store_failure(handler, row, _quarantined(verdict, attempts=0), options)
     if isinstance(verdict, Consumed) and verdict.counted:
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.DUPLICATE
@@ -105,7 +104,7 @@ def receive(
     if isinstance(verdict, Held) and _store_external(request, options, verdict):
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.STORED
-    return duplicate(handler, row, redelivered=redelivered)
+    return duplicate(handler, row)
 
 
 def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Received:

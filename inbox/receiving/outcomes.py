@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
 from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
@@ -27,7 +25,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import Arrival
 from inbox.store import arrivals, claims, dialect, rows, statistics
-from inbox.store.intake import Taken
+from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
@@ -54,9 +52,7 @@ class Received(Enum):
     """Neither it nor its failure could be stored: not acknowledged, and processed again later."""
 
 
-def store_failure(
-    handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
-) -> Received:
+def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Received:
     if failure.is_stored:
         return announce(handler, row.message_id, row.biz_id, failure)
 
@@ -70,26 +66,18 @@ def store_failure(
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = committed(write, handler.using)
     if not new:
-        return duplicate(handler, row, redelivered=redelivered)
+        return duplicate(handler, row)
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    passed_over = stored.ordered and handler.skips_dead
+    passed_over = stored.ordered and handler.skips_dead and failure.retry_after is None
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
         ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
-        logger.warning(
-            "%s: message %s (biz-id %s) failed at attempt %d (%s), and this failure is not stored: %s",
-            handler.name,
-            stored.message_id,
-            stored.biz_id,
-            stored.attempts,
-            failure.error,
-            _lock_description(handler, stored),
-        )
-        return Received.STORED
+        logger.warning("%s: message %s failed, which is not stored: %s", handler.name, stored.message_id, failure.error)
+        return defer_locked(handler, stored)
     if not ours:
         committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
         return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
@@ -113,42 +101,17 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
 
 
 def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
-    """Defer a claimed message whose row another session has locked; its attempt is refunded later."""
-    # In a separate thread, which waits for the lock and gets the row before the next claim.
-    threading.Thread(target=_refund_when_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
+    """Leave a claimed message whose row another session has locked; it is due again after REDELIVERY_AFTER."""
     logger.warning(
-        "%s: message %s (biz-id %s) is deferred: %s",
+        "%s: message %s (biz-id %s) is deferred: another session has locked row %d of %s. It is due again after "
+        "INBOX['REDELIVERY_AFTER'], with this attempt counted. End that session if it does not end by itself.",
         handler.name,
         stored.message_id,
         stored.biz_id,
-        _lock_description(handler, stored),
+        stored.pk,
+        dialect.TABLE,
     )
     return Received.STORED
-
-
-def _refund_when_unlocked(handler: Handler, stored: InboxMessage) -> None:
-    try:
-        claims.give_back(handler.using, stored)
-    except (DatabaseError, InterfaceError) as error:
-        logger.warning(
-            "%s: message %s (biz-id %s): an attempt that was not made could not be refunded: %s",
-            handler.name,
-            stored.message_id,
-            stored.biz_id,
-            describe(error),
-        )
-    finally:
-        connections.close_all()
-
-
-def _lock_description(handler: Handler, stored: InboxMessage) -> str:
-    holder = ""
-    with suppress(DatabaseError, InterfaceError):
-        holder = claims.lock_holder(handler.using, stored.pk)
-    return (
-        f"another session has locked row {stored.pk} of {dialect.TABLE}{f', {holder}' if holder else ''}. The message runs "
-        "when that session releases the lock; if it does not, end it with pg_terminate_backend()."
-    )
 
 
 def unfit(error: DatabaseError) -> str:
@@ -157,22 +120,22 @@ def unfit(error: DatabaseError) -> str:
     return f"The database refuses its values: {text_of_error}. Only its body is stored."
 
 
-def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
-    return _duplicate_of(
-        handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
-    )
+def duplicate(handler: Handler, row: NewRow) -> Received:
+    return _duplicate_of(handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row), handler.using))
 
 
-def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "") -> Received:
+def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Received:
     """The outcome of a delivery that was stored before it is handled."""
     row = arrival.row
-    if taken.state == State.DEAD:
+    if not isinstance(became, State):
+        return _duplicate_of(handler, row, became)
+    if became is State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
-    if taken.state == State.SHED:
+    if became is State.SHED:
         metrics.SHED.add(1, handler.name)
         _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Received.SHED
-    return Received.STORED if taken.state else _duplicate_of(handler, row, taken.earlier)
+    return Received.STORED
 
 
 def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:

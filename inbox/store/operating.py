@@ -152,13 +152,12 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         # Fencing tokens of the corrected message are greater than those of this one.
         fence=replaced.fence,
     )
-    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
-    if inserted is None:
+    row = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    if row is None:
         raise NotEditable(
             f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
             "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
         )
-    (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
     InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**skipped(reason))
     record(alias, [replaced.pk], was=State.DEAD, reason=reason)

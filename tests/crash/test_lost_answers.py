@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from inbox.models import State
+from inbox.receiving.execute import receive_together
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
-from inbox.store import accounting, intake, sentinel
+from inbox.store import accounting, admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
@@ -55,7 +55,7 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second"), redelivered=True),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
-        after=(intake, "store_incoming"),
+        after=(admitting, "admit"),
     )
 
     assert answer is Received.DUPLICATE

@@ -493,7 +493,7 @@ class TestOrder:
     def arrive(self, handler, **amounts):
         """Take messages of one key in, in this order; each is named after its amount."""
         envelopes = [an_envelope({"amount": amount}, biz_id=name, key="k") for name, amount in amounts.items()]
-        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in envelopes], OPTIONS)
+        admit(handler, [read(handler, envelope, OPTIONS) for envelope in envelopes], OPTIONS)
 
     def in_order(self):
         return list(Effect.objects.order_by("pk").values_list("name", flat=True))
@@ -530,7 +530,7 @@ class TestOrder:
     def test_correction_of_a_message_behind_a_dead_head_waits_in_its_place(self, handler):
         self.arrive(handler, a="bad")
         refused = an_envelope(body=b"{", biz_id="b", key="k")
-        admit(handler, [(read(handler, refused, OPTIONS), False)], OPTIONS)
+        admit(handler, [read(handler, refused, OPTIONS)], OPTIONS)
         self.arrive(handler, c=3)
         self.drain()
         head, behind = the_row(biz_id="a"), the_row(message_id=refused.id)

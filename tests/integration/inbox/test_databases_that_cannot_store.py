@@ -25,7 +25,7 @@ from inbox.store import arrivals
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.deliveries import OPTIONS, an_envelope, as_redelivered, deliver
 from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
@@ -395,9 +395,7 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
 
 def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(handles):
     handler = handles(effect_on_other, topic=TOPIC, using="other")
-    load = [
-        (read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS), False) for name in ("a", "bad", "b")
-    ]
+    load = [read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS) for name in ("a", "bad", "b")]
     with refused_body("bad"):
         assert admit(handler, load, OPTIONS) == [Received.STORED, Received.UNSTORED, Received.STORED]
 
@@ -416,7 +414,7 @@ def rows_of_each_transaction():
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
     handler = handles(effect_on_other, using="other", ordered=ordered)
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
-    load = [(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS), True) for name in names_of_load]
+    load = [as_redelivered(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS)) for name in names_of_load]
     with one_refused("23514", "%bad"):
         became = admit(handler, load, OPTIONS)
 

@@ -11,12 +11,11 @@ from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, State
-from inbox.receiving.execute import receive
+from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.outcomes import Received
+from inbox.receiving.parking import park
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
-from inbox.receiving.undecided import store_undecided
-from inbox.store import arrivals, operating, sentinel, together
+from inbox.store import arrivals, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.django_db(transaction=True)]
 
 def received(handler, envelope=None, *, redelivered=False):
     arrival = read(handler, envelope or an_envelope(), OPTIONS, redelivered=redelivered)
-    return receive(handler, arrival, OPTIONS, redelivered=redelivered)
+    return receive(handler, arrival, OPTIONS)
 
 
 def commits_by_the_driver(message):
@@ -152,52 +151,6 @@ def two_phase(two_phase_server, transactional_db):
 class TestTwoPhaseCommit:
     """On a server with max_prepared_transactions > 0: PREPARE TRANSACTION by the driver ends the transaction of the inbox."""
 
-    @staticmethod
-    def prepared(session):
-        return [gid for (gid,) in session.execute("SELECT gid FROM pg_prepared_xacts")]
-
-    @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
-    @pytest.mark.parametrize("also", [lambda: None, lambda: 1 / 0], ids=["returns", "raises"])
-    def test_prepared_transaction_is_rolled_back_and_its_message_is_a_dead_letter(self, handles, two_phase, also, redelivered):
-        def handler(message):
-            prepares_a_transaction(message)
-            also()
-
-        began_at = time.monotonic()
-        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
-        assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
-        row = InboxMessage.objects.get()
-        assert (row.state, row.attempts, bytes(row.body)) == (State.DEAD, 1, b'{"order_id": 1}')
-        assert "two-phase commit as 'of_a_handler'" in row.last_error
-        assert (self.prepared(two_phase), Effect.objects.count()) == ([], 0)
-        with pytest.raises(psycopg.errors.UndefinedObject):
-            two_phase.execute("COMMIT PREPARED 'of_a_handler'")
-
-    def test_retry_of_a_corrected_handler_after_a_prepared_transaction_has_one_effect(self, handles, two_phase):
-        prepares = True
-
-        def handler(message):
-            (prepares_a_transaction if prepares else the_effect)(message)
-
-        handler, envelope = handles(handler), an_envelope()
-        assert received(handler, envelope) is Received.DEAD
-        prepares = False
-        assert operating.retry("default", InboxMessage.objects.get().pk)
-        drain()
-        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DONE, 1)
-        assert received(handler, envelope) is Received.DUPLICATE
-        assert Effect.objects.count() == 1
-
-    @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
-    def test_no_message_of_a_prepared_transaction_of_many_is_handled(self, handles, two_phase, option):
-        def prepares(given):
-            prepares_a_transaction(given[0] if isinstance(given, list) else given)
-
-        handler = handles(prepares, **option)
-        arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b")]
-        assert receive_together(handler, arrivals_, OPTIONS) is None, "each is run by itself next"
-        assert (self.prepared(two_phase), InboxMessage.objects.count(), Effect.objects.count()) == ([], 0, 0)
-
     @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
     def test_prepared_transaction_that_another_session_commits_makes_its_message_a_dead_letter(
         self, handles, two_phase, redelivered
@@ -211,48 +164,35 @@ class TestTwoPhaseCommit:
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
     @pytest.mark.parametrize("ended_by", ["COMMIT", "ROLLBACK"])
-    def test_transaction_prepared_under_another_role_delays_its_message_until_an_operator_ends_it(
-        self, handles, two_phase, ended_by, caplog
-    ):
-        """The inbox may not roll it back: PostgreSQL allows that only to the role that has prepared it, and to superusers."""
-        application, other = f"application_{ended_by.lower()}", f"other_{ended_by.lower()}"
-        for role in (other, application):
-            two_phase.execute(f"CREATE ROLE {role} LOGIN")
-            two_phase.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
-            two_phase.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
-        two_phase.execute(f"GRANT {other} TO {application}")
+    def test_prepared_transaction_delays_its_message_until_an_operator_ends_it(self, handles, two_phase, ended_by):
         calls = []
 
         def handler(message):
             calls.append(message)
-            connection.connection.cursor().execute(f"SET LOCAL ROLE {other}")
             (the_effect if calls[1:] else prepares_a_transaction)(message)
 
         handler, envelope = handles(handler), an_envelope()
-        with the_default_at(USER=application):
-            began_at = time.monotonic()
-            assert received(handler, envelope) is Received.DEFERRED, "not acknowledged"
-            assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
-            assert "may be prepared for two-phase commit" in caplog.text
-            arrival = read(handler, envelope, OPTIONS)
-            assert store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
-            make_due()
-            drain()
-            assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
+        began_at = time.monotonic()
+        assert received(handler, envelope) is Received.DEFERRED, "not acknowledged"
+        assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
+        assert park(handler, read(handler, envelope, OPTIONS), OPTIONS) is Received.STORED
+        make_due()
+        drain()
+        assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
 
-            two_phase.execute(f"{ended_by} PREPARED 'of_a_handler'")
-            make_due()
-            drain()
-            assert (len(calls), Effect.objects.count()) == ({"COMMIT": 1, "ROLLBACK": 2}[ended_by], 1)
-            row = InboxMessage.objects.get()
-            assert (row.state, row.duplicates) == (State.DONE, {"COMMIT": 1, "ROLLBACK": 0}[ended_by])
+        two_phase.execute(f"{ended_by} PREPARED 'of_a_handler'")
+        make_due()
+        drain()
+        assert (len(calls), Effect.objects.count()) == ({"COMMIT": 1, "ROLLBACK": 2}[ended_by], 1)
+        row = InboxMessage.objects.get()
+        assert (row.state, row.duplicates) == (State.DONE, {"COMMIT": 1, "ROLLBACK": 0}[ended_by])
 
 
 class TestSubtransactions:
     def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
         row = read(handles(the_effect), an_envelope(), OPTIONS).row
         with transaction.atomic(), transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
             assert not guard.is_settled
             assert InboxMessage.objects.get().state == State.RECEIVED
             sentinel.finish(guard, 1)
@@ -281,16 +221,16 @@ class TestMany:
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b", "a")]
         with transaction.atomic():
-            guard, begun = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             sentinel.finish(guard, 1)
-        assert (len(guard.rows), guard.is_settled, [row.biz_id for row in begun]) == (2, True, ["a", "b"])
+        assert (len(guard.rows), guard.is_settled, [rows[index].biz_id for index in guard.begun]) == (2, True, ["a", "b"])
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
     def test_missing_one_of_many_rows_is_found(self, handles):
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b")]
         with transaction.atomic():
-            guard, _ = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             InboxMessage.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
                 sentinel.finish(guard, 1)

@@ -35,6 +35,7 @@ from tests.support.deliveries import (
     OPTIONS,
     InAThread,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     drain,
@@ -344,7 +345,7 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
     handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
     with transaction.atomic():
-        arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
         (became,) = at_once([lambda: hold(handler, envelope)])
 
     assert became is Received.DEFERRED
@@ -353,7 +354,7 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
 
 
 def hold(handler, envelope, *, redelivered=False):
-    return admit(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
+    return admit(handler, [as_redelivered(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
 
 
 class Taker:

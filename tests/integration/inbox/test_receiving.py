@@ -213,7 +213,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
     handler = handles(the_effect)
     deliver(handler)
     with connection.cursor() as cursor:
-        cursor.execute("SELECT statement FROM pg_prepared_statements WHERE name = 'inbox_begin'")
+        cursor.execute("SELECT statement FROM pg_prepared_statements WHERE name = 'inbox_insert_one'")
         [(statement,)] = cursor.fetchall()
 
     pgconn = connection.connection.pgconn
@@ -229,7 +229,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
     parsed_begin, bound_begin, insert = sent[:3]
     assert '"BEGIN"' in parsed_begin
     assert '"" ""' in bound_begin
-    assert '"inbox_begin"' in insert
+    assert '"inbox_insert_one"' in insert
     assert re.search(
         rf" AS WITH bound AS MATERIALIZED \([^)]*\)[^)]*\)\)? INSERT INTO {InboxMessage._meta.db_table} ", statement
     )
@@ -1048,7 +1048,7 @@ class TestForeignProducers:
         )
         handler = handles(the_effect)
 
-        received = receive(handler, read(handler, envelope_of(message), OPTIONS), OPTIONS, redelivered=False)
+        received = receive(handler, read(handler, envelope_of(message), OPTIONS), OPTIONS)
 
         assert received is Received.DEAD
         assert bytes(the_row().body) == body
@@ -1180,7 +1180,7 @@ class TestArbitraryDelivery:
         )
         arrival = read(handler, envelope_of(message), OPTIONS)
 
-        received = receive(handler, arrival, OPTIONS, redelivered=False)
+        received = receive(handler, arrival, OPTIONS)
 
         assert received in {Received.HANDLED, Received.DUPLICATE, Received.STORED, Received.DEAD}
         row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)

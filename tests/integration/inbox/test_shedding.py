@@ -24,6 +24,7 @@ from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     effects,
@@ -55,7 +56,9 @@ def shed_signals():
 
 
 def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
-    return admit(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON)
+    return admit(
+        handler, [as_redelivered(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON
+    )
 
 
 def states():
@@ -66,7 +69,7 @@ def states():
 def being_handled_elsewhere(handler, envelope):
     """Another transaction is handling this message."""
     with transaction.atomic():
-        begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
         yield
 
 

@@ -29,7 +29,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import claims, dialect, due, inserting, intake, operating, ordering, sentinel
+from inbox.store import admitting, claims, dialect, due, inserting, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
@@ -43,7 +43,7 @@ KEYS = ("a", "a", "a", "b", "b", "c", "")
 OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    intake: ["hold_gates", "insert_many", "_headless", "store_incoming"],
+    admitting: ["hold_gates", "insert_many", "_headless", "admit"],
     sentinel: ["promote_next", "claim_next", "finish"],
     claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
     operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
@@ -252,7 +252,7 @@ class Machine:
         start, end = progress.taken, min(progress.delivered, progress.taken + self.chance.randint(1, 5))
         if start == end:
             return
-        part = [(read(self.handler, one, OPTIONS), False) for one in self.queue[start:end]]
+        part = [read(self.handler, one, OPTIONS) for one in self.queue[start:end]]
         became = admit(self.handler, part, OPTIONS)
         progress.taken = end
         if actor is self._current and self._progress[actor] is progress:
@@ -430,7 +430,7 @@ def do_nothing(*args, **kwargs):
 
 BLOCK, SKIP = "block", "skip"
 MUTATIONS = {
-    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(intake, "hold_gates", do_nothing)),
+    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(admitting, "hold_gates", do_nothing)),
     "settling does not lock the key": (
         BLOCK,
         lambda patch: (
@@ -448,7 +448,7 @@ MUTATIONS = {
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
     "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
-    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
+    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
     "dead does not block its key": (
         BLOCK,

@@ -23,7 +23,7 @@ from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import Received, claim_next, run_stored
 from inbox.receiving.reading import read
-from inbox.store import dialect, intake, operating, ordering, sentinel
+from inbox.store import admitting, dialect, operating, ordering, sentinel
 from inbox.store.rows import Follower
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
@@ -35,6 +35,7 @@ from tests.support.deliveries import (
     TOPIC,
     InAThread,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     drain,
@@ -57,7 +58,7 @@ def a_message(name, key="a", **attributes):
 
 def arrive(handler, *envelopes, redelivered=False, given=OPTIONS, refused=""):
     """What the consumer does with deliveries of an ordered queue, in their order."""
-    return admit(handler, [(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
+    return admit(handler, [as_redelivered(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
 
 
 def named(handler, *names, key="a", **how):
@@ -186,7 +187,7 @@ class TestStoring:
 
     def test_failed_storing_stores_none_of_the_messages(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
-        monkeypatch.setattr(intake, "_headless", lambda places, taken: 1 / 0)
+        monkeypatch.setattr(admitting, "_headless", lambda places, taken: 1 / 0)
 
         with pytest.raises(Exception, match="cannot be stored"):
             named(handler, "a1", "a2")
@@ -579,7 +580,7 @@ class TestConcurrency:
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with (
-            paused(monkeypatch, intake, "_headless") as (storing, go),
+            paused(monkeypatch, admitting, "_headless") as (storing, go),
             InAThread(lambda: named(handler, "a2")),
         ):
             assert storing.wait(A_WHILE)
@@ -670,7 +671,7 @@ class TestConcurrency:
         monkeypatch.setattr(ordering, "_MAX_IDLE_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
+        with paused(monkeypatch, admitting, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
             with InAThread(lambda: named(handler, "a2")) as frozen_process:
                 assert frozen.wait(A_WHILE)
 

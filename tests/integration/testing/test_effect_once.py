@@ -203,8 +203,8 @@ class TestAWrongInbox:
         assert {step for step in _Step if counted[f"delivery, killed {step.value}"] == 0} == lost
 
     def test_row_under_another_name_has_the_effect_twice(self, handles, monkeypatch):
-        def begin_nameless(alias, row, *args, **kwargs):
-            return begin_fresh(alias, replace(row, biz_id=f"{uuid.uuid4()}"), *args, **kwargs)
+        def begin_nameless(alias, rows, *args, **kwargs):
+            return begin_fresh(alias, [replace(row, biz_id=f"{uuid.uuid4()}") for row in rows], *args, **kwargs)
 
         begin_fresh = arrivals.begin_fresh
         monkeypatch.setattr(arrivals, "begin_fresh", begin_nameless)
