@@ -38,7 +38,7 @@ def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%
 def cleared():
     """From now on the rows can be changed.
 
-    On PostgreSQL the triggers stay until the block ends: dropping them would lock two tables, and deadlock with a running relay.
+    On PostgreSQL the triggers stay until the block ends: dropping them locks two tables, and deadlocks with a running relay.
     """
     _execute(_function("RETURN NEW") if connection.vendor == "postgresql" else "DROP TRIGGER refuse")
 
