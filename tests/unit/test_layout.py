@@ -1,4 +1,4 @@
-"""Where tests are: each directory has its line in the README, and a test module is nobody's library."""
+"""Where tests are: each directory has its line in the README, and no test module imports another."""
 
 from __future__ import annotations
 
