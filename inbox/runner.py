@@ -25,10 +25,11 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
+from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received, announce_dead_letter
+from inbox.receiving.outcomes import announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.store import claims, due, ordering, pausing, starts
@@ -316,7 +317,7 @@ class Runner:
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1
-            if follower is None or follower.message is None or became is not Received.HANDLED:
+            if follower is None or follower.message is None or became is not Outcome.HANDLED:
                 return ran
             stored = follower.message
             if self._stop or self.is_paused(handler):

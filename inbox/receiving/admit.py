@@ -30,8 +30,9 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, admitted, unfit
+from inbox.receiving.outcomes import admitted, unfit
 from inbox.receiving.reading import Arrival
 from inbox.store import admitting, ordering, parking
 from inbox.store.admitting import Admitted
@@ -53,7 +54,7 @@ def admit(
     *,
     shed: str = "",
     parked: InboxMessage | None = None,
-) -> list[Received]:
+) -> list[Outcome]:
     """Store deliveries of one handler in one transaction, in their order; returns the outcome of each.
 
     For an ordered handler, no other thread may admit deliveries of the same queue meanwhile, and after an error the same
@@ -92,7 +93,7 @@ def admit(
         raise DatabaseUnavailable(f"its deliveries cannot be stored: {describe(error)}") from error
     outcomes = [admitted(handler, arrival, one, shed) for arrival, one in zip(arrivals, became, strict=True)]
     if shedder := shedder_of(handler):
-        shedder.dropped(outcomes.count(Received.SHED))
+        shedder.dropped(outcomes.count(Outcome.SHED))
     return outcomes
 
 
@@ -114,9 +115,9 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     transaction.on_commit(announce, using=handler.using, robust=True)
 
 
-def _defer(row: NewRow, options: InboxOptions) -> Received:
+def _defer(row: NewRow, options: InboxOptions) -> Outcome:
     in_hand.remember_elsewhere(row, options.DUPLICATE_TIMEOUT)
-    return Received.DEFERRED
+    return Outcome.DEFERRED
 
 
 def _store(
@@ -157,15 +158,15 @@ def _insertion(handler: Handler, arrival: Arrival, shed: str = "", copies: int =
     )
 
 
-def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], options: InboxOptions, shed: str) -> list[Received]:
+def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], options: InboxOptions, shed: str) -> list[Outcome]:
     """Admit the parts in their order, each in its own transaction."""
-    became: list[Received] = []
+    became: list[Outcome] = []
     for part in parts:
         try:
             became += admit(handler, part, options, shed=shed)
         except DatabaseError as error:
             # It is a single delivery. The others are stored, and must not be stored again because of this one.
-            became.append(Received.UNSTORED)
+            became.append(Outcome.UNSTORED)
             logger.error(  # noqa: TRY400 - the reason says it all
                 "%s: message %s cannot be stored; it stays unacknowledged and is tried again later: %s",
                 handler.name,
@@ -177,7 +178,7 @@ def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], option
 
 def _without_values(
     handler: Handler, arrival: Arrival, options: InboxOptions, error: DatabaseError, parked: InboxMessage | None
-) -> list[Received]:
+) -> list[Outcome]:
     """Store a delivery whose values the database refuses as a dead letter with its body only."""
     body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
     if arrival.refused == body_only.refused:

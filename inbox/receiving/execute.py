@@ -5,7 +5,7 @@ for a delivery that the broker has made before: store it first, so that the atte
 handler runs; a message that kills its process then runs out of attempts. Failed messages are also stored and acknowledged:
 their retries are visible in the database.
 
-Every delivery ends as one of `Received`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
+Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving import leased
 from inbox.receiving.admit import admit
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
+from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.parking import admit_again, admit_parked
 from inbox.receiving.reading import (
     Arrival,
@@ -53,7 +54,7 @@ _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 
 def receive(
     handler: Handler, arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None
-) -> Received:
+) -> Outcome:
     """Process one delivery to its outcome.
 
     Args:
@@ -70,11 +71,11 @@ def receive(
             return leased.receive(handler, arrival, options, acknowledge=acknowledge)
         except ConcurrentDuplicate:
             in_hand.remember_elsewhere(arrival.row, options.DUPLICATE_TIMEOUT)
-            return Received.DEFERRED
-    return (receive_together(handler, [arrival], options) or [Received.DEFERRED])[0]
+            return Outcome.DEFERRED
+    return (receive_together(handler, [arrival], options) or [Outcome.DEFERRED])[0]
 
 
-def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Received] | None:
+def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Outcome] | None:
     """Process deliveries, none of them refused, in one transaction; returns the outcome of each, in their order.
 
     None: several have failed together, without any effect, and are to be run in smaller parts; or the single one is being
@@ -122,7 +123,7 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     return (known[stored.handler], stored) if stored else None
 
 
-def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
+def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Outcome:
     """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
 
     Raises:
@@ -132,12 +133,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
         outcome = _run_claimed(handler, stored, options, follower)
     finally:
         quarantine.leave()
-    if outcome is Received.HANDLED:
+    if outcome is Outcome.HANDLED:
         statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
     return outcome
 
 
-def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
+def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Outcome:
     try:
         envelope = open_claimed(handler, stored, options)
     except Unidentifiable as error:
@@ -149,8 +150,8 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         # It is the database that the handler's `biz_id` queries, and other messages must not wait.
         committed(outage.refund, handler.using)
         logger.warning("%s: message %s is deferred: %s", handler.name, stored.message_id, outage)
-        return Received.STORED
-    if isinstance(envelope, Received):
+        return Outcome.STORED
+    if isinstance(envelope, Outcome):
         return envelope
     with in_hand.running(stored):
         if handler.lease:
@@ -159,7 +160,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         return run_claimed(Policy(handler, options), stored, envelope, messages, follower)
 
 
-def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Received:
+def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
     """The content of a claimed message that can be run; the outcome of one that cannot.
 
     It cannot be run if its attempts are used up, it is parked, it cannot be read, or its message has another row.
@@ -182,12 +183,12 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
             reason = f"its biz-id is {biz_id}, which another message already has"
             committed(lambda: operating.skip(handler.using, stored.pk, reason, fence=stored.fence), handler.using)
         if not ours:
-            return Received.DUPLICATE
+            return Outcome.DUPLICATE
     stored.biz_id = biz_id
     return envelope
 
 
-def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
+def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:
     """Dead-letter a message that cannot be read."""
     # If it was stored unread, its biz-id comes from its headers. An unreadable message must not block that biz-id.
     unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
@@ -202,9 +203,9 @@ def _stored_messages(stored: InboxMessage, envelope: Envelope, options: InboxOpt
         yield message_of(envelope, options, needs_id=False, attempt=stored.attempts, biz_id=biz_id)
 
 
-def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     (became,) = admit(handler, [arrival], options)
-    if became is not Received.STORED:
+    if became is not Outcome.STORED:
         return became
     claimed = claim_next([handler], handler.using, options)
     return run_stored(*claimed, options) if claimed else became

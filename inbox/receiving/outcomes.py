@@ -6,7 +6,6 @@ import logging
 import traceback
 from dataclasses import replace
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
@@ -23,6 +22,7 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.reading import Arrival
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
@@ -36,23 +36,7 @@ _NEVER_ENDED = "Its attempts never ended: its process died, or its database beca
 _NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or released it before its lease ended."
 
 
-class Received(Enum):
-    """The outcome of a delivery."""
-
-    HANDLED = "handled"
-    DUPLICATE = "duplicate"
-    STORED = "stored"
-    """Its attempt failed, or it takes the careful path; it is stored in the database."""
-    DEAD = "dead"
-    SHED = "shed"
-    """Dropped under load: stored, not handled."""
-    DEFERRED = "deferred"
-    """Another transaction is handling the same message: not acknowledged, and processed again soon."""
-    UNSTORED = "unstored"
-    """Neither it nor its failure could be stored: not acknowledged, and processed again later."""
-
-
-def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Received:
+def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
     if failure.is_stored:
         return announce(handler, row.message_id, row.biz_id, failure)
 
@@ -70,7 +54,7 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
-def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
+def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
     passed_over = stored.ordered and handler.skips_dead and failure.retry_after is None
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
@@ -80,11 +64,11 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         return defer_locked(handler, stored)
     if not ours:
         committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
-        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
+        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Outcome.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
-def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received | None:
+def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
     """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
     made = stored.attempts - 1
     if made < handler.retry.over(options.retry).max_attempts:
@@ -100,7 +84,7 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     return fail_stored(handler, stored, failure)
 
 
-def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
+def defer_locked(handler: Handler, stored: InboxMessage) -> Outcome:
     """Leave a claimed message whose row another session has locked; it is due again after REDELIVERY_AFTER."""
     logger.warning(
         "%s: message %s (biz-id %s) is deferred: another session has locked row %d of %s. It is due again after "
@@ -111,7 +95,7 @@ def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
         stored.pk,
         dialect.TABLE,
     )
-    return Received.STORED
+    return Outcome.STORED
 
 
 def unfit(error: DatabaseError) -> str:
@@ -120,11 +104,11 @@ def unfit(error: DatabaseError) -> str:
     return f"The database refuses its values: {text_of_error}. Only its body is stored."
 
 
-def duplicate(handler: Handler, row: NewRow) -> Received:
+def duplicate(handler: Handler, row: NewRow) -> Outcome:
     return _duplicate_of(handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row), handler.using))
 
 
-def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Received:
+def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Outcome:
     """The outcome of a delivery that was stored before it is handled."""
     row = arrival.row
     if not isinstance(became, State):
@@ -134,21 +118,21 @@ def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str
     if became is State.SHED:
         metrics.SHED.add(1, handler.name)
         _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
-        return Received.SHED
-    return Received.STORED
+        return Outcome.SHED
+    return Outcome.STORED
 
 
-def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
+def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Outcome:
     """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
-        return Received.DEFERRED
+        return Outcome.DEFERRED
     if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
         return dead_lettered
     announce_duplicate(handler, row, earlier)
-    return Received.DUPLICATE
+    return Outcome.DUPLICATE
 
 
-def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
+def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Outcome | None:
     if not committed(lambda: claims.dead_letter_abandoned(handler.using, pk), handler.using):
         return None
     return announce(handler, message_id, biz_id, _abandoned())
@@ -250,11 +234,11 @@ def _age(handler: Handler, row: int | None) -> timedelta:
         return timedelta()
 
 
-def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Outcome:
     return _announce(handler.name, handler.using, message_id, biz_id, failure)
 
 
-def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Received:
+def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Outcome:
     """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
     return _announce(dead_lettered.handler, alias, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
 
@@ -263,7 +247,7 @@ def _abandoned() -> Failure:
     return Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
 
 
-def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Received:
+def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Outcome:
     statistics.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
@@ -282,7 +266,7 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
         message_id=message_id,
         error=failure.error,
     )
-    return Received.DEAD if dead else Received.STORED
+    return Outcome.DEAD if dead else Outcome.STORED
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
@@ -307,12 +291,12 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def handled(handler: Handler, message: Message) -> Received:
+def handled(handler: Handler, message: Message) -> Outcome:
     statistics.count_handled(handler.using, handler.name)
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
     metrics.HANDLED.add(1, handler.name)
     _send(signals.message_handled, message=message, handler=handler.name)
-    return Received.HANDLED
+    return Outcome.HANDLED
 
 
 def _send(signal: Signal, **arguments: Any) -> None:

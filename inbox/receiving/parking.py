@@ -30,9 +30,10 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, announce_duplicate
+from inbox.receiving.outcomes import announce_duplicate
 from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
 from inbox.store.rows import ConcurrentDuplicate, NewRow
@@ -48,7 +49,7 @@ _reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
-def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     """Park a concurrent duplicate; returns its outcome. DEFERRED: it cannot be stored now.
 
     Raises:
@@ -59,19 +60,19 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
     try:
         stored = committed(store, alias)
     except ConcurrentDuplicate:
-        return Received.DEFERRED
+        return Outcome.DEFERRED
     if stored:
         in_hand.after(arrival.row, partial(_make_due, handler, row))
-        return Received.STORED
+        return Outcome.STORED
     # Another copy of it has been stored.
     earlier = committed(partial(arrivals.count_duplicate, alias, row), alias)
     if earlier is None:
-        return Received.DEFERRED
+        return Outcome.DEFERRED
     announce_duplicate(handler, arrival.row, earlier)
-    return Received.DUPLICATE
+    return Outcome.DUPLICATE
 
 
-def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received:
+def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome:
     """Admit a claimed delivery that was parked; returns its outcome.
 
     Raises:
@@ -82,13 +83,13 @@ def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) 
     return admit_again(handler, stored, arrival, options)
 
 
-def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Received:
+def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Outcome:
     """Admit a claimed delivery that was stored unread as it was read now, and delete its row."""
     try:
         if in_hand.holds(arrival.row):
             return _defer(handler, stored)
         (became,) = admit(handler, [arrival], replace(options, DUPLICATE_TIMEOUT=_LOCK_WAIT), parked=stored)
-        return _defer(handler, stored) if became is Received.DEFERRED else became
+        return _defer(handler, stored) if became is Outcome.DEFERRED else became
     except DatabaseUnavailable as outage:
         outage.refund = partial(claims.give_back, handler.using, stored)
         raise
@@ -127,11 +128,11 @@ def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
     return 0
 
 
-def _defer(handler: Handler, stored: InboxMessage) -> Received:
+def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
     """Its message is still being handled: try again after about as long as it has waited already."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     committed(partial(claims.give_back, handler.using, stored, waited * random.uniform(0.7, 1)), handler.using)
-    return Received.STORED
+    return Outcome.STORED
 
 
 def _make_due(handler: Handler, row: NewRow) -> None:

@@ -27,7 +27,15 @@ from inbox.errors import TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
-from inbox.receiving.outcomes import Received, defer_locked, duplicate, fail_stored, failure_of, handled, store_failure
+from inbox.outcome import Outcome
+from inbox.receiving.outcomes import (
+    defer_locked,
+    duplicate,
+    fail_stored,
+    failure_of,
+    handled,
+    store_failure,
+)
 from inbox.receiving.reading import Arrival, messages_of
 from inbox.store import arrivals as store
 from inbox.store import claims
@@ -44,7 +52,7 @@ _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 class Policy:
     """What differs between kinds of work. This is the policy of messages: a failure is stored, and a runner retries it.
 
-    A delivery may be acknowledged when the policy's method has returned a `Received`, except DEFERRED.
+    A delivery may be acknowledged when the policy's method has returned a `Outcome`, except DEFERRED.
 
     Attributes:
         attempt: the number of a fresh delivery's attempt.
@@ -69,22 +77,22 @@ class Policy:
         """The JSON that is stored with the row as the handler's result."""
         return None
 
-    def settle_success(self, message: Message) -> Received:
+    def settle_success(self, message: Message) -> Outcome:
         return handled(self.handler, message)
 
-    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> Received:
+    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> Outcome:
         return store_failure(self.handler, row, failure_of(self.handler, error, self.attempt, self.options), self.options)
 
-    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> Received:
+    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> Outcome:
         failure = failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
         return fail_stored(self.handler, stored, failure)
 
-    def settle_duplicate(self, row: NewRow) -> Received:
+    def settle_duplicate(self, row: NewRow) -> Outcome:
         """A row of this name exists."""
         return duplicate(self.handler, row)
 
 
-def run_fresh(policy: Policy, arrivals: Sequence[Arrival]) -> list[Received] | None:
+def run_fresh(policy: Policy, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
     """Run fresh deliveries in one transaction; returns the outcome of each. None: several of them must be run in smaller parts.
 
     Raises:
@@ -139,7 +147,7 @@ def run_claimed(
     envelope: Envelope,
     messages: Iterator[Message],
     follower: Follower | None = None,
-) -> Received:
+) -> Outcome:
     """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
 
     Raises:
@@ -163,12 +171,12 @@ def run_claimed(
         raise
     except KeyBusy:
         committed(partial(refund, _KEY_BUSY_BACKOFF), handler.using)
-        return Received.STORED
+        return Outcome.STORED
     except ConcurrentDuplicate:
         return defer_locked(handler, stored)
     except BaseException as error:  # noqa: BLE001 - see run_fresh
         return policy.settle_stored_failure(stored, error)
-    return policy.settle_success(ran[0]) if ran else Received.DUPLICATE
+    return policy.settle_success(ran[0]) if ran else Outcome.DUPLICATE
 
 
 def _transact(
@@ -219,7 +227,7 @@ def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
         logger.exception("An on_commit hook of %s failed after its effect was committed.", handler.name)
 
 
-def _settled(policy: Policy, row: NewRow, message: Message | None, *, single: bool) -> Received:
+def _settled(policy: Policy, row: NewRow, message: Message | None, *, single: bool) -> Outcome:
     if message is not None:
         return policy.settle_success(message)
     try:
@@ -228,4 +236,4 @@ def _settled(policy: Policy, row: NewRow, message: Message | None, *, single: bo
         if single:
             raise
         # The others are committed; running all of them again would count them as duplicates.
-        return Received.DEFERRED
+        return Outcome.DEFERRED

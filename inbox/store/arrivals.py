@@ -87,7 +87,7 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
         ConcurrentDuplicate: see `begin_fresh`.
     """
     insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
-    return _store(alias, insertion, duplicate_timeout) is not None
+    return store(alias, insertion, duplicate_timeout) is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
@@ -104,44 +104,10 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         quarantined=failure.quarantined,
         **as_inserted(failure),
     )
-    return _store(alias, insertion, duplicate_timeout, reason=failure.error, matters=not failure.deferred) is not None
+    return store(alias, insertion, duplicate_timeout, reason=failure.error, matters=not failure.deferred) is not None
 
 
-def store_running(
-    alias: str,
-    row: NewRow,
-    duplicate_timeout: timedelta,
-    *,
-    ends_after: timedelta,
-    attempts: int,
-    fence: int,
-    duplicate: DuplicateCause | None = None,
-    conflicting: bool = False,
-) -> int | None:
-    """∅ → running, under a lease that ends after `ends_after`; the row. None: it exists.
-
-    Args:
-        duplicate: the row is that of a delivery that has none and is being run; this one is counted as its duplicate.
-        conflicting: this one has other content.
-
-    Raises:
-        ConcurrentDuplicate: see `begin_fresh`.
-    """
-    insertion = Insertion(
-        row=row,
-        state=State.RUNNING,
-        due_after=ends_after.total_seconds(),
-        attempts=attempts,
-        fence=fence,
-        conflicts=int(conflicting),
-        conflicting_attributes=attributes_of(row) if conflicting else None,
-        **(counted_duplicates(duplicate, 1) if duplicate else {}),
-    )
-    # Such a row is not locked while it runs.
-    return _store(alias, insertion, duplicate_timeout, skip_existing=False)
-
-
-def _store(
+def store(
     alias: str,
     insertion: Insertion,
     duplicate_timeout: timedelta,

@@ -214,7 +214,7 @@ _OTHERS = {name: f"${len(_PLACES) + number}::{_TYPES_OF_ONE[name]}" for number, 
 _BOUND_OF_ONE = f"${len(_PLACES) + len(_ONE_ROW) + 1}"
 # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
 _ONE = PreparedStatement(
-    "inbox_insert_one",
+    "inbox_begin",
     [*COLUMNS.values(), *(_TYPES_OF_ONE[name] for name in _ONE_ROW), "text"],
     f"{BOUND.replace('%s', _BOUND_OF_ONE)} "
     f"{_insert('postgresql', _values_of_one({**_PLACES, **_OTHERS}), bound='bound')} "

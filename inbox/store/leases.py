@@ -2,40 +2,31 @@
 
 A `running` row belongs to the owner of its latest *fence*, until `next_attempt_at`. Every statement here that acts for an owner
 names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
-
-This module also writes the rows of messages whose lease is in an external store, and the record of that store's data losses.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 from django.db import connections, transaction
-from django.db.models import F
-from django.db.models.functions import Greatest
 
-from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
-from inbox.models import DUE, InboxMessage, LeaseMemory, State
-from inbox.store.arrivals import store_running
-from inbox.store.claims import refunded, under_claim
+from inbox.models import InboxMessage, State
+from inbox.store.arrivals import store
+from inbox.store.claims import under_claim
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
 from inbox.store.failures import NO_FAILURE, as_failed
+from inbox.store.inserting import Insertion
 from inbox.store.ordering import deciding, hold_gates, promote_behind
-from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
+from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.sentinel import WRITTEN
-from inbox.store.steps import remember_all
-from inbox.store.trail import is_recorded, record, record_leaving, recording
+from inbox.store.trail import is_recorded, record, recording
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
-_OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
 # Without CASE the planner would use a partial index, and read the dead entries of leases that have ended since the last vacuum.
 _OWNED = "CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp() THEN TRUE ELSE FALSE END"
 _CONSUME = PreparedStatement(
@@ -47,21 +38,12 @@ _CONSUME = PreparedStatement(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """A lease on a row: the row, the attempt and the fencing token."""
 
     row: int
     attempt: int
     fence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """The existing row of a delivery that got no lease; `remaining` is the time until its lease ends, if it is running."""
-
-    state: str
-    remaining: timedelta
 
 
 def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: timedelta) -> Granted | None:
@@ -70,7 +52,9 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    pk = store_running(alias, row, duplicate_timeout, ends_after=lease, attempts=1, fence=1)
+    insertion = Insertion(row=row, state=State.RUNNING, due_after=lease.total_seconds(), attempts=1, fence=1)
+    # A running row is not locked, so this does not wait for its run.
+    pk = store(alias, insertion, duplicate_timeout, skip_existing=False)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -85,7 +69,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta) -> Granted | None:
             f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, stopping = false, "
             f"next_attempt_at = {now_after(connection)} WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s "
             f"AND state = 'running' AND next_attempt_at <= {now(connection)} RETURNING id, attempts, fence",
-            [lease.total_seconds(), *_named(row), row.digest],
+            [lease.total_seconds(), row.handler, row.topic, row.biz_id, row.digest],
         )
         found = cursor.fetchall()
         granted = Granted(*found[0]) if found else None
@@ -118,23 +102,6 @@ def lease_stored(
     return Granted(claimed.pk, claimed.attempts, token) if ours else None
 
 
-def standing(alias: str, row: NewRow) -> Standing | None:
-    """The state and lease of this message's stored row; None if there is none."""
-    connection = connections[alias]
-    left = (
-        f"EXTRACT(EPOCH FROM next_attempt_at - {now(connection)})"
-        if is_postgresql(connection)
-        else f"(JULIANDAY(next_attempt_at) - JULIANDAY({now(connection)})) * 86400"
-    )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT state, {left} FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s",
-            [row.handler, row.topic, row.biz_id],
-        )
-        found = cursor.fetchone()
-    return None if found is None else Standing(found[0], timedelta(seconds=max(float(found[1] or 0), 0)))
-
-
 def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool = False) -> bool:
     """running → running, until `lease` from now. False: it is no longer ours.
 
@@ -144,19 +111,14 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool 
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
 
 
-def show_stopping(alias: str, pk: int) -> None:
-    """A process that runs it under an external lease has been asked to stop. The row does not know its present owner."""
-    InboxMessage.objects.using(alias).filter(pk=pk, state=State.RUNNING).update(stopping=True)
-
-
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and promote the next one of its `order`. False: it is no longer ours."""
     connection = connections[alias]
     if order is None and not is_recorded(matters=False) and is_usable(connection):
         done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
         return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
-    with _in_order(alias, order, matters=False):
-        done = _owned(alias, pk, fence).update(**_done())
+    with in_order(alias, order, matters=False):
+        done = _owned(alias, pk, fence).update(**done_columns())
         record(alias, [pk] if done else [], was=State.RUNNING, matters=False)
         promote_behind(alias, order)
     # After a connection lost during the commit, this is called again.
@@ -169,119 +131,15 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
     """
     written, matters = as_failed(failure, leaves_order=leaves is not None), not failure.deferred
-    with _in_order(alias, leaves, matters=matters):
+    with in_order(alias, leaves, matters=matters):
         freed = _owned(alias, pk, fence).update(**written)
         record(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
         promote_behind(alias, leaves)
     return bool(freed) or _is_in_state(alias, pk, fence, State.RETRYING, State.DEAD)
 
 
-def store_external(
-    alias: str,
-    row: NewRow,
-    duplicate_timeout: timedelta,
-    *,
-    until: timedelta,
-    attempts: int,
-    duplicate: DuplicateCause | None = None,
-    conflicting: bool = False,
-) -> bool:
-    """∅ → running, for a message that runs under an external lease; the runner checks it when that lease ends.
-
-    False: the row exists. For the arguments and errors see `store_running`.
-    """
-    stored = store_running(
-        alias,
-        row,
-        duplicate_timeout,
-        ends_after=until,
-        attempts=attempts,
-        fence=0,
-        duplicate=duplicate,
-        conflicting=conflicting,
-    )
-    return stored is not None
-
-
-def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
-    """claimed → running, until the external lease of another owner ends; refunds the attempt."""
-    written = {**refunded(claimed), "state": State.RUNNING, "next_attempt_at": DatabaseTime(until)}
-    under_claim(alias, claimed).update(**written)
-
-
-def finish_external(
-    alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False, uncounted: int = 0
-) -> bool:
-    """received | retrying | running → done, as its external lease store reports. False: there is no such row.
-
-    Args:
-        delivered: a delivery was run; the row, which a duplicate may have stored, gets the content of that delivery.
-        uncounted: attempts that were claimed but not made.
-    """
-    with _in_order(alias, order, matters=False):
-        record_leaving(alias, _OPEN_ROW, _named(row), became=State.DONE, matters=False)
-        written = {**(_content_of(row) if delivered else {}), **_done(), "attempts": Greatest(F("attempts") - uncounted, 0)}
-        done = _open_row(alias, row).update(**written)
-        promote_behind(alias, order)
-    return bool(done)
-
-
-def fail_external(
-    alias: str,
-    row: NewRow,
-    failure: Failure,
-    *,
-    fence: int,
-    steps: Mapping[str, str | None],
-    duplicate_timeout: timedelta,
-    leaves: OrderedKey | None = None,
-) -> int | None:
-    """∅ | received | retrying | running → retrying | dead, as its external lease store reports; the row.
-
-    It gets the steps and the content of the failed message, because a duplicate may have stored it. None: the row is settled.
-
-    Raises:
-        ConcurrentDuplicate: see `begin_fresh`.
-    """
-    with transaction.atomic(using=alias), _in_order(alias, leaves, matters=True):
-        store_external(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
-        written = as_failed(failure, leaves_order=leaves is not None)
-        record_leaving(
-            alias, _OPEN_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.deferred
-        )
-        if not _open_row(alias, row).update(**written, **_content_of(row), fence=Greatest(F("fence"), fence)):
-            return None
-        pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
-        remember_all(alias, pk, steps)
-        promote_behind(alias, leaves)
-    return pk
-
-
-def recorded_incarnation(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
-    """The recorded incarnation of an external lease store, and the time since which its data is complete; None: always.
-
-    At the first use of a store, `incarnation` is recorded.
-    """
-    state, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
-    return state.incarnation, state.remembers_since
-
-
-def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
-    """Record that the store has lost data and is a new incarnation, complete from now on. False: this was recorded before."""
-    lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
-    return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
-
-
-def _named(row: NewRow) -> list[str]:
-    return [row.handler, row.topic, row.biz_id]
-
-
 def _owned(alias: str, pk: int, fence: int) -> Any:
     return InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-
-
-def _open_row(alias: str, row: NewRow) -> Any:
-    return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id, state__in=DUE)
 
 
 def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
@@ -289,12 +147,7 @@ def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
     return found
 
 
-def _content_of(row: NewRow) -> dict[str, Any]:
-    content: dict[str, Any] = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
-    return {**content, "headers": json.loads(row.headers)}
-
-
-def _done() -> dict[str, Any]:
+def done_columns() -> dict[str, Any]:
     return {
         "state": State.DONE,
         "settled_at": DatabaseTime(),
@@ -304,7 +157,7 @@ def _done() -> dict[str, Any]:
     }
 
 
-def _in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
+def in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
     """A transaction for a change of a key's order, or for the trail; a change without either needs none."""
     return deciding(alias) if order else recording(alias, matters=matters)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inbox.models import State
+from inbox.outcome import Outcome
 from inbox.receiving.execute import receive_together
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import accounting, admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
@@ -25,7 +25,7 @@ def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process
         after=(sentinel, "can_commit"),
     )
 
-    assert answer is Received.DUPLICATE
+    assert answer is Outcome.DUPLICATE
     assert (the_row(biz_id="second").state, effects("second")) == (State.DONE, 1)
 
 
@@ -58,7 +58,7 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         after=(admitting, "admit"),
     )
 
-    assert answer is Received.DUPLICATE
+    assert answer is Outcome.DUPLICATE
     assert (the_row(biz_id="second").state, effects("second")) == (State.RECEIVED, 0)
     assert drain() == 1
     row = the_row(biz_id="second")

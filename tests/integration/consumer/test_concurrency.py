@@ -28,11 +28,11 @@ from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving import parking
 from inbox.receiving.execute import receive
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import parked_row, read
 from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
@@ -438,7 +438,7 @@ class TestAcknowledging:
             (second,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=long))])
             waited = monotonic() - begun_at
 
-        assert (first, second) == (Received.DEFERRED, Received.DEFERRED)
+        assert (first, second) == (Outcome.DEFERRED, Outcome.DEFERRED)
         assert waited < long.total_seconds() / 2
 
     def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
@@ -448,8 +448,8 @@ class TestAcknowledging:
         arrival = read(handler, envelope, OPTIONS)
 
         with in_hand.holding([arrival.row]):
-            assert parking.park(handler, arrival, OPTIONS) is Received.STORED
-            assert receive(handler, arrival, OPTIONS) is Received.DEFERRED
+            assert parking.park(handler, arrival, OPTIONS) is Outcome.STORED
+            assert receive(handler, arrival, OPTIONS) is Outcome.DEFERRED
             assert drain() == 0
         assert drain() == 2, "it was admitted, and run"
 
@@ -491,8 +491,8 @@ class TestAcknowledging:
         handler = handles(the_effect)
         became = at_once([lambda: deliver(handler, an_envelope(biz_id="one"))] * 20)
 
-        assert (became.count(Received.HANDLED), effects()) == (1, 1)
-        assert set(became) <= {Received.HANDLED, Received.DUPLICATE, Received.DEFERRED}
+        assert (became.count(Outcome.HANDLED), effects()) == (1, 1)
+        assert set(became) <= {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.DEFERRED}
 
     def test_two_consumers_and_twenty_copies_have_one_effect(self, handles, rabbitmq_url, length):
         handler = handles(the_effect, biz_id="order")

@@ -25,8 +25,8 @@ from inbox.handlers.registry import registry
 from inbox.http import reading, subscribe
 from inbox.http.waiting import waiting
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.outcome import Outcome
 from inbox.pausing import pause_handler, resume_handler
-from inbox.receiving.outcomes import Received
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
 from inbox.store import leases
 from inbox.store.operating import retry as retry_by_operator
@@ -77,7 +77,7 @@ def orders(subscribed):
 def arrive(handler, number=1, **attributes):
     """Messages that a consumer stores."""
     for _ in range(number):
-        assert deliver(handler, an_envelope(**attributes)) is Received.STORED
+        assert deliver(handler, an_envelope(**attributes)) is Outcome.STORED
 
 
 def read(api=None, path=PATH, **how):
@@ -311,13 +311,13 @@ def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
     duplicate_suppressed.connect(lambda **given: causes.append(given["biz_id"]), weak=False, dispatch_uid="http")
     envelope = an_envelope()
     try:
-        assert deliver(orders, envelope) is Received.STORED
-        assert deliver(orders, envelope) is Received.DUPLICATE
+        assert deliver(orders, envelope) is Outcome.STORED
+        assert deliver(orders, envelope) is Outcome.DUPLICATE
         [message] = read()
-        assert deliver(orders, envelope, redelivered=True) in {Received.DUPLICATE, Received.STORED}
+        assert deliver(orders, envelope, redelivered=True) in {Outcome.DUPLICATE, Outcome.STORED}
         assert read() == []
         settle("acknowledge", message)
-        assert deliver(orders, envelope) is Received.DUPLICATE
+        assert deliver(orders, envelope) is Outcome.DUPLICATE
     finally:
         duplicate_suppressed.disconnect(dispatch_uid="http")
 

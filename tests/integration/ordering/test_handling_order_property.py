@@ -25,8 +25,8 @@ from inbox import Ordered, RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import admitting, claims, dialect, due, inserting, operating, ordering, sentinel
@@ -45,7 +45,8 @@ OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
     admitting: ["hold_gates", "insert_many", "_headless", "admit"],
     sentinel: ["promote_next", "claim_next", "finish"],
-    claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
+    claims: ["begin_stored", "fail_stored", "give_back"],
+    ordering: ["hold_gates", "promote_next"],
     operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
 }
 
@@ -257,7 +258,7 @@ class Machine:
         progress.taken = end
         if actor is self._current and self._progress[actor] is progress:
             self.acked = max(self.acked, end)
-        assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.DEFERRED}
+        assert {*became} <= {Outcome.STORED, Outcome.DUPLICATE, Outcome.DEAD, Outcome.DEFERRED}
 
     def _fail_over(self, actor):
         """The broker gives the queue to another consumer; the current one may not have noticed yet."""
@@ -447,7 +448,7 @@ MUTATIONS = {
         ),
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
-    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
+    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_behind", do_nothing)),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
     "dead does not block its key": (

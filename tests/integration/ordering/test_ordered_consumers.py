@@ -19,7 +19,7 @@ from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.store import admitting
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
@@ -121,7 +121,7 @@ class TestOrder:
                 sent(rabbitmq_url, range(10, 40))
                 wait_until(lambda: effects() == 40)
 
-        assert (first.received[Received.STORED], second.received.total()) == (40, 0)
+        assert (first.received[Outcome.STORED], second.received.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
     def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
@@ -135,7 +135,7 @@ class TestOrder:
             wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
             wait_until(lambda: effects() == 4)
 
-        assert consumer.received[Received.STORED] == 4
+        assert consumer.received[Outcome.STORED] == 4
         assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
         assert_each_once_and_in_order(4)
 

@@ -20,9 +20,9 @@ from inbox import Lease, RetryLater
 from inbox.editing import replace_message
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import receive_together
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import accounting, operating
 from tests.support.apps.effects.models import Effect
@@ -106,7 +106,7 @@ class World:
         self.count(received)
 
     def count(self, received):
-        self.delivered += received is not Received.DEFERRED
+        self.delivered += received is not Outcome.DEFERRED
 
     def envelope(self, fact, way="succeed"):
         return self.sent.setdefault(fact, self.a_message(fact, way))
@@ -236,7 +236,7 @@ class TestDeferredDelivery:
             finally:
                 ended.append(True)
 
-        assert (first.answer, received) == (Received.HANDLED, Received.DEFERRED)
+        assert (first.answer, received) == (Outcome.HANDLED, Outcome.DEFERRED)
         assert_balanced(1)
         deliver(handler, envelope, redelivered=True)
         assert_balanced(2)
@@ -249,13 +249,13 @@ class TestConcurrentDeliveries:
 
         def until_decided(envelope):
             redelivered = False
-            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.DEFERRED:
+            while (received := deliver(handler, envelope, redelivered=redelivered)) is Outcome.DEFERRED:
                 redelivered = True
             return received
 
         received = Counter(at_once([partial(until_decided, facts[number % 5]) for number in range(20)]))
 
-        assert received == {Received.HANDLED: 5, Received.DUPLICATE: 15}
+        assert received == {Outcome.HANDLED: 5, Outcome.DUPLICATE: 15}
         assert_balanced(20)
 
     def test_every_acknowledged_message_is_accounted_for_across_consumer_restarts(self, handles, rabbitmq_server, rabbitmq_url):

@@ -11,8 +11,8 @@ from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.execute import receive, receive_together
-from inbox.receiving.outcomes import Received
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
 from inbox.store import arrivals, sentinel
@@ -57,7 +57,7 @@ class TestFreshMessage:
         settings.INBOX = {"KEEP_BODIES": kept}
         with connection.cursor() as cursor:
             cursor.execute("TRUNCATE inbox_inboxmessage CASCADE")
-        assert received(handles(the_effect)) is Received.HANDLED
+        assert received(handles(the_effect)) is Outcome.HANDLED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
         assert versions_of(row) == 1
@@ -82,7 +82,7 @@ class TestFreshMessage:
             the_effect(message)
             raise ValueError("no")
 
-        assert received(handles(fails)) is Received.STORED
+        assert received(handles(fails)) is Outcome.STORED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, Effect.objects.count()) == (State.RETRYING, 1, 0)
 
@@ -94,19 +94,19 @@ class TestTransactionThatEnded:
             commits_by_the_driver(message)
             also()
 
-        assert received(handles(handler)) is Received.DEAD
+        assert received(handles(handler)) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
     def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
         handler, envelope = handles(commits_by_the_driver), an_envelope()
         received(handler, envelope)
-        assert received(handler, envelope) is Received.DUPLICATE
+        assert received(handler, envelope) is Outcome.DUPLICATE
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 1)
 
     def test_two_phase_commit_by_a_handler_that_the_server_refuses_is_a_failed_attempt(self, handles):
         """As PostgreSQL does by default (max_prepared_transactions = 0)."""
-        assert received(handles(prepares_a_transaction)) is Received.STORED
+        assert received(handles(prepares_a_transaction)) is Outcome.STORED
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)
 
     def test_handler_that_rolls_back_by_the_driver_makes_its_message_a_dead_letter(self, handles):
@@ -114,7 +114,7 @@ class TestTransactionThatEnded:
             the_effect(message)
             connection.connection.rollback()
 
-        assert received(handles(rolls_back)) is Received.DEAD
+        assert received(handles(rolls_back)) is Outcome.DEAD
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
 
     @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
@@ -126,7 +126,7 @@ class TestTransactionThatEnded:
 
         handler = handles(commits, **option)
         arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
-        assert receive_together(handler, arrivals_, OPTIONS) == [Received.DEAD] * 3
+        assert receive_together(handler, arrivals_, OPTIONS) == [Outcome.DEAD] * 3
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
 
 
@@ -159,7 +159,7 @@ class TestTwoPhaseCommit:
             prepares_a_transaction(message)
             two_phase.execute("COMMIT PREPARED 'of_a_handler'")
 
-        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
+        assert received(handles(handler), redelivered=redelivered) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
@@ -173,9 +173,9 @@ class TestTwoPhaseCommit:
 
         handler, envelope = handles(handler), an_envelope()
         began_at = time.monotonic()
-        assert received(handler, envelope) is Received.DEFERRED, "not acknowledged"
+        assert received(handler, envelope) is Outcome.DEFERRED, "not acknowledged"
         assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
-        assert park(handler, read(handler, envelope, OPTIONS), OPTIONS) is Received.STORED
+        assert park(handler, read(handler, envelope, OPTIONS), OPTIONS) is Outcome.STORED
         make_due()
         drain()
         assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
@@ -205,14 +205,14 @@ class TestSubtransactions:
             with pytest.raises(ZeroDivisionError), transaction.atomic():
                 1 / 0  # noqa: B018
 
-        assert received(handles(with_savepoints)) is Received.HANDLED
+        assert received(handles(with_savepoints)) is Outcome.HANDLED
         assert Effect.objects.count() == 1
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):
             InboxMessage.objects.all().delete()
 
-        assert received(handles(deletes)) is Received.DEAD
+        assert received(handles(deletes)) is Outcome.DEAD
         assert InboxMessage.objects.get().last_error.startswith("TransactionEnded")
 
 
@@ -242,5 +242,5 @@ def test_transaction_that_an_error_has_aborted_refuses_to_be_read(handles):
         with pytest.raises((DatabaseError, psycopg.Error)), connection.cursor() as cursor:
             cursor.execute("SELECT 1 / 0")
 
-    assert received(handles(swallows)) is Received.STORED
+    assert received(handles(swallows)) is Outcome.STORED
     assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)

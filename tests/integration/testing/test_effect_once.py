@@ -18,7 +18,7 @@ from django.db.models.signals import post_save
 from inbox import Lease
 from inbox.consumer.reception import Reception
 from inbox.models import InboxMessage
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.store import arrivals
 from inbox.testing import assert_effect_once, make_message
 from inbox.testing.crashing import _Step
@@ -188,7 +188,7 @@ class TestAWrongInbox:
     def test_acknowledgement_before_the_commit_loses_the_effect(self, handles, monkeypatch):
         def receive_too_late(reception, load):
             for delivery in load:
-                reception._answer(delivery, Received.HANDLED)
+                reception._answer(delivery, Outcome.HANDLED)
             receive(reception, load)
 
         receive = Reception.receive
