@@ -109,8 +109,8 @@ def run_fresh(policy: Policy, arrivals: Sequence[Arrival]) -> list[Outcome] | No
         guard = store.begin_fresh(
             handler.using, rows, options.DUPLICATE_TIMEOUT, attempt=policy.attempt, result=policy.default_result
         )
-        if guard is not None:
-            ran.update((index, next(fresh[index])) for index in guard.begun)
+        for index in guard.begun if guard is not None else ():
+            ran[index] = next(fresh[index])
         return guard
 
     def run() -> object:

@@ -57,25 +57,28 @@ def begin_fresh(
     given: dict[str, Any] = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
     insertions = [Insertion(row=emptied(row) if is_emptied else row, state=state, **given) for row in rows]
-    # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
-    insertions.sort(key=lambda insertion: insertion.row.biz_id)
+    if len(insertions) > 1:
+        # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
+        insertions.sort(key=lambda insertion: insertion.row.biz_id)
     inserted = insert_many(alias, insertions, duplicate_timeout, skip_existing=False)
     if not inserted.rows:
         return None
     if not is_postgresql(connection):
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    begun: dict[str, int] = {}
+    new, ids, begun = {**inserted.rows}, [], []
     for index, row in enumerate(rows):
-        if row.biz_id in inserted.rows:
-            begun.setdefault(row.biz_id, index)
+        # Of two copies, the first is begun.
+        if row.biz_id in new:
+            ids.append(new.pop(row.biz_id)[0])
+            begun.append(index)
     return Guard(
         alias,
-        tuple(inserted.rows[biz_id][0] for biz_id in begun),
+        tuple(ids),
         inserted.transaction,
-        begun=tuple(begun.values()),
+        begun=tuple(begun),
         is_settled=is_settled,
-        emptied=tuple(rows[index] for index in begun.values()) if is_emptied else (),
+        emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
         result=given.get("result"),
     )
 
