@@ -5,9 +5,12 @@ from datetime import timedelta
 import pytest
 from django.db import connection
 
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.registry import registry
 from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
 
 
@@ -23,6 +26,21 @@ def transport(peer):
     """Connected to `peer`."""
     with connected(peer.url) as transport:
         yield transport
+
+
+@pytest.fixture
+def joins():
+    """Register a function as a join for this test: `joins(function, on_missing=…)`."""
+    before = {handler.name for handler in registry.all()}
+
+    def register(function, *, topics=TOPICS, name=NAME, **arguments):
+        arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
+        return idempotent_handler(all_of=topics, name=name, **arguments)(function)
+
+    yield register
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.joins import deciding, store
-from inbox.joins.join import Join
 from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters, store_dead
@@ -38,41 +37,8 @@ from outbox.testing import run_relay
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
+from tests.support.joins import NAME, TOPICS, comes, effects, part, report
 from tests.support.waiting import A_WHILE
-
-TOPICS = ["orders.exported", "stock.exported", "prices.exported"]
-NAME = "tests.report"
-
-
-@pytest.fixture
-def joins():
-    """Register a function as a join for this test: `joins(function, on_missing=…)`."""
-    before = {handler.name for handler in registry.all()}
-
-    def register(function, *, topics=TOPICS, name=NAME, **arguments):
-        arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
-        return idempotent_handler(all_of=topics, name=name, **arguments)(function)
-
-    yield register
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
-
-
-def report(join: Join):
-    Effect.objects.create(name=join.run_id, detail=",".join([*join.messages, *(f"-{topic}" for topic in join.missing)]))
-
-
-def part(topic, run_id="monday", **payload):
-    return an_envelope({"run_id": run_id, **payload}, topic=topic)
-
-
-def comes(topic, run_id="monday", *, name=NAME, redelivered=False, **payload):
-    return deliver(registry.get(f"{name}/{topic}"), part(topic, run_id, **payload), redelivered=redelivered)
-
-
-def effects():
-    return list(Effect.objects.order_by("pk").values_list("name", "detail"))
 
 
 def the_run(run_id="monday"):

@@ -19,7 +19,6 @@ from inbox.receiving.execute import Received
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring
-from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import said, staff_client
 from tests.support.deliveries import (
     OPTIONS,
@@ -32,6 +31,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.joins import TOPICS, comes, report
 from tests.support.relaying import Queue, connected, one_pass, published, state_of
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
@@ -399,7 +399,7 @@ class TestRunAsItsOwnMessage:
             deliver(handler, an_envelope({"booking": 7, "night": night}))
         assert "correct biz_id= of the handler" in caplog.text
 
-    def test_message_of_a_run_of_a_join_is_not_run_by_itself(self, handles, operator, joins):  # noqa: F811
+    def test_message_of_a_run_of_a_join_is_not_run_by_itself(self, handles, operator, joins):
         joins(report)
         comes(TOPICS[0], number=1)
         comes(TOPICS[0], number=2)

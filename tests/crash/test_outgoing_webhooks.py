@@ -16,8 +16,8 @@ from inbox.outgoing_webhooks import Endpoint
 from inbox.testing import travel
 from outbox import publish
 from outbox.incoming_webhooks import StandardWebhooks
-from tests.crash.test_kill_points import COMMIT
 from tests.support.apps.hooked import TOPIC
+from tests.support.crash.points import COMMIT
 from tests.support.fakes.receiver import Receiver, Reply
 
 SETTINGS = "tests.support.apps.hooked.settings"
