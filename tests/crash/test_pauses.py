@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outbox.models import OutboxMessage
+from tests.support.crash.points import FINISH, SEND, SETTLE
 from tests.support.servers import FaultProxy
 
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settling.settle"
 LEASE_SETTLE = "outbox.store.lease.Lease.settle"
-FINISH = "inbox.store.sentinel.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20
 
