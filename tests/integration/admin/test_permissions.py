@@ -20,9 +20,9 @@ from django.urls import reverse
 from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
-from inbox.editing import conflict_token
 from inbox.joins.models import Run
 from inbox.models import InboxMessage, PausedHandler
+from inbox.operators.editing import conflict_token
 from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State

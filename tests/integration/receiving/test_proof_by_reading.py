@@ -11,12 +11,13 @@ from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
 from inbox.receiving.execute import receive
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import store_undecided
-from inbox.store import arrivals, operating, sentinel, together
+from inbox.store import arrivals, sentinel, together
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
@@ -182,7 +183,7 @@ class TestTwoPhaseCommit:
         handler, envelope = handles(handler), an_envelope()
         assert received(handler, envelope) is Received.DEAD
         prepares = False
-        assert operating.retry("default", InboxMessage.objects.get().pk)
+        assert decisions.retry("default", InboxMessage.objects.get().pk)
         drain()
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DONE, 1)
         assert received(handler, envelope) is Received.DUPLICATE
