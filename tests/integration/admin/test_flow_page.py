@@ -183,10 +183,6 @@ def test_only_the_app_whose_messages_the_user_may_view_is_shown(permission, seen
     assert "Users with the permission to view the messages of both apps see more of it." in text
 
 
-def test_page_is_refused_without_its_permission():
-    assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
-
-
 def test_ids_on_the_pages_of_messages_and_of_the_audit_log_lead_to_the_flow_if_the_user_may_view_it():
     placed, _ = an_order()
     received = InboxMessage.objects.filter(handler="stock.reserve").get()
