@@ -11,12 +11,10 @@ from outbox.models import OutboxMessage
 from tests.support.admin_pages import act, staff_client
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
+from tests.support.crash.points import FINISH, SEND, SETTLE
 from tests.support.servers import FaultProxy
 
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settling.settle"
 LEASE_SETTLE = "outbox.store.lease.Lease.settle"
-FINISH = "inbox.store.sentinel.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20
 
