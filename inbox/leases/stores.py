@@ -158,7 +158,7 @@ class LeaseStore(Protocol):
         """Move its end to `by` from now. False: the lease is no longer ours.
 
         Args:
-            stopping: record in its row, if it has one, that its process has been asked to stop.
+            stopping: record that its process has been asked to stop.
         """
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:

@@ -42,7 +42,7 @@ from inbox.receiving.reading import (
     why_undecodable,
 )
 from inbox.receiving.run import Policy, run_claimed, run_fresh
-from inbox.store import claims, operating, statistics
+from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -181,7 +181,7 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         ours = committed(lambda: claims.rekey(handler.using, stored, biz_id), handler.using)
         if ours is False:
             reason = f"its biz-id is {biz_id}, which another message already has"
-            committed(lambda: operating.skip(handler.using, stored.pk, reason, fence=stored.fence), handler.using)
+            committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
         if not ours:
             return Outcome.DUPLICATE
     stored.biz_id = biz_id

@@ -35,6 +35,7 @@ def store_external(
     attempts: int,
     duplicate: DuplicateCause | None = None,
     conflicting: bool = False,
+    stopping: bool = False,
 ) -> bool:
     """∅ → running, for a message that runs under an external lease; the runner checks it when that lease ends.
 
@@ -43,6 +44,7 @@ def store_external(
     Args:
         duplicate: the row is that of a delivery that has none and is being run; this one is counted as its duplicate.
         conflicting: this one has other content.
+        stopping: the process that runs it has been asked to stop.
 
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
@@ -56,7 +58,10 @@ def store_external(
         conflicting_attributes=attributes_of(row) if conflicting else None,
         **(counted_duplicates(duplicate, 1) if duplicate else {}),
     )
-    return store(alias, insertion, duplicate_timeout, skip_existing=False) is not None
+    stored = store(alias, insertion, duplicate_timeout, skip_existing=False)
+    if stored is not None and stopping:
+        show_stopping(alias, stored)
+    return stored is not None
 
 
 def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:

@@ -17,7 +17,7 @@ import logging
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -143,7 +143,7 @@ class RedisLeases:
         raise self._keeps_losing_data()
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE
+        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
         alias, pk = lease.request.handler.using, lease.pk
         if extended and stopping and pk is not None:
             committed(lambda: rows.show_stopping(alias, pk), alias)
@@ -220,9 +220,9 @@ class RedisLeases:
                 return self._mark_row(lease, request.stored) if request.stored else lease
             case ["consumed", same, differs]:
                 return self._consumed(request, _cause(request, same), conflicting=bool(differs))
-            case ["held", same, differs, milliseconds, attempts]:
-                remaining = int(milliseconds) * _MILLISECONDS
-                return self._held(request, remaining, int(attempts), _cause(request, same), conflicting=bool(differs))
+            case ["held", same, differs, milliseconds, attempts, stopping]:
+                held = {"duplicate": _cause(request, same), "conflicting": bool(differs), "stopping": stopping == "1"}
+                return self._held(request, int(milliseconds) * _MILLISECONDS, int(attempts), held)
             case ["history lost"]:
                 return self._history_lost(request)
         return None
@@ -236,17 +236,15 @@ class RedisLeases:
             committed(partial(rows.finish_external, alias, request.row, request.order, uncounted=1), alias)
         return Outcome.DUPLICATE
 
-    def _held(
-        self, request: LeaseRequest, remaining: timedelta, attempts: int, cause: DuplicateCause, *, conflicting: bool
-    ) -> Outcome | None:
+    def _held(self, request: LeaseRequest, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
         """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
         if request.stored is not None:
             alias = request.handler.using
             committed(partial(rows.defer_to_lease_end, alias, request.stored, remaining), alias)
             return Outcome.STORED
-        if not self._store_external(request, remaining, attempts, duplicate=cause, conflicting=conflicting):
+        if not self._store_external(request, remaining, attempts, **held):
             return None
-        _announce_duplicate(request, cause, conflicting=conflicting)
+        _announce_duplicate(request, held["duplicate"], conflicting=held["conflicting"])
         return Outcome.STORED
 
     def _history_lost(self, request: LeaseRequest) -> Outcome:
@@ -257,10 +255,10 @@ class RedisLeases:
             return store_failure(handler, request.row, failure, self._options)
         return fail_stored(handler, stored, failure)
 
-    def _store_external(self, request: LeaseRequest, until: timedelta, attempts: int, **duplicate: Any) -> bool:
+    def _store_external(self, request: LeaseRequest, until: timedelta, attempts: int, **held: Any) -> bool:
         """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
         alias, longest_wait = request.handler.using, self._options.DUPLICATE_TIMEOUT
-        store = partial(rows.store_external, alias, request.row, longest_wait, until=until, attempts=attempts, **duplicate)
+        store = partial(rows.store_external, alias, request.row, longest_wait, until=until, attempts=attempts, **held)
         return committed(store, alias)
 
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:

@@ -26,7 +26,7 @@ from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import is_recorded, record_leaving
+from inbox.store.trail import is_recorded, record, record_leaving
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -186,6 +186,18 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
         ours = bool(under_claim(alias, claimed).update(**written))
         promote_behind(alias, leaves if ours else None)
         return ours
+
+
+def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
+    """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
+    with deciding(alias):
+        row = under_claim(alias, claimed)
+        if not row.update(
+            state=State.SKIPPED, last_error=f"skipped: {reason}", next_attempt_at=None, settled_at=DatabaseTime()
+        ):
+            return
+        record(alias, [claimed.pk], was=claimed.state, reason=reason)
+        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if claimed.ordered else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:

@@ -7,8 +7,8 @@ from django.db import connection
 
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
+from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
-from inbox.store import operating
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
@@ -53,6 +53,6 @@ def _nothing_in_hand_elsewhere():
 @pytest.fixture
 def short_lock_waits(monkeypatch):
     """An operator's decision about an inbox message waits 50 ms for the lock of another transaction."""
-    monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(decisions, "OPERATORS_WAIT", timedelta(milliseconds=50))
     if connection.vendor == "sqlite":
         monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0.05)

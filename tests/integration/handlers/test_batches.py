@@ -20,8 +20,8 @@ from exactly_once.process.loop import StopRequest
 from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
+from inbox.operators import accounting
 from inbox.outcome import Outcome
-from inbox.store import accounting
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique

@@ -10,8 +10,8 @@ from django.db.models import F
 from exactly_once.process.clock import utcnow
 from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.operators import decisions
 from inbox.outcome import Outcome
-from inbox.store import operating
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.loads import receive_together
 
@@ -165,7 +165,7 @@ class TestDeferral:
         run_again()
         assert the_row().state == State.DEAD
 
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         drain()
 
         assert (the_row().state, effects()) == (State.DONE, 1)

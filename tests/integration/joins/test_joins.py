@@ -17,17 +17,18 @@ from django.utils.module_loading import import_string
 from exactly_once.models import AuditEntry
 from exactly_once.operators.dead_letters import Refused
 from exactly_once.operators.dead_letters import read as read_dead_letter
-from inbox.dead_letters import letters, store_dead
-from inbox.editing import editable
 from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.joins import deciding, store
 from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
+from inbox.operators.dead_letters import letters, store_dead
+from inbox.operators.decisions import retry, skip
+from inbox.operators.editing import editable
+from inbox.operators.pausing import pause_handler
+from inbox.operators.purging import purge_settled
 from inbox.outcome import Outcome
-from inbox.pausing import pause_handler
-from inbox.store.operating import purge_settled, retry, skip
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel

@@ -13,9 +13,9 @@ from inbox.handlers.registry import registry
 from inbox.joins import correlated, store
 from inbox.joins.models import Run
 from inbox.models import InboxMessage
+from inbox.operators.decisions import skip
+from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.outcome import Outcome
-from inbox.pausing import pause_handler, resume_handler
-from inbox.store.operating import skip
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request
 from outbox.testing import published, run_relay

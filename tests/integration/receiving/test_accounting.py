@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
 from inbox import Lease, RetryLater
-from inbox.editing import replace_message
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State
+from inbox.operators import accounting, decisions, purging
+from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
-from inbox.store import accounting, operating
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
@@ -173,7 +173,7 @@ class World:
         gone = InboxMessage.objects.filter(state__in=SETTLED, conflicting_at=None)
         sums = gone.aggregate(rows=Count("id", filter=Q(replaces__isnull=True)), duplicates=Sum("duplicates", default=0))
         gone.update(settled_at=utcnow() - timedelta(days=31))
-        list(operating.purge_settled("default", OPTIONS.RETENTION))
+        list(purging.purge_settled("default", OPTIONS.RETENTION))
         self.delivered -= sum(sums.values())
 
 
@@ -183,7 +183,7 @@ def steps_of_the_world():
 
     way, some = st.sampled_from(WAYS), st.lists(FACTS, min_size=1, max_size=4)
     to = st.sampled_from(["plain", "ordered", "leased"])
-    decisions = [operating.retry, partial(operating.skip, reason="not wanted"), operating.override_maximum_age, correct]
+    transitions = [decisions.retry, partial(decisions.skip, reason="not wanted"), decisions.override_maximum_age, correct]
     return st.one_of(
         step("fresh", to=to, fact=FACTS, way=way),
         step("redelivered", to=to, fact=FACTS, way=way),
@@ -196,7 +196,7 @@ def steps_of_the_world():
         step("together", facts=some, way=way),
         step("in_order", facts=some, way=way),
         step("time_passes"),
-        step("operator", decide=st.sampled_from(decisions), which=st.integers(0, 20)),
+        step("operator", decide=st.sampled_from(transitions), which=st.integers(0, 20)),
         step("purge"),
     )
 

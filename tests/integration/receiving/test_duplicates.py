@@ -13,8 +13,8 @@ from exactly_once.models import AuditEntry
 from exactly_once.operators.alert_options import AlertOptions
 from exactly_once.process.clock import utcnow
 from inbox import signals
-from inbox.alerting import CONDITIONS
 from inbox.models import InboxMessage, State
+from inbox.operators.alerting import CONDITIONS
 from inbox.outcome import Outcome
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState

@@ -14,12 +14,12 @@ from django.urls import reverse
 from exactly_once.operators.trail import life_of
 from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
-from inbox.editing import replace_message
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
+from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.store import operating
 from tests.integration.celery.handling import conftest as celery_fixtures
 from tests.integration.celery.handling.tracing import deliver as deliver_task
 from tests.support.deliveries import (
@@ -186,7 +186,7 @@ def test_message_that_is_dead_skipped_or_retrying_keeps_its_body_and_its_traceba
     dead, retrying, skipped = (an_envelope({"order_id": number}, headers=HEADERS) for number in (1, 2, 1))
     for envelope in (dead, retrying, skipped):
         deliver(handler, envelope)
-    assert operating.skip("default", the_row(message_id=skipped.id).pk, "not wanted")
+    assert decisions.skip("default", the_row(message_id=skipped.id).pk, "not wanted")
 
     for envelope, state in ((dead, State.DEAD), (retrying, State.RETRYING), (skipped, State.SKIPPED)):
         row = the_row(message_id=envelope.id)
@@ -217,7 +217,7 @@ def test_done_message_is_not_run_again_by_an_operator_and_its_history_is_complet
     envelope = an_order()
     deliver(handles(the_effect), envelope)
 
-    assert not operating.retry("default", the_row().pk)
+    assert not decisions.retry("default", the_row().pk)
     assert replace_message("default", the_row().pk, "{}", by="by anna") is None
 
     assert [moment.became for moment in life_of(envelope.id).moments] == ["received", "done"]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving import reading
-from inbox.store import operating
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import (
@@ -149,7 +149,7 @@ class TestPlainRetry:
         ]
 
     def test_store_refuses_a_plain_retry_of_a_quarantined_message(self, quarantined_copy):
-        assert not operating.retry("default", the_row().pk)
+        assert not decisions.retry("default", the_row().pk)
 
         assert (the_row().state, the_row().quarantined) == (State.DEAD, True)
         run_to_the_end()
@@ -177,7 +177,7 @@ class TestOverride:
     def test_second_override_of_the_same_message_does_nothing(self, quarantined_copy):
         row = the_row().pk
 
-        assert [operating.override_maximum_age("default", row) for _ in range(2)] == [True, False]
+        assert [decisions.override_maximum_age("default", row) for _ in range(2)] == [True, False]
 
         assert (drain(), drain(), effects()) == (1, 0, 2)
 
@@ -208,12 +208,12 @@ class TestOverride:
         deliver(handles(lambda message: 1 / 0))
         run_to_the_end()
 
-        assert not operating.override_maximum_age("default", the_row().pk)
+        assert not decisions.override_maximum_age("default", the_row().pk)
 
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
     def test_quarantined_message_can_be_skipped_without_an_override(self, quarantined_copy):
-        assert operating.skip("default", the_row().pk, "handled in May, see the books")
+        assert decisions.skip("default", the_row().pk, "handled in May, see the books")
 
         assert (the_row().state, effects()) == (State.SKIPPED, 1)
 

@@ -26,11 +26,12 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
+from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
 from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
-from inbox.store import arrivals, claims, operating, rows
+from inbox.store import arrivals, claims, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
 from outbox.models import OutboxMessage
@@ -562,7 +563,7 @@ class TestCarefulPath:
         if meanwhile != "it is claimed":
             assert claims.fail_stored(handler.using, fresh, newer)
         if meanwhile == "an operator has retried it":
-            assert operating.retry(handler.using, slow.pk)
+            assert decisions.retry(handler.using, slow.pk)
             InboxMessage.objects.update(last_error="", failed_at=None)
 
         outcomes.fail_stored(handler, slow, rows.Failure(error="stale", retry_after=timedelta(), attempts=1))
@@ -756,7 +757,7 @@ class TestMaximumMessageAge:
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
         deliver(handler, envelope)
         InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - A_MINUTE)
-        assert sum(operating.purge_settled("default", OPTIONS.RETENTION)) == 1
+        assert sum(purging.purge_settled("default", OPTIONS.RETENTION)) == 1
 
         late = an_envelope(
             id=envelope.id, biz_id=envelope.biz_id, created_at=envelope.created_at - OPTIONS.RETENTION, body=envelope.body
@@ -793,7 +794,7 @@ class TestMaximumMessageAge:
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
 
-        assert operating.override_maximum_age("default", the_row().pk)
+        assert decisions.override_maximum_age("default", the_row().pk)
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)
@@ -845,7 +846,7 @@ class TestUnreadableMessage:
         handler = handles(the_effect)
         deliver(handler, an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."))
 
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         run_to_the_end()
 
         assert (the_row().state, effects()) == (State.DEAD, 0)
@@ -864,12 +865,12 @@ class TestIdentity:
 
         assert deliver(broken, envelope) is Outcome.DEAD
         assert "KeyError" in the_row().last_error
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         run_to_the_end()
         assert the_row().state == State.DEAD
 
         fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         run_to_the_end()
 
         row = the_row()
@@ -884,7 +885,7 @@ class TestIdentity:
         deliver(fixed, envelope)
         assert effects() == 1
 
-        assert operating.retry("default", the_row(state=State.DEAD).pk)
+        assert decisions.retry("default", the_row(state=State.DEAD).pk)
         run_to_the_end()
 
         assert effects() == 1
@@ -907,7 +908,7 @@ class TestIdentity:
 
         handler, envelope = handles(the_effect, biz_id=identify), an_envelope()
         deliver(handler, envelope)
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         with InAThread(drain):
             assert frozen.wait(A_WHILE)
             make_due()
@@ -1186,7 +1187,7 @@ class TestArbitraryDelivery:
         assert received in {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.STORED, Outcome.DEAD}
         row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)
         assert bytes(row.body) == body or "cloudevents+json" in content_type
-        operating.retry("default", row.pk)
+        decisions.retry("default", row.pk)
         drain()
         row.refresh_from_db()
         assert row.state not in DUE or row.next_attempt_at is not None

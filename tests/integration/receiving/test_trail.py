@@ -16,9 +16,10 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.operators import decisions
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.store import arrivals, claims, leases, operating, rows
+from inbox.store import arrivals, claims, leases, rows
 from tests.support.deliveries import (
     OPTIONS,
     an_envelope,
@@ -137,9 +138,9 @@ class TestOtherTransitions:
         handler, envelope = failing(), an_envelope()
         deliver(handler, envelope)
 
-        operating.retry("default", the_row().pk, reason="by ann in the admin")
-        operating.skip("default", the_row().pk, "sold out", by="by ann in the admin")
-        assert not operating.retry("default", the_row().pk, reason="too late")
+        decisions.retry("default", the_row().pk, reason="by ann in the admin")
+        decisions.skip("default", the_row().pk, "sold out", by="by ann in the admin")
+        assert not decisions.retry("default", the_row().pk, reason="too late")
 
         assert trail_of(envelope.id)[1:] == [
             (State.RETRYING, State.RETRYING, "by ann in the admin"),

@@ -14,14 +14,14 @@ from django.test import override_settings
 from exactly_once.operators.trail import life_of
 from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
-from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
+from inbox.operators import accounting, decisions, purging
+from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
-from inbox.store import accounting, operating
 from inbox.store.ordering import release_stuck
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -243,7 +243,7 @@ class TestCorrectedMessage:
         new = corrected(row)
         InboxMessage.objects.filter(pk=row.pk).update(settled_at=utcnow() - 2 * OPTIONS.RETENTION)
 
-        assert sum(operating.purge_settled("default", OPTIONS.RETENTION)) == 1
+        assert sum(purging.purge_settled("default", OPTIONS.RETENTION)) == 1
         drain()
 
         assert (the_row(pk=new.pk).state, seen[-1].biz_id) == (State.DONE, "order-7")
@@ -405,7 +405,7 @@ class TestRefusals:
 
     def test_message_that_is_not_dead_any_more_is_left_alone(self, handler):
         _, row = dead(handler)
-        assert operating.retry("default", row.pk)
+        assert decisions.retry("default", row.pk)
 
         assert replace_message("default", row.pk, RIGHT, by=BY) is None
         with pytest.raises(NotEditable, match="Its state is retrying; only a dead message"):
@@ -551,7 +551,7 @@ class TestOrder:
         new = corrected(the_row(biz_id="a"), '{"amount": "worse"}')
         self.drain()
 
-        assert operating.skip("default", new.pk, "not wanted")
+        assert decisions.skip("default", new.pk, "not wanted")
         self.drain()
 
         assert self.in_order() == ["b"]

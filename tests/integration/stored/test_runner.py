@@ -14,11 +14,12 @@ from exactly_once.process.loop import StopRequest
 from inbox import signals
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import arrivals, claims, due, operating, rows
+from inbox.store import arrivals, claims, due, rows
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
@@ -223,8 +224,8 @@ def test_purge_deletes_only_old_settled_messages(handles):
             state=state, settled_at=utcnow() - (old if age == "old" else timedelta()), received_at=utcnow() - old
         )
 
-    assert operating.purgeable("default", OPTIONS.RETENTION) == 3
-    assert list(operating.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
+    assert purging.purgeable("default", OPTIONS.RETENTION) == 3
+    assert list(purging.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
 
     left = set(InboxMessage.objects.values_list("biz_id", flat=True))
     assert {f"old {state}" for state in State} - left == {f"old {state}" for state in ("done", "skipped", "shed")}
@@ -237,7 +238,7 @@ def test_an_operators_retry_gives_a_full_set_of_attempts(handles):
     run_to_the_end()
     assert the_row().state == State.DEAD
 
-    assert operating.retry("default", the_row().pk)
+    assert decisions.retry("default", the_row().pk)
 
     assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
     drain()
@@ -248,8 +249,8 @@ def test_skipped_message_is_never_run(handles):
     handler, envelope = handles(fails), an_envelope()
     deliver(handler, envelope)
 
-    assert operating.skip("default", the_row().pk, "the customer called")
-    assert not operating.retry("default", the_row().pk)
+    assert decisions.skip("default", the_row().pk, "the customer called")
+    assert not decisions.retry("default", the_row().pk)
     make_due()
     drain()
 
@@ -261,8 +262,8 @@ def test_skipped_message_is_never_run(handles):
 def test_done_message_can_neither_be_retried_nor_skipped(handles):
     deliver(handles(the_effect))
 
-    assert not operating.retry("default", the_row().pk)
-    assert not operating.skip("default", the_row().pk, "no")
+    assert not decisions.retry("default", the_row().pk)
+    assert not decisions.skip("default", the_row().pk, "no")
     run_to_the_end()
 
     assert (the_row().state, effects()) == (State.DONE, 1)

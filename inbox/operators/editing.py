@@ -29,8 +29,9 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.stores import stored_row
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
-from inbox.store import admitting, operating, ordering
+from inbox.store import admitting, ordering
 from inbox.store.inserting import Insertion
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail import record
@@ -98,10 +99,10 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
         by: the operator, for the trail.
 
     Raises:
-        NotEditable: see `correct` and `operating.replace`.
+        NotEditable: see `correct` and `decisions.replace`.
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
-    return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)
+    return None if stored is None else decisions.replace(alias, pk, correct(stored, text).row, by=by)
 
 
 def conflict_token(stored: InboxMessage) -> str:
@@ -124,7 +125,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         NotEditable: it cannot be run as its own message, or is another one by now, for this reason.
     """
     try:
-        with ordering.deciding(alias), lock_timeout(alias, operating.OPERATORS_WAIT):
+        with ordering.deciding(alias), lock_timeout(alias, decisions.OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
             first = found.select_for_update().first()
             if first is None:
@@ -141,7 +142,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             state = State.WAITING if in_order else State.RECEIVED
             (became,) = admitting.admit(alias, [Insertion(row=row, state=state, due_after=0.0, ordered=in_order)])
             if became is None:
-                raise NotEditable(operating.ROW_LOCKED.format(pk))
+                raise NotEditable(decisions.ROW_LOCKED.format(pk))
             # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
             counted = int(first.conflicting_id != first.message_id)
             InboxMessage.objects.using(alias).filter(pk=pk).update(
@@ -157,7 +158,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             return True
     except (ConcurrentDuplicate, OperationalError) as error:
         if isinstance(error, ConcurrentDuplicate) or is_collision(error):
-            raise NotEditable(operating.ROW_LOCKED.format(pk)) from error
+            raise NotEditable(decisions.ROW_LOCKED.format(pk)) from error
         raise
 
 

@@ -18,14 +18,14 @@ from exactly_once.difference import as_html
 from exactly_once.operators.actions import Action, ActionForm, Canary, Given, Judgement, by_name, reason_field
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome, one_by_one
 from exactly_once.operators.operations import Operations
-from inbox.editing import conflict_token, correct, editable, replace_message, run_conflicting
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, State
-from inbox.resending import Transition, resending
-from inbox.store import bulk, operating
+from inbox.operators import bulk, decisions
+from inbox.operators.editing import conflict_token, correct, editable, replace_message, run_conflicting
+from inbox.operators.resending import Transition, resending
 
 operations = OperationTable("inbox")
 REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
@@ -40,7 +40,7 @@ def retry(
     """Make messages due now, with a full set of attempts."""
     told = _told(by, reason)
     decided = bulk.retry_some(alias, rows, sources=sources, reason=told)
-    return _completed(alias, decided, once_ended(resending(partial(operating.retry, reason=told))))
+    return _completed(alias, decided, once_ended(resending(partial(decisions.retry, reason=told))))
 
 
 def skip(
@@ -48,7 +48,7 @@ def skip(
 ) -> Sequence[RowOutcome]:
     """Skip messages: their effect will not happen."""
     decided = bulk.skip_some(alias, rows, sources=sources, reason=reason, by=by)
-    return _completed(alias, decided, once_ended(partial(operating.skip, reason=reason, by=by)))
+    return _completed(alias, decided, once_ended(partial(decisions.skip, reason=reason, by=by)))
 
 
 def _told(by: str, reason: str) -> str:
@@ -181,8 +181,8 @@ RETRY = Action(
     name="retry",
     label=_("Retry now"),
     done=_("due for a retry now"),
-    sources=operating.RETRYABLE,
-    run=lambda alias, pk, given: once_ended(resending(partial(operating.retry, reason=given.text)))(alias, pk),
+    sources=decisions.RETRYABLE,
+    run=lambda alias, pk, given: once_ended(resending(partial(decisions.retry, reason=given.text)))(alias, pk),
     offered=_is_known,
     why_not=_why_not_retried,
     perform=retry,
@@ -205,8 +205,8 @@ SKIP = Action(
     name="skip",
     label=_("Skip"),
     done=_("skipped"),
-    sources=operating.SKIPPABLE,
-    run=lambda alias, pk, given: once_ended(partial(operating.skip, reason=given.reason, by=given.by))(alias, pk),
+    sources=decisions.SKIPPABLE,
+    run=lambda alias, pk, given: once_ended(partial(decisions.skip, reason=given.reason, by=given.by))(alias, pk),
     offered=_is_not_leased,
     question=_("Skip these messages? Their effect will not happen."),
     button=_("Skip the messages"),
@@ -219,7 +219,7 @@ OVERRIDE = Action(
     done=_("due now, past the maximum message age"),
     permission="override",
     sources=(State.DEAD,),
-    run=lambda alias, pk, given: resending(partial(operating.override_maximum_age, reason=given.text))(alias, pk),
+    run=lambda alias, pk, given: resending(partial(decisions.override_maximum_age, reason=given.text))(alias, pk),
     offered=lambda row: bool(row.quarantined),
     why_not=_why_not_overridden,
     question=_("Run these messages although they may have been handled before?"),

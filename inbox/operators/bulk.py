@@ -13,7 +13,7 @@ from exactly_once.failures import without_line
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.models import InboxMessage, State
-from inbox.store.operating import TRIED_AGAIN, skipped
+from inbox.operators.decisions import TRIED_AGAIN, skipped
 from inbox.store.trail import record
 
 LOCKED = "a process is working on it"

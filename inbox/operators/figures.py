@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
+from django.db import connections
+from django.db.models import Min
+
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, estimated
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
+from inbox.store.due import longest_due
 
 _INDEXES = {
     **dict.fromkeys(State, "state IN ('received', 'retrying', 'waiting', 'running', 'dead')"),
@@ -16,6 +20,17 @@ _INDEXES = {
     State.SHED: "state IN ('skipped', 'shed')",
 }
 """The condition of the index of each state."""
+_PAIRS = {
+    "postgresql": (
+        "WITH RECURSIVE pairs AS ("
+        f"(SELECT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT 1) UNION ALL "
+        f"SELECT following.* FROM pairs, LATERAL (SELECT m.handler, m.topic FROM {TABLE} m "
+        "WHERE (m.handler, m.topic) > (pairs.handler, pairs.topic) ORDER BY m.handler, m.topic LIMIT 1) following"
+        ") SELECT handler, topic FROM pairs LIMIT %s"
+    ),
+    "sqlite": f"SELECT DISTINCT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT %s",
+}
+"""On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
 
 
 def counts(alias: str) -> dict[State, Count]:
@@ -47,3 +62,24 @@ def oldest_settled(alias: str) -> datetime | None:
 def oldest_entry(alias: str) -> datetime | None:
     """The instant of the oldest entry of the trail."""
     return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()
+
+
+def oldest_waiting(alias: str) -> datetime | None:
+    """The time since which the oldest message has waited, past its due time or behind its key's head; None: none waits."""
+    messages = InboxMessage.objects.using(alias)
+    due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
+    behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
+    return min(filter(None, (due["since"], behind["since"])), default=None)
+
+
+def handlers_with_topics(alias: str, most: int = 10_000) -> list[tuple[str, str]]:
+    """The handlers of all messages with their topics, up to a limit."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_PAIRS[connections[alias].vendor], [most])
+        return list(cursor.fetchall())
+
+
+def handlers_and_topics(alias: str) -> tuple[list[str], list[str]]:
+    """The handlers and the topics of all messages, up to a limit."""
+    found = handlers_with_topics(alias)
+    return sorted({handler for handler, _ in found}), sorted({topic for _, topic in found})
