@@ -129,20 +129,27 @@ def _store(
         # inserted as they came; one transaction at a time inserts those of a queue.
         order = sorted(order, key=lambda index: arrivals[index].row.biz_id)
     with ordering.deciding(handler.using, longest_wait):
-        copies = 0 if parked is None else parking.end(handler.using, parked)
-        if copies is None:
-            return [None]
-        stored = admitting.admit(handler.using, [_insertion(handler, arrivals[index], shed, copies) for index in order])
+        insertions = [_insertion(handler, arrivals[index], shed) for index in order]
+        if parked is not None:
+            if (copies := parking.end(handler.using, parked)) is None:
+                return [None]
+            insertions = [_as_parked(insertion, parked, copies) for insertion in insertions]
+        stored = admitting.admit(handler.using, insertions)
         if parked is not None and stored == [None]:
             transaction.set_rollback(True, using=handler.using)
     by_index = dict(zip(order, stored, strict=True))
     return [by_index[index] for index in range(len(arrivals))]
 
 
-def _insertion(handler: Handler, arrival: Arrival, shed: str = "", copies: int = 0) -> Insertion:
+def _as_parked(insertion: Insertion, parked: InboxMessage, copies: int) -> Insertion:
+    """The row of a delivery that arrived when it was parked, and of its copies."""
+    row = replace(insertion.row, copies=copies)
+    counts = counted_duplicates(row.cause, copies) if copies else {}
+    return replace(insertion, row=row, received_at=parked.received_at, **counts)
+
+
+def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
     row, refused = arrival.row, arrival.refused
-    if copies:
-        row = replace(row, copies=copies)
     state = State.DEAD if refused else State.SHED if shed else State.RECEIVED
     # A dead letter keeps its place in the order until an operator decides, unless the handler skips it.
     ordered = bool(handler.ordered and row.key) and not (refused and handler.skips_dead)
@@ -154,7 +161,6 @@ def _insertion(handler: Handler, arrival: Arrival, shed: str = "", copies: int =
         quarantined=arrival.quarantined,
         last_error=printable(refused or shed, ERROR_LENGTH),
         error_class=REFUSED if refused else "",
-        **(counted_duplicates(row.cause, row.copies) if row.copies else {}),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class Insertion:
         conflicts: 1 if such a duplicate has other content, which is that of this row.
         conflicting_attributes: then those of the row, see `attributes_of`.
         result: what its handler returned, as JSON.
+        received_at: when it arrived, if not now.
     """
 
     row: NewRow
@@ -70,6 +71,7 @@ class Insertion:
     conflicts: int = 0
     conflicting_attributes: str | None = None
     result: str | None = None
+    received_at: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,7 @@ _OPTIONAL = {
     "conflicts": ("int", "0"),
     "conflicting_attributes": ("text", "NULL"),
     "result": ("text", "NULL"),
+    "received_at": ("timestamptz", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
 _columns_of, _optional_of = attrgetter(*COLUMNS), attrgetter(*_OPTIONAL)
@@ -139,7 +142,7 @@ def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False,
         "conflicting_body": "CASE WHEN given.conflicts > 0 THEN given.body END",
         "conflicting_at": f"CASE WHEN given.conflicts > 0 THEN {at} END",
         "state": "given.became",
-        "received_at": at,
+        "received_at": f"COALESCE(given.received_at, {at})",
         "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
         f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
@@ -295,9 +298,7 @@ def _document(insertion: Insertion) -> dict[str, Any]:
     """The row in the JSON document, without its body and without defaults."""
     values: dict[str, Any] = dict(zip(COLUMNS, _columns_of(insertion.row), strict=True))
     del values["body"]
-    if values["created_at"] is not None:
-        values["created_at"] = values["created_at"].isoformat()
     values["state"] = insertion.state
     optional = zip(_OPTIONAL, _optional_of(insertion), strict=True)
     values.update((column, value) for column, value in optional if value != _DEFAULTS[column])
-    return values
+    return {column: value.isoformat() if isinstance(value, datetime) else value for column, value in values.items()}

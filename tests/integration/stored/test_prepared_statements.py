@@ -92,7 +92,7 @@ def test_messages_are_handled_with_plans_that_postgresql_keeps(handles):
         assert deliver(handler) is Outcome.HANDLED
         assert deliver(leased) is Outcome.HANDLED
 
-    kept = "SELECT name FROM pg_prepared_statements WHERE custom_plans = 5 AND generic_plans = 3"
+    kept = "SELECT name FROM pg_prepared_statements WHERE custom_plans = 5 AND generic_plans >= 3"
     assert set(execute(kept)) == prepared() == OURS | {"inbox_consume"}
 
 

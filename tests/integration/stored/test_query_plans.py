@@ -65,7 +65,7 @@ def finish_of_a_stored_row(row):
     arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
     sentinel.finish(claims.begin_stored("default", stored), stored.attempts)
-    return explained("EXECUTE inbox_finish (1, 1, '1')")
+    return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL)")
 
 
 @pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_several_fresh_rows, finish_of_a_stored_row])
