@@ -17,10 +17,7 @@ from django.urls import reverse
 
 from exactly_once import display
 from exactly_once.admin import acting as acting_admin
-from exactly_once.admin.processes import ProcessAdmin
-from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
@@ -43,7 +40,6 @@ from tests.support.admin_pages import (
     staff_client,
     state_of,
 )
-from tests.support.heartbeats import a_relay, write_beat
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -578,79 +574,3 @@ class TestStateCounts:
         for state, words in (("dead", "Dead (2)"), ("ready", "Ready (1)"), ("published", "Published (0)")):
             assert words in page.text
             assert page.all("a", href=f"?state={state}")
-
-
-class TestRelayList:
-    def page(self):
-        return Page(staff_client(VIEW_RELAYS).get(reverse(RELAYS)))
-
-    def test_relay_list_shows_process_version_state_ages_and_rate(self):
-        a_relay()
-
-        text = self.page().text
-
-        for expected in ("relay-1:4711", "1.2.3", "Working", "5 h ago", "4 min ago", "1,234,567", "812.5"):
-            assert expected in text
-        assert "No relay is running" not in text
-
-    def test_relay_list_shows_what_a_relay_waits_for(self):
-        a_relay(waits_for="the broker: connection refused")
-
-        text = self.page().text
-
-        assert "Waiting" in text
-        assert "for the broker: connection refused" in text
-        assert "Working" not in text
-
-    def test_relay_is_shown_as_starting_without_a_pass_time_before_its_first_pass(self):
-        a_relay(last_pass_at=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
-
-        page = self.page()
-
-        assert "Starting" in page.text
-        assert "Working" not in page.text
-        assert len(page.all("time")) == 2, "started and last heartbeat, and no last pass"
-
-    def test_silent_relay_is_shown_as_silent_and_without_a_rate(self):
-        a_relay(silent_for=timedelta(minutes=3), waits_for="the broker", rate=812.5)
-
-        text = self.page().text
-
-        assert "Silent" in text
-        assert "for 3 min" in text
-        assert not {"Working", "Waiting", "812.5"} & set(text.split())
-
-    def test_relay_list_shows_silent_relays_last(self):
-        a_relay(host="silent-host", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
-        a_relay(host="live-host", running_for=timedelta(minutes=2))
-
-        text = self.page().text
-
-        assert text.index("live-host") < text.index("silent-host")
-
-    def test_relay_list_warns_when_no_relay_is_running(self):
-        a_message(State.READY)
-        assert "No relay is running. Messages that are ready: 1." in self.page().text
-
-        a_relay(silent_for=2 * SILENT_AFTER)
-        assert "No relay is running. Messages that are ready: 1." in self.page().text
-
-    def test_relay_list_query_count_does_not_grow_with_rows(self, django_assert_num_queries):
-        for pid in range(50):
-            a_relay(pid=pid)
-        client = staff_client(VIEW_RELAYS)
-        client.get(reverse(RELAYS))
-
-        # session, user, permissions (2), does one run, handlers without a consumer, count, rows
-        with django_assert_num_queries(8):
-            client.get(reverse(RELAYS))
-
-    @pytest.mark.django_db(databases=["default", "other"])
-    def test_relay_admin_of_another_database_lists_the_relays_of_that_database(self, rf):
-        class OtherAdmin(ProcessAdmin):
-            using = "other"
-
-        a_relay(host="here")
-        write_beat("other", host="there")
-
-        assert [row.host for row in OtherAdmin(Process, admin.site).get_queryset(rf.get("/"))] == ["there"]
