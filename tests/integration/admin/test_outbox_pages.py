@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 from datetime import timedelta
 
 import pytest
@@ -16,7 +15,6 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once import display
-from exactly_once.admin import acting as acting_admin
 from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
@@ -48,107 +46,6 @@ VIEW_RELAYS = "view_process"
 LONG_AGO = timedelta(days=1)
 
 
-class TestMessageList:
-    def test_list_shows_state_topic_age_attempts_and_first_line_of_the_error(self):
-        a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nsecond line")
-
-        text = Page(staff_client(VIEW).get(reverse(LIST))).text
-
-        for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "refused by broker"):
-            assert expected in text
-        assert "second line" not in text
-
-    def test_list_shows_the_time_until_due_and_the_exact_instant_on_hover(self):
-        row = a_message(State.SCHEDULED, due_ago=-timedelta(minutes=50, seconds=50))
-
-        page = Page(staff_client(VIEW).get(reverse(LIST)))
-
-        assert "due in 50 min" in page.text
-        assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
-
-    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
-        for _ in range(60):
-            a_message(State.DEAD)
-        client = staff_client(VIEW, RESTORE, CANCEL)
-        client.get(reverse(LIST))
-
-        # Session, user, permissions (2), what is stuck, count, rows; the classes of errors, topics and hosts to filter by; and
-        # the counts by state, on PostgreSQL in a savepoint with settings of its own.
-        looks = 6 if connection.vendor == "postgresql" else 1
-        with django_assert_num_queries(10 + looks) as queries:
-            client.get(reverse(LIST))
-
-        statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
-        assert len(statements) == 6
-        assert all("LIMIT" in statement for statement in statements)
-        assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
-
-    def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, monkeypatch):
-        monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
-        client = staff_client(VIEW)
-        for _ in range(3):
-            a_message()
-        assert "There are more" not in Page(client.get(reverse(LIST))).text
-
-        a_message()
-
-        assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
-
-
-class TestMessageSearch:
-    @pytest.mark.parametrize(
-        "form",
-        [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "],
-        ids=["dashes", "no dashes", "upper case with spaces"],
-    )
-    def test_search_finds_a_message_id_with_or_without_dashes(self, form):
-        row, _ = a_message(), a_message()
-
-        assert shown(staff_client(VIEW), q=form(row.message_id)) == {row.pk}
-
-    def test_search_finds_a_biz_id_that_looks_like_a_message_id(self):
-        row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
-
-        assert shown(staff_client(VIEW), q=row.biz_id) == {row.pk}
-
-    def test_search_matches_biz_ids_and_topics_exactly(self):
-        one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
-        client = staff_client(VIEW)
-
-        assert shown(client, q="order-1") == {one.pk}
-        assert shown(client, q="shop.order") == {ten.pk}
-        assert shown(client, q="order") == set()
-
-    def test_search_term_that_ends_with_a_star_matches_a_prefix(self):
-        one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
-        client = staff_client(VIEW)
-
-        assert shown(client, q="order-1*") == {one.pk, ten.pk}
-        assert shown(client, q="shop.*") == {one.pk, ten.pk}
-        assert shown(client, q="") == {one.pk, ten.pk, other.pk}
-
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
-            pytest.param("x" * 10_000, id="10,000 characters"),
-            pytest.param("x" * 10_000 + "*", id="10,000 characters and a star"),
-            *("0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
-        ],
-    )
-    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
-        a_message()
-
-        assert shown(staff_client(VIEW), q=odd) == set()
-
-    def test_search_for_a_null_character_is_refused_with_a_message(self):
-        a_message()
-
-        response = staff_client(VIEW).get(reverse(LIST), {"q": "a\x00b"})
-
-        assert "Null characters are not allowed" in Page(response).text
-
-
 class TestMessageFilters:
     def test_stuck_filter_selects_dead_retrying_stuck_and_overdue_messages(self):
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
@@ -176,19 +73,6 @@ class TestMessageFilters:
 
         assert shown(client, stuck="overdue") == {overdue.pk}
         assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
-
-    def test_state_filter_selects_one_state_and_refuses_an_unknown_one(self):
-        dead, _ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
-        client = staff_client(VIEW)
-
-        assert shown(client, state="dead") == {dead.pk}
-        assert shown(client, state="waiting") == {waiting.pk}
-        assert shown(client, state="no such state\x00") == set()
-        assert "“state” has no value “no such state" in Page(client.get(reverse(LIST), {"state": "no such state"})).text
-
-    @pytest.mark.parametrize("lookup", ["biz_id", "body__contains", "last_error__regex"])
-    def test_column_lookups_in_the_query_string_are_refused(self, lookup):
-        assert staff_client(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
 
 
 class TestDetailPage:
@@ -562,15 +446,3 @@ def test_relative_time_is_shown_in_one_unit(distance, expected):
     now = utcnow()
 
     assert display.relative(now - distance, now) == expected
-
-
-class TestStateCounts:
-    def test_list_links_to_each_state_with_its_number_of_messages(self):
-        for state in (State.DEAD, State.DEAD, State.READY):
-            a_message(state)
-
-        page = Page(staff_client(VIEW).get(reverse(LIST)))
-
-        for state, words in (("dead", "Dead (2)"), ("ready", "Ready (1)"), ("published", "Published (0)")):
-            assert words in page.text
-            assert page.all("a", href=f"?state={state}")
