@@ -239,18 +239,18 @@ def many():
     row, chained = a_publication("shop.order.placed"), a_publication("shop.order.placed", state=State.READY)
     for like in (row, chained):
         ids = [(like.message_id.int + number) % 2**128 for number in range(1, 10_001)]
-        OutboxMessage.objects.bulk_create(
-            OutboxMessage(
-                **{**{field.attname: getattr(like, field.attname) for field in OutboxMessage._meta.concrete_fields},
-                   "id": None, "message_id": uuid.UUID(int=name), "correlation_id": str(uuid.UUID(int=name))}
-            )
+        columns = {field.attname: getattr(like, field.attname) for field in OutboxMessage._meta.concrete_fields} | {"id": None}
+        published = (
+            OutboxMessage(**columns | {"message_id": uuid.UUID(int=name), "correlation_id": str(uuid.UUID(int=name))})
             for name in ids
-        )  # fmt: skip
-    InboxMessage.objects.bulk_create(
+        )
+        OutboxMessage.objects.bulk_create(published, batch_size=500)
+    received = (
         InboxMessage(handler="shop.handle", topic="t", biz_id=str(number), message_id=str(number), correlation_id=str(number),
                      state="done", body=b"", received_at=utcnow(), settled_at=utcnow())
         for number in range(20_000)
     )  # fmt: skip
+    InboxMessage.objects.bulk_create(received, batch_size=500)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE outbox_outboxmessage")
         cursor.execute("ANALYZE inbox_inboxmessage")
