@@ -35,8 +35,8 @@ class Outbox:
     statements = 6
 
     def queries(self):
-        """Session, user, permissions (2), what is stuck, count, rows; classes of errors, topics and hosts to filter by; counts by
-        state, on PostgreSQL in a savepoint with settings of its own."""
+        """Session, user, permissions (2), what is stuck, count, rows; classes of errors, topics and hosts to filter by; and the
+        counts by state, on PostgreSQL in a savepoint with settings of its own."""
         return 10 + (6 if connection.vendor == "postgresql" else 1)
 
     def due_in(self, duration):
@@ -65,8 +65,8 @@ class Inbox(Outbox):
     statements = 4 + len(InboxState)
 
     def queries(self):
-        """Session, user, permissions (2), count, rows; classes of errors and hosts to filter by; counts by state and of deferred
-        messages."""
+        """Session, user, permissions (2), count, rows; classes of errors and hosts to filter by; counts by state, and one of
+        deferred messages."""
         return 9 + len(InboxState)
 
     def due_in(self, duration):
