@@ -60,8 +60,9 @@ from inbox.handlers.registry import registry
 from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
 from inbox.operators import figures
 from inbox.operators.dead_letters import letters
+from inbox.operators.decisions import REFUSALS
 from inbox.operators.groups import groups, notes
-from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
+from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP
 from inbox.store import heartbeats
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
