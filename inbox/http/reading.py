@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,11 +18,11 @@ from functools import partial, reduce
 from typing import Any
 
 from exactly_once.failures import DEFERRED
+from exactly_once.operators.minutes import MinuteWriter
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.http.statistics import write_statistics
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.execute import open_claimed
@@ -43,6 +44,8 @@ _NOT_JSON = (
     "deeply. Correct the payload."
 )
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
+_writing = threading.Lock()
+_writers: dict[str, MinuteWriter] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage
         pk, fence = map(int, name.split("."))
         stored = committed(partial(_find, handler, pk, fence), handler.using)
         settled[name] = stored is not None and settle(stored, _request(handler, stored))
-    write_statistics(handler.using)
+    _write_statistics(handler.using)
     return Settled(
         settled=[name for name, done in settled.items() if done], refused=[name for name, done in settled.items() if not done]
     )
@@ -208,3 +211,15 @@ def _failure(handler: Handler, stored: InboxMessage, delay: timedelta | None, er
         attempts=stored.attempts,
     )
     return redacted(failure, options)
+
+
+def _write_statistics(alias: str) -> None:
+    """Write the statistics of a web process, which sends no heartbeats: with a request, at most once a minute."""
+    if not _writing.acquire(blocking=False):
+        return
+    try:
+        if alias not in _writers:
+            _writers[alias] = statistics.writer(alias)
+        _writers[alias].write_if_due()
+    finally:
+        _writing.release()

@@ -16,6 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.difference import as_html
 from exactly_once.failures import without_line
 from exactly_once.operators.actions import Action, ActionForm, Canary, Given, Judgement, by_name, reason_field
+from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import Operations
 from inbox.errors import NotEditable
@@ -23,8 +24,12 @@ from inbox.handlers.registry import registry
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.operators import decisions
 from inbox.operators.editing import conflict_token, correct, editable, replace_message, run_conflicting
+from inbox.store.dialect import TABLE
 
 operations = OperationTable("inbox")
+groups = FailureGroups(InboxMessage, lambda connection: TABLE, place="error_place", who="handler")
+"""The failed messages by exception class and place in the code."""
+notes = Notes("inbox")
 _LARGEST_EDITED = 256 * 1024
 """In characters. A larger form may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE after encoding."""
 

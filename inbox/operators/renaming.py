@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from inbox.handlers.registry import may_exist, registry
-from inbox.operators.figures import handlers_with_topics
+from inbox.operators.accounting import handlers_with_topics
 
 
 class NameWithoutCode(NamedTuple):
