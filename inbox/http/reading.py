@@ -56,14 +56,6 @@ class Leased:
     message: Message
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settled:
-    """Which leases were settled, and which had ended, so that nothing was changed."""
-
-    settled: Sequence[str]
-    refused: Sequence[str]
-
-
 def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[Leased]:
     """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
 
@@ -88,7 +80,7 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
     return claimed
 
 
-def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> Settled:
+def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> dict[str, bool]:
     """running → done. A repeated acknowledgement of the same lease is accepted."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
@@ -98,19 +90,21 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
             statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
         return done
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
-def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> Settled:
+def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> dict[str, bool]:
     """running → running, until `lease` from now."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
         return committed(partial(leases.extend, handler.using, stored.pk, stored.fence, lease), handler.using)
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
-def release(handler: Handler, names: Sequence[str], *, delay: timedelta | None, error: str, options: InboxOptions) -> Settled:
+def release(
+    handler: Handler, names: Sequence[str], *, delay: timedelta | None, error: str, options: InboxOptions
+) -> dict[str, bool]:
     """running → retrying, without an attempt, or with an `error` after a failed one; then dead if it was the last."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
@@ -121,7 +115,7 @@ def release(handler: Handler, names: Sequence[str], *, delay: timedelta | None, 
             announce(handler, stored.message_id, stored.biz_id, failure)
         return freed
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
 def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
@@ -162,17 +156,17 @@ def _can_be_answered(payload: Any) -> bool:
     return True
 
 
-def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]) -> Settled:
-    """Settle each lease in its own commit, so that one that has ended does not keep the others."""
+def _settle_each(
+    handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]
+) -> dict[str, bool]:
+    """Settle each lease in its own commit, so that one that has ended does not keep the others. False: it had ended."""
     settled: dict[str, bool] = {}
     for name in names:
         pk, fence = map(int, name.split("."))
         stored = committed(partial(_find, handler, pk, fence), handler.using)
         settled[name] = stored is not None and settle(stored, _request(handler, stored))
     _write_statistics(handler.using)
-    return Settled(
-        settled=[name for name, done in settled.items() if done], refused=[name for name, done in settled.items() if not done]
-    )
+    return settled
 
 
 def _find(handler: Handler, pk: int, fence: int) -> InboxMessage | None:

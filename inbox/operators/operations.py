@@ -38,8 +38,8 @@ def retry(
     alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
 ) -> Sequence[RowOutcome]:
     """Make messages due now, with a full set of attempts."""
-    told = f"{by}: {reason}" if reason else by
-    return decisions.decide_many(alias, rows, decisions.retrying(told, sources=sources))
+    recorded = f"{by}: {reason}" if reason else by
+    return decisions.decide_many(alias, rows, decisions.retrying(recorded, sources=sources))
 
 
 def skip(
