@@ -941,11 +941,15 @@ class TestUnavailableStore:
         plain = handles(the_effect, name="tests.plain")
         for handler in (held, plain):
             declare(handler, given)
-            for number in range(8):
-                send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
-        with frozen(redis_server), consuming([held, plain], given):
-            wait_until(lambda: effects() == 8)
-            assert "Timeout" not in caplog.text, "before a thread has given up"
+        with consuming([held, plain], given):
+            send(rabbitmq_url, held.topic, {}, message_id="before")
+            wait_until(lambda: effects() == 1)
+            with frozen(redis_server):
+                for number in range(8):
+                    for handler in (held, plain):
+                        send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
+                wait_until(lambda: effects() == 9)
+                assert "Timeout" not in caplog.text, "before a thread has given up"
 
     def test_unavailable_lease_store_uses_no_attempt_of_stored_messages(self, leased, redis_server, redis_url):
         given = in_redis(redis_url)
