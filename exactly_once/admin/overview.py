@@ -52,6 +52,7 @@ _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_FAILING = _MOST_ALERTS = 5
 _MOST_STOPPED = 3
 _MOST_ALERTS_READ = 500
+_LAST = 100
 _UNKNOWN = Condition(link=lambda name: listed(Alert))
 """Of an alert whose condition no app registers."""
 
@@ -113,12 +114,13 @@ class OverviewAdmin(PageAdmin):
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What needs attention, as it is shown; `app` is empty if it is about the database."""
+    """What needs attention, as it is shown; `app` is empty if it is about the database, `rank` is that of the condition."""
 
     app: Text = ""
     text: Text
     url: str
     is_urgent: bool
+    rank: int = _LAST
     more: Sequence[tuple[Text, str]] = ()
 
 
@@ -136,7 +138,7 @@ class View:
     # what needs attention
 
     def lines(self) -> list[Line]:
-        """What needs attention, the urgent lines first."""
+        """What needs attention: the urgent lines first; of these what stops all messages before what stops some."""
         alerts = list(raised_alerts(self._alias)[:_MOST_ALERTS_READ]) if self._sees_alerts else []
         found = [line for section, reading in self._read for line in self._of_section(section, reading, alerts)]
         found += [line for section, _reading in self._read for line in self._stopped(section)]
@@ -144,7 +146,7 @@ class View:
             Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
             for text in horizon_warnings(database_health.pins(self._alias))
         ]
-        return sorted(found, key=lambda line: not line.is_urgent)
+        return sorted(found, key=lambda line: (not line.is_urgent, line.rank))
 
     def _of_section(self, section: Section, reading: Reading, alerts: Sequence[Any]) -> Iterator[Line]:
         left = [alert for alert in alerts if alert.app == section.app]
@@ -175,6 +177,7 @@ class View:
             text=each.text,
             url=self._url(condition.link(each.objects[0] if each.objects and len(each.objects) == 1 else "")),
             is_urgent=condition.is_urgent if each.is_urgent is None else each.is_urgent,
+            rank=[*section.conditions].index(each.condition) if each.condition in section.conditions else _LAST,
             more=more,
         )
 

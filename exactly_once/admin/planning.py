@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django import forms
-from django.contrib import admin, messages
+from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import transaction
 from django.db.models import Count, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
@@ -19,6 +18,9 @@ from exactly_once.operators.actions import Action, ReasonForm
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import OperationTable, Plan
 from exactly_once.sql.labels import package_of
+
+if TYPE_CHECKING:
+    from exactly_once.admin.acting import ReadOnlyAdmin
 
 MOST_ROWS = 1_000_000
 _PLAN = "exactly_once/plan.html"
@@ -53,7 +55,7 @@ def _form(action: Action, data: Any) -> Any:
 
 
 def plan(
-    model_admin: admin.ModelAdmin[Any],
+    model_admin: ReadOnlyAdmin,
     request: HttpRequest,
     chosen: QuerySet[Any],
     action: Action,
@@ -78,10 +80,7 @@ def plan(
         )
     labels = dict(chosen.model._meta.get_field("state").flatchoices)
     context = {
-        **model_admin.admin_site.each_context(request),
         "title": _("%(action)s: preview") % {"action": action.label},
-        "opts": model_admin.opts,
-        "media": model_admin.media,
         "action": action,
         "form": form,
         "selection": selection,
@@ -97,8 +96,7 @@ def plan(
         "checkbox_name": ACTION_CHECKBOX_NAME,
         "checked": request.POST.getlist(ACTION_CHECKBOX_NAME)[:1],
     }
-    request.current_app = model_admin.admin_site.name
-    return TemplateResponse(request, _PLAN, context)
+    return model_admin.respond(request, _PLAN, context)
 
 
 def _planned(

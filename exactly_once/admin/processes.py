@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -15,7 +15,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.by_app import AppFilter
+from exactly_once.admin.filters import AppFilter
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, stacked, visible, warning
 from exactly_once.models import Process
 from exactly_once.operators.actions import Action
@@ -66,7 +66,6 @@ class ProcessAdmin(ActingAdmin):
     list_filter = (AppFilter,)
     list_display = ("process", "state", "times", "work", "resources")
     fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")
-    readonly_fields: ClassVar[Any] = fields
     actions = (
         _action(
             Request.PAUSE,
@@ -94,9 +93,6 @@ class ProcessAdmin(ActingAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return _PROCESSES.known(self.using)
-
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        return super().changelist_view(request, {"title": _("Processes"), **(extra_context or {})})
 
     def warnings(self, request: HttpRequest) -> list[SafeString]:
         missing = [kind.missing(self.using) for kind in process_kinds()]

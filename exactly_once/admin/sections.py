@@ -1,4 +1,4 @@
-"""What each app shows on the overview and on the page of the database's health.
+"""What each app shows on the pages about both: the overview, topics and handlers, what runs now, the database's health.
 
 Each installed app registers one section when Django starts, so these pages know neither app. A section only reads figures that
 cost little: counts up to a limit, and the statistics of each minute that the processes write (`operators.minutes`). An unknown
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.contrib.admin import AdminSite
 from django.db.models import Model
@@ -180,6 +180,36 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What an app shows on the page of topics and handlers, a row for each name.
+
+    Attributes:
+        kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
+        backlog: the states of messages that wait for their turn.
+        counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
+        names: those that are known otherwise, up to a number.
+        paused: the model of the paused names.
+        depths: the number of messages in the queues of each name, as far as the broker reports it; None if it does not.
+    """
+
+    kind: str
+    title: Text
+    backlog: Sequence[str]
+    counts: Callable[[str], Mapping[str, Mapping[str, Count]]]
+    names: Callable[[str, int], Sequence[str]]
+    paused: Any
+    depths: Callable[[], Mapping[str, int] | None] = lambda: None
+
+
+class LeasedRun(NamedTuple):
+    """A message that runs under a lease until `ends_at`."""
+
+    handler: str
+    message: str
+    ends_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
     """What one app shows.
 
@@ -187,7 +217,7 @@ class Section:
         app: its package.
         model: its messages.
         tones: of its states.
-        conditions: by name.
+        conditions: by name, the gravest first.
         read: reads the present figures from the database of this alias.
         oldest: reads the oldest rows that the purge deletes.
         minutes: its statistics.
@@ -198,6 +228,7 @@ class Section:
         failures: the counts that are failures.
         failing: the heading of the subjects with the most failures.
         topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
+        leased: reads up to a number of runs under leases from a database.
     """
 
     app: str
@@ -214,7 +245,9 @@ class Section:
     lag: tuple[str, Text]
     failures: Sequence[str]
     failing: Text
+    traffic: Traffic
     topic_of: Callable[[str], str] | None = None
+    leased: Callable[[str, int], Sequence[LeasedRun]] = lambda alias, most: ()
 
 
 _sections: dict[str, Section] = {}

@@ -9,11 +9,11 @@ from typing import Any
 from django import forms
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.attempts import attempts
+from exactly_once.admin.messages import MessageAdmin
+from exactly_once.admin.timeline import attempts
 from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.redaction import Redaction
@@ -81,7 +81,7 @@ class DryRunForm(ActionForm):
     )
 
 
-def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given: Given) -> HttpResponse:
+def _respond(model_admin: MessageAdmin, request: HttpRequest, rows: Sequence[Any], given: Given) -> HttpResponse:
     """What the handler would write and publish; nothing is stored."""
     (row,) = rows
     try:
@@ -92,18 +92,14 @@ def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given:
         return HttpResponseRedirect(model_admin.own_url(row.pk))
     model_admin.log_change(request, row, f"Dry run: {result.outcome}.")
     model_admin.audit(request, model_admin.using, DRY_RUN.name, row)
-    request.current_app = model_admin.admin_site.name
     context = {
-        **model_admin.admin_site.each_context(request),
         **shown_dry_run(result, model_admin.redaction()),
         "title": _("Dry run"),
-        "opts": model_admin.opts,
-        "media": model_admin.media,
         "subject": model_admin.subject(row),
         "message_url": model_admin.own_url(row.pk),
         "changelist_url": model_admin.changelist_url,
     }
-    return TemplateResponse(request, "exactly_once/dry_run.html", context)
+    return model_admin.respond(request, "exactly_once/dry_run.html", context)
 
 
 DRY_RUN = Action(
