@@ -236,6 +236,7 @@ class ActingAdmin(ReadOnlyAdmin):
     change_form_template = "exactly_once/message.html"
     change_list_template = "exactly_once/messages.html"
     list_per_page = 50
+    sortable_by: ClassVar[Any] = ()
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     paginator = BoundedPaginator

@@ -64,7 +64,6 @@ class AlertAdmin(ActingAdmin):
         "condition, and cleared after several that do not. To acknowledge it changes nothing else."
     )
     ordering = (F("raised_at").desc(nulls_last=True), "-id")
-    sortable_by = ()
     list_filter = (AlertStateFilter, AppFilter)
     actions = (ACKNOWLEDGE,)
     list_display = ("status", "what", "report")

@@ -87,7 +87,7 @@ class ValueFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        raise NotImplementedError
+        return queryset.filter(**{str(self.parameter_name): value})
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         chosen, names = request.GET.get(self.parameter_name or ""), list(self.known(model_admin)[:MOST_OFFERED])
@@ -109,9 +109,6 @@ class TopicFilter(ValueFilter):
     def known(self, model_admin: Any) -> Sequence[str]:
         topics: Sequence[str] = model_admin.topics()
         return topics
-
-    def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(topic=value)
 
 
 class ErrorClassFilter(ValueFilter):

@@ -90,7 +90,6 @@ class OperationAdmin(ActingAdmin):
     noun = _("operation")
     nouns = _("operations")
     ordering = ("-id",)
-    sortable_by = ()
     actions = (CANCEL, CONTINUE)
     nothing = _("No operation was planned yet. An action on all messages of a list or of a failure group becomes one.")
     list_display = ("state_badge", "what", "progress", "planned_by")

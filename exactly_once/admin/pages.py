@@ -11,9 +11,12 @@ from django.core.exceptions import PermissionDenied
 from django.forms import Media
 from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 
 from exactly_once.admin.acting import ReadOnlyAdmin
 from exactly_once.admin.filters import APPS
+from exactly_once.display import identifier
 from exactly_once.sql.labels import label_of
 
 
@@ -47,6 +50,12 @@ class PageAdmin(ReadOnlyAdmin):
 def may_see_messages(request: HttpRequest, app: str) -> bool:
     """May the user see the messages of this half?"""
     return request.user.has_perm(f"{label_of(app)}.view_{app}message")
+
+
+def message_link(site: AdminSite, app: str, row: int, name: object) -> SafeString:
+    """A name, with a link to the page of its message if the site has it."""
+    url, text = message_url(site, app, row), identifier(str(name))
+    return format_html('<a href="{}">{}</a>', url, text) if url else text
 
 
 def message_url(site: AdminSite, app: str, row: int) -> str:

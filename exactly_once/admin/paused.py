@@ -63,9 +63,6 @@ def paused_by(row: Any) -> SafeString:
 class PausedAdmin(ActingAdmin):
     """One row for each paused name."""
 
-    sortable_by = ()
-    list_filter = ()
-
     def subject(self, row: Any) -> str:
         return visible(self.audited_id(row))
 

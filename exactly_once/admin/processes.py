@@ -62,7 +62,6 @@ class ProcessAdmin(ActingAdmin):
         ),
         silent=duration(SILENT_AFTER),
     )
-    sortable_by = ()
     list_filter = (AppFilter,)
     list_display = ("process", "state", "times", "work", "resources")
     fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")

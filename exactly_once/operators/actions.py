@@ -61,6 +61,10 @@ class ReasonForm(ActionForm):
     reason = reason_field(_("Optional. It is stored in the log and in the trail, with your name."), required=False)
 
 
+class NeededReasonForm(ActionForm):
+    reason = reason_field(_("The reason is stored in the admin log."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """What an operator has said with an action.

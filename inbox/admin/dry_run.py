@@ -26,29 +26,24 @@ _OUTCOMES = {
     "failed": (_("It would fail"), Tone.FAILING),
     "timed out": (_("It did not end in time"), Tone.STOPPED),
 }
+_STORED = {
+    "attempt": "attempts",
+    "error": "error",
+    "traceback": "traceback",
+    "class": "error_class",
+    "place": "error_place",
+    "own": "own_frames",
+}
+"""The attributes of a failure by their names in a stored message."""
 
 
 def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
     """The result, for the template. The parameters of statements are values of the payload, so redaction leaves them out."""
     label, tone = _OUTCOMES[result.outcome]
     failure = result.failure
-    shown = None
-    if failure is not None:
-        shown = attempts(
-            [
-                {
-                    "attempt": failure.attempts,
-                    "error": failure.error,
-                    "class": failure.error_class,
-                    "place": failure.error_place,
-                    "own": failure.own_frames,
-                    "traceback": failure.traceback,
-                }
-            ]
-        )
     return {
         "outcome": badge(str(label), tone),
-        "failure": shown,
+        "failure": failure and attempts([{name: getattr(failure, column) for name, column in _STORED.items()}]),
         "writes": [as_text(write.sql if redaction else str(write)).as_html() for write in result.writes],
         "more_writes": result.more_writes,
         "published": [

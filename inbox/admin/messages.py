@@ -139,9 +139,6 @@ class HandlerFilter(ValueFilter):
     def known(self, model_admin: Any) -> Sequence[str]:
         return sorted(handler.name for handler in registry.all())
 
-    def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(handler=value)
-
 
 @admin.register(InboxMessage)
 class InboxMessageAdmin(MessageAdmin):

@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, shown
 from exactly_once.admin.filters import ConditionFilter
-from exactly_once.admin.pages import message_url
+from exactly_once.admin.pages import message_link
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -33,7 +33,7 @@ from exactly_once.display import (
     stacked,
     visible,
 )
-from exactly_once.operators.actions import Action, ActionForm, reason_field
+from exactly_once.operators.actions import Action, NeededReasonForm
 from exactly_once.operators.redaction import Redaction
 from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
@@ -44,11 +44,7 @@ _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.O
 _OPEN = [state for state in State if state not in SETTLED]
 
 
-class StartForm(ActionForm):
-    reason = reason_field(_("The reason is stored in the admin log."))
-
-
-class CompleteForm(StartForm):
+class CompleteForm(NeededReasonForm):
     payloads = forms.CharField(
         label=_("Payloads"),
         strip=False,
@@ -67,7 +63,7 @@ class CompleteForm(StartForm):
         return payloads
 
 
-class ExtendForm(StartForm):
+class ExtendForm(NeededReasonForm):
     minutes = forms.IntegerField(label=_("Minutes from now"), min_value=1, max_value=365 * 24 * 60, initial=60)
     field_order = ("minutes", "reason")
 
@@ -117,7 +113,7 @@ START = Action(
     offered=_lacks_messages,
     question=_("Start these runs without the missing messages? Messages that come later have no effect."),
     button=_("Start the runs"),
-    form=StartForm,
+    form=NeededReasonForm,
 )
 
 
@@ -137,7 +133,6 @@ class RunAdmin(ActingAdmin):
     refusals = (NotDecidable,)
     actions = (COMPLETE, EXTEND, START)
     ordering = ("deadline_at",)
-    sortable_by = ()
     list_filter = (OpenFilter,)
     search_fields = ("run_id",)
     search_help_text = _("A run id or a join, exact.")
@@ -197,8 +192,7 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:
-        name, url = identifier(row.row.message_id), message_url(self.admin_site, self.package, row.row_id)
-        return format_html('<a href="{}">{}</a>', url, name) if url else name
+        return message_link(self.admin_site, self.package, row.row_id, row.row.message_id)
 
     @admin.display(description=_("messages that have come"))
     def come(self, row: Any) -> SafeString:

@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, stacked, visible
-from exactly_once.operators.actions import Action, ActionForm, Given, reason_field
+from exactly_once.operators.actions import Action, ActionForm, Given, NeededReasonForm
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
 from inbox.outgoing_webhooks import endpoints
@@ -41,11 +41,7 @@ class AddForm(ActionForm, forms.ModelForm):  # type: ignore[type-arg]
         self.fields["topics"].help_text = _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % sent
 
 
-class EndpointForm(ActionForm):
-    reason = reason_field(_("The reason is stored in the admin log."))
-
-
-class EditForm(EndpointForm):
+class EditForm(NeededReasonForm):
     """What is left empty stays as it is."""
 
     url = forms.CharField(label="URL", required=False, widget=forms.TextInput(attrs={"class": "vTextField"}))
@@ -95,7 +91,7 @@ TEST = Action(
     offered=lambda row: row.state != State.DISABLED,
     question=_("Send a message of the topic webhook.test to these endpoints?"),
     button=_("Send the test messages"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 EDIT = Action(
     name="edit",
@@ -113,7 +109,7 @@ ROTATE = Action(
     run=lambda alias, pk, given: endpoints.rotate(alias, pk),
     question=_("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
     button=_("Make new secrets"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 ENABLE = Action(
     name="enable",
@@ -123,7 +119,7 @@ ENABLE = Action(
     offered=lambda row: row.state != State.ACTIVE,
     question=_("Enable these endpoints? The messages that wait for them are sent."),
     button=_("Enable the endpoints"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 DISABLE = Action(
     name="disable",
@@ -133,7 +129,7 @@ DISABLE = Action(
     offered=lambda row: row.state != State.DISABLED,
     question=_("Disable these endpoints? They get no new messages; those that are stored wait."),
     button=_("Disable the endpoints"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 
 
@@ -154,8 +150,6 @@ class EndpointAdmin(ActingAdmin):
     adds = ADD
     named_by = "name"
     ordering = ("name",)
-    sortable_by = ()
-    list_filter = ()
     list_display = ("state_badge", "name_and_url", "waiting", "since", "last_failure")
     list_display_links = ("name_and_url",)
     fields = (

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.pages import message_url
+from exactly_once.admin.pages import message_link
 from exactly_once.display import Tone, age, badge, headline, identifier, labelled, stacked, visible
 from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
@@ -76,7 +76,6 @@ class PendingCallbackAdmin(ActingAdmin):
     hint = _("The next one to be called comes first. A relay calls it until it returns; then its row is deleted.")
 
     ordering = ("available_at", "id")
-    sortable_by = ()
     search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
     search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
     list_display = ("callback_name", "summary", "due_in", "calls", "error_headline")
@@ -127,9 +126,8 @@ class PendingCallbackAdmin(ActingAdmin):
 
     @admin.display(description=_("message"))
     def message_link(self, row: Any) -> SafeString:
-        name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
-        url = message_url(self.admin_site, self.package, row.message.pk)
-        return format_html('<a href="{}">{}</a>', url, name) if url else name
+        name = f"{row.uuid} ({row.topic} {row.biz_id})"
+        return message_link(self.admin_site, self.package, row.message.pk, name)
 
     calls = computed(_("attempts"), lambda row: labelled(_("attempts"), format_html("{}", f"{row.attempts:,}")))
     due_in = instant(_("due"), "available_at", age)

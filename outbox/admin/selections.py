@@ -50,13 +50,11 @@ class SelectionAdmin(OutboxMessageAdmin):
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         return ()
 
-    def own_url(self, pk: int) -> str:
+    def own_url(self, pk: Any) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[pk])
 
     def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
-        return HttpResponseRedirect(
-            reverse(f"{self.admin_site.name}:{self.opts.app_label}_outboxmessage_change", args=[object_id])
-        )
+        return HttpResponseRedirect(self.own_url(object_id))
 
 
 class DueFilter(ConditionFilter):
