@@ -40,9 +40,9 @@ from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.store import figures, operating
-from inbox.store.alerting import newly_conflicting
-from inbox.store.groups import groups
+from inbox.operators import figures
+from inbox.operators.alerting import newly_conflicting
+from inbox.operators.groups import groups
 from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)
@@ -105,7 +105,7 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
 
 def _names(alias: str, most: int) -> list[str]:
     known = [handler.name for handler in registry.all() if handler.using == alias]
-    return [*known, *(name for name, _topic in operating.handlers_with_topics(alias, most))]
+    return [*known, *(name for name, _topic in figures.handlers_with_topics(alias, most))]
 
 
 def _depths() -> Mapping[str, int] | None:

@@ -20,7 +20,7 @@ from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler
-from inbox.pausing import alias_of, pause_handler, resume_handler
+from inbox.operators.pausing import alias_of, pause_handler, resume_handler
 
 
 class PauseHandlerForm(PauseForm):
