@@ -34,7 +34,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.planning import plan
-from exactly_once.display import NOTHING, visible
+from exactly_once.display import NOTHING, number, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.sql.labels import package_of
@@ -106,7 +106,7 @@ class BoundedPaginator(_Paginator):
 def counted(rows: QuerySet[Any]) -> str:
     """How many rows there are, up to the paginator's limit: "10,000+"."""
     counter = BoundedPaginator(rows.order_by("pk"), 1)
-    return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
+    return f"{number(counter.count)}+" if counter.is_cut else number(counter.count)
 
 
 class LeanChangeList(ChangeList):
@@ -164,7 +164,7 @@ class ReadOnlyAdmin(_ModelAdmin):
     """Fields that always have a value. To ask for it takes time."""
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return flatten_fieldsets(self.fieldsets or ()) or self.fields
+        return flatten_fieldsets(self.fieldsets or ()) or self.fields or ()
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Those that have a value for this row."""
@@ -477,16 +477,16 @@ class ActingAdmin(ReadOnlyAdmin):
                 self.message_user(
                     request,
                     gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.")
-                    % {"succeeded": f"{succeeded:,}", "all": f"{len(outcomes):,}", "nouns": self.nouns, "done": done},
+                    % {"succeeded": number(succeeded), "all": number(len(outcomes)), "nouns": self.nouns, "done": done},
                     messages.SUCCESS,
                 )
             if failures:
                 reasons = Counter(failure.failed for failure in failures).most_common()
-                words = "; ".join(f"{count:,}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                words = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
                 self.message_user(
                     request,
                     gettext("%(count)s not %(done)s. %(reasons)s.")
-                    % {"count": f"{len(failures):,}", "done": done, "reasons": words},
+                    % {"count": number(len(failures)), "done": done, "reasons": words},
                     messages.WARNING,
                 )
             outcomes = failures[: self.LINE_LIMIT // 2]

@@ -23,7 +23,7 @@ from exactly_once.admin.filters import app_name
 from exactly_once.admin.pages import message_url
 from exactly_once.admin.planning import plan
 from exactly_once.admin.sections import listed
-from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, stacked
+from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, number, stacked
 from exactly_once.models import FailureNote
 from exactly_once.operators.actions import Action, OperatedMessages, operated
 from exactly_once.operators.audit import Subject, actor_of, record
@@ -201,8 +201,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "error_class": identifier(group.error_class),
             "place": identifier(group.place),
             "error": headline(group.error),
-            "count": f"{group.count:,}{'+' if group.is_cut else ''}",
-            "dead": f"{group.dead:,}",
+            "count": f"{number(group.count)}{'+' if group.is_cut else ''}",
+            "dead": number(group.dead),
             "first": age(group.first_at, utcnow()),
             "last": age(group.last_at, utcnow()),
             "trend": _trend(group),
@@ -238,7 +238,7 @@ def _trend(group: FailureGroup) -> str:
     direction = _("rising") if group.new > group.new_before else _("falling") if group.new < group.new_before else _("steady")
     return str(
         _("%(direction)s: %(new)s new in the last hour, %(before)s in the hour before")
-        % {"direction": direction, "new": f"{group.new:,}", "before": f"{group.new_before:,}"}
+        % {"direction": direction, "new": number(group.new), "before": number(group.new_before)}
     )
 
 

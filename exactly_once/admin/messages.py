@@ -25,7 +25,7 @@ from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.message_filters import FAILING, in_states
 from exactly_once.admin.sections import listed, view_permission
 from exactly_once.admin.timeline import timeline
-from exactly_once.display import NOTHING, Tone, as_json, badge, flow_link, headline, identifier, visible
+from exactly_once.display import NOTHING, Tone, as_json, badge, flow_link, headline, identifier, number, visible
 from exactly_once.operators.actions import Action, operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
@@ -56,7 +56,7 @@ class MessageChangeList(LeanChangeList):
             self.note = gettext(
                 "Only %(most)s messages were searched: the newest, or the oldest of those that are not settled. Choose a "
                 "state, a topic or another filter to search others."
-            ) % {"most": f"{searching.MOST_SEARCHED:,}"}
+            ) % {"most": number(searching.MOST_SEARCHED)}
         return rows
 
     def _unknown_value(self) -> str:
@@ -140,7 +140,7 @@ class MessageAdmin(ActingAdmin):
             return words
         return gettext("%(selection)s, of the %(most)s messages that were searched") % {
             "selection": words,
-            "most": f"{searching.MOST_SEARCHED:,}",
+            "most": number(searching.MOST_SEARCHED),
         }
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:

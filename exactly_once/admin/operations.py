@@ -18,7 +18,7 @@ from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown
 from exactly_once.admin.filters import AppFilter, ConditionFilter, app_name
 from exactly_once.admin.pages import message_url
-from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, note, stacked, visible, warning
+from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, note, number, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
 from exactly_once.operators.actions import Action, Given, operated
 from exactly_once.operators.operation_rows import UNCHANGED_KEPT, OperationTable
@@ -157,11 +157,11 @@ class OperationAdmin(ActingAdmin):
     @admin.display(description=_("progress"))
     def progress(self, row: Any) -> SafeString:
         counts = _("%(processed)s of %(total)s; done: %(done)s, refused: %(refused)s, failed: %(failed)s") % {
-            "processed": f"{row.processed:,}",
-            "total": f"{row.total:,}",
-            "done": f"{row.done:,}",
-            "refused": f"{row.refused:,}",
-            "failed": f"{row.failed:,}",
+            "processed": number(row.processed),
+            "total": number(row.total),
+            "done": number(row.done),
+            "refused": number(row.refused),
+            "failed": number(row.failed),
         }
         bar = format_html(
             '<progress class="message-progress" value="{}" max="{}"></progress>', row.processed, max(row.total, 1)
@@ -172,7 +172,7 @@ class OperationAdmin(ActingAdmin):
             rate = row.processed / seconds
             left = duration(timedelta(seconds=(row.total - row.processed) / rate))
             lines.append(
-                format_html("{}", _("%(rate)s per second, about %(left)s left") % {"rate": f"{rate:,.0f}", "left": left})
+                format_html("{}", _("%(rate)s per second, about %(left)s left") % {"rate": number(round(rate)), "left": left})
             )
         return stacked(*lines)
 
@@ -182,11 +182,11 @@ class OperationAdmin(ActingAdmin):
             return NOTHING
         text = _("waves so far: %(wave)s; succeeded since: %(succeeded)s, failed again: %(failed)s") % {
             "wave": row.wave,
-            "succeeded": f"{row.succeeded:,}",
-            "failed": f"{row.failed_again:,}",
+            "succeeded": number(row.succeeded),
+            "failed": number(row.failed_again),
         }
         if row.is_open and row.wave_rows:
-            text += "; " + _("messages of the last wave that are awaited: %s") % f"{len(row.wave_rows):,}"
+            text += "; " + _("messages of the last wave that are awaited: %s") % number(len(row.wave_rows))
         return text
 
     @admin.display(description=_("failed again"))
@@ -201,7 +201,7 @@ class OperationAdmin(ActingAdmin):
     @admin.display(description=_("unchanged, by reason"))
     def reasons_table(self, row: Any) -> SafeString:
         counted = sorted(row.reasons.items(), key=lambda item: -item[1])
-        return stacked(*(format_html("{}: {}", f"{count:,}", visible(reason)) for reason, count in counted))
+        return stacked(*(format_html("{}: {}", number(count), visible(reason)) for reason, count in counted))
 
     @admin.display(description=_("messages"))
     def unchanged_table(self, row: Any) -> SafeString:

@@ -36,7 +36,7 @@ from exactly_once.admin.sections import (
     sections,
     view_permission,
 )
-from exactly_once.display import age, badge, headline, identifier
+from exactly_once.display import age, badge, headline, identifier, number
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
 from exactly_once.operators.alert_table import raised as raised_alerts
@@ -154,9 +154,9 @@ class View:
             same = [alert for alert in left if _is_about(each, alert)]
             left = [alert for alert in left if alert not in same]
             yield self._line(section, each, same)
-        for number, alert in enumerate(left):
-            if number == _MOST_ALERTS:
-                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - number)
+        for shown, alert in enumerate(left):
+            if shown == _MOST_ALERTS:
+                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - shown)
                 yield Line(app=section.title, text=more, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
                 return
             text = format_html("{}: {}", identifier(str(alert)), headline(alert.summary))
@@ -185,11 +185,11 @@ class View:
         """The operations that have stopped by themselves lately. Each stays so until an operator continues it."""
         stopped = Operation.objects.using(self._alias).filter(app=section.app, state=OperationState.STOPPED)
         rows = stopped.filter(ended_at__gte=DatabaseTime(-DAY)).order_by("-ended_at")
-        if number := rows.count():
+        if count := rows.count():
             words = ngettext(
                 "Within a day, %(count)s operation has stopped by itself.",
                 "Within a day, %(count)s operations have stopped by themselves.",
-                number,
+                count,
             )
             may_view, page = view_permission(section.model), "exactly_once_operation"
             query = {"state": OperationState.STOPPED, "app": section.app}
@@ -227,7 +227,7 @@ class View:
         size = None if found is None else sum(table.total_bytes for table in found)
         yield Fact(name=_("Size of the tables"), value=bytes_text(size), link=listed(DatabaseHealth))
         if self._sees_alerts:
-            yield Fact(name=_("Raised alerts"), value=f"{raised_alerts(self._alias).count():,}", link=listed(Alert))
+            yield Fact(name=_("Raised alerts"), value=number(raised_alerts(self._alias).count()), link=listed(Alert))
 
     def _of(self, section: Section, reading: Reading) -> dict[str, Any]:
         minutes = section.minutes
@@ -249,11 +249,11 @@ class View:
             ],
             "failing_title": section.failing,
             "failing": [
-                (_("others"), f"{each.failed:,}", "")
+                (_("others"), number(each.failed), "")
                 if each.subject == OTHER
                 else (
                     identifier(each.subject),
-                    f"{each.failed:,}",
+                    number(each.failed),
                     self._url(listed(section.model, q=each.subject, stuck="any")),
                 )
                 for each in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
@@ -266,7 +266,7 @@ def _is_about(line: Attention, alert: Any) -> bool:
 
 
 def _number(counted: Counted | None, names: Sequence[str]) -> str:
-    return _("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
+    return _("unknown") if counted is None else number(sum(counted.counts[name] for name in names))
 
 
 def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
@@ -315,7 +315,7 @@ def stages(shown: Sequence[Section], alias: str) -> Iterator[dict[str, Any]]:
                         "topic": _("others") if subject == OTHER else identifier(topic) if topic else _("unknown"),
                         "label": label,
                         "handler": identifier(subject) if is_handler else "",
-                        "messages": f"{sum(histogram.values()):,}",
+                        "messages": number(sum(histogram.values())),
                         "percentiles": list(zip(_SHARES, times, strict=True)),
                     }
                     found.append(((is_last, topic, position, subject), stage))

@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.filters import AppFilter
-from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, stacked, visible, warning
+from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, number, stacked, visible, warning
 from exactly_once.models import Process
 from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
@@ -163,7 +163,7 @@ class ProcessAdmin(ActingAdmin):
 
     def _work(self, row: Any, most: int | None = None) -> SafeString:
         # The present rate of a silent process is unknown.
-        rate = NOTHING if row.silent or row.stopped_at else f"{row.rate:,.1f}"
+        rate = NOTHING if row.silent or row.stopped_at else number(row.rate, 1)
         counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
         handlers = row.facts.get("handlers", [])
         more = len(handlers[most:]) if most else 0
@@ -185,4 +185,4 @@ class ProcessAdmin(ActingAdmin):
 
 
 def _milliseconds(value: float | None) -> str:
-    return str(_("unknown")) if value is None else f"{value:,.1f} ms"
+    return str(_("unknown")) if value is None else f"{number(value, 1)} ms"

@@ -23,7 +23,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from exactly_once.display import Tone, identifier, visible
+from exactly_once.display import Tone, identifier, number, visible
 from exactly_once.operators.failure_groups import FailureGroups
 from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.counts import Count
@@ -82,14 +82,14 @@ def failing_dead(app: str, groups: FailureGroups, alias: str) -> list[tuple[Text
     """The failure groups of an app with the most dead messages, with their numbers, for `Attention.more`."""
     return [
         (
-            format_html("{}: {} {}", f"{number:,}", identifier(error_class), identifier(place) if place else ""),
+            format_html("{}: {} {}", number(dead), identifier(error_class), identifier(place) if place else ""),
             Link(
                 page="exactly_once_failurenote_group",
                 permission=view_permission(groups.model),
                 query={"app": app, "class": error_class, "place": place},
             ),
         )
-        for error_class, place, number in groups.most_dead(alias, _MOST_GROUPS)
+        for error_class, place, dead in groups.most_dead(alias, _MOST_GROUPS)
     ]
 
 
@@ -276,10 +276,10 @@ def link_of_alert(app: str, condition: str, name: str) -> Link | None:
 def count_text(count: Count | None) -> str:
     if count is None:
         return gettext("unknown")
-    number = f"{count.number:,}"
+    counted = number(count.number)
     if count.is_estimate:
-        return gettext("about %(number)s") % {"number": number}
-    return gettext("more than %(number)s") % {"number": number} if count.is_cut else number
+        return gettext("about %(number)s") % {"number": counted}
+    return gettext("more than %(number)s") % {"number": counted} if count.is_cut else counted
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -297,9 +297,9 @@ def bytes_text(size: int | None) -> str:
         return gettext("unknown")
     for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
         if size >= 1000**power:
-            return f"{size / 1000**power:.1f} {unit}"
+            return f"{number(size / 1000**power, 1)} {unit}"
     return f"{size} B"
 
 
-def _rounded(number: float) -> str:
-    return f"{number:.1f}" if number < _ONE_DIGIT else f"{number:.0f}"
+def _rounded(value: float) -> str:
+    return number(value, 1 if value < _ONE_DIGIT else 0)

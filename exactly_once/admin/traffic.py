@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 from exactly_once.admin.pages import PageAdmin
 from exactly_once.admin.paused import pause_badge, paused_by
 from exactly_once.admin.sections import Section, Traffic, listed, seconds_text, sections
-from exactly_once.display import age, headline, identifier
+from exactly_once.display import age, headline, identifier, number
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.operators.actions import permission
 from exactly_once.operators.minutes import OTHER, database_time
@@ -80,7 +80,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
             "url": f"{address}?{urlencode(named)}",
             "backlog": _at_least(row.backlog),
             "oldest": age(row.backlog.oldest, now) if row.backlog.oldest else "",
-            "rate": f"{counted.counts[section.numbers[0][1][0]] / (_LATELY / timedelta(minutes=1)):,.1f}",
+            "rate": number(counted.counts[section.numbers[0][1][0]] / (_LATELY / timedelta(minutes=1)), 1),
             "p50": _seconds(histogram, 0.5),
             "p95": _seconds(histogram, 0.95),
             "failing": [
@@ -88,7 +88,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
                 for state, label in (("retrying", _("retrying")), ("dead", _("dead")))
                 if row.counts[state].number
             ],
-            "queue": f"{depths[row.name]:,}" if row.name in depths else "",
+            "queue": number(depths[row.name]) if row.name in depths else "",
             "paused": paused and {
                 "row": paused.pk,
                 "badge": pause_badge(paused),
@@ -124,7 +124,7 @@ def _seconds(histogram: Mapping[int, int], share: float) -> str:
 
 
 def _at_least(count: Count) -> str:
-    return f"{count.number:,}+" if count.is_cut else f"{count.number:,}"
+    return f"{number(count.number)}+" if count.is_cut else number(count.number)
 
 
 def _count(each: Mapping[str, Count], name: str) -> Count:

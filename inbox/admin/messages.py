@@ -47,6 +47,7 @@ from exactly_once.display import (
     identifier,
     moment,
     note,
+    number,
     stacked,
     visible,
     warning,
@@ -255,9 +256,9 @@ class InboxMessageAdmin(MessageAdmin):
         if row.replaces_id is not None:
             lines.append(format_html("{}", gettext("corrected")))
         if row.conflicts:
-            lines.append(badge(gettext("%(count)s conflicting") % {"count": f"{row.conflicts:,}"}, Tone.STOPPED))
+            lines.append(badge(gettext("%(count)s conflicting") % {"count": number(row.conflicts)}, Tone.STOPPED))
         elif row.duplicates:
-            lines.append(format_html(gettext("{} more"), f"{row.duplicates:,}"))
+            lines.append(format_html(gettext("{} more"), number(row.duplicates)))
         return stacked(*lines)
 
     @admin.display(description=_("state"))
@@ -344,8 +345,8 @@ class InboxMessageAdmin(MessageAdmin):
             (row.replays, gettext("sent again by an operator")),
             (business, gettext("published again with another message id")),
         )
-        lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
-        return stacked(format_html(gettext("{} in total; none was run"), f"{row.duplicates:,}"), *lines)
+        lines = [format_html("{} {}", number(count), words) for count, words in causes if count]
+        return stacked(format_html(gettext("{} in total; none was run"), number(row.duplicates)), *lines)
 
     @admin.display(description=_("different content"))
     def conflict(self, row: Any) -> SafeString:
@@ -355,7 +356,7 @@ class InboxMessageAdmin(MessageAdmin):
         words = gettext(
             "Deliveries with this biz-id but different content: %(count)s. None was run as this message. Their publisher, or "
             "biz_id= of the handler, gives one biz-id to different facts."
-        ) % {"count": f"{row.conflicts:,}"}
+        ) % {"count": number(row.conflicts)}
         if row.conflicting_body is None:
             return warning(words)
         return format_html(

@@ -27,7 +27,7 @@ from exactly_once.admin.sections import (
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier, visible
+from exactly_once.display import duration, identifier, number, visible
 from exactly_once.management_api import QueueDepths
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
@@ -89,13 +89,13 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead)
         text = words % {"count": count_text(counts[State.DEAD])}
         yield Attention(condition="dead", text=text, more=failing_dead("inbox", groups, alias))
-    for name, number in newly_conflicting(alias, _DAY).items():
+    for name, conflicting in newly_conflicting(alias, _DAY).items():
         words = ngettext(
             "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
             "Within a day, {count} messages of {handler} got different content under their biz-ids, which was not run.",
-            number,
+            conflicting,
         )
-        text = format_html(words, count=f"{number:,}", handler=identifier(name))
+        text = format_html(words, count=number(conflicting), handler=identifier(name))
         yield Attention(condition="conflicts", objects=[name], text=text)
     for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
         words = gettext("Handler {} has been paused for {} by {}.")

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, stacked, visible
+from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked, visible
 from exactly_once.operators.actions import Action, ActionForm, Given, NeededReasonForm
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
@@ -187,7 +187,7 @@ class EndpointAdmin(ActingAdmin):
 
     @admin.display(description=_("messages that wait"))
     def waiting(self, row: Any) -> SafeString:
-        return labelled(_("messages that wait"), format_html("{}", f"{row.messages:,}"))
+        return labelled(_("messages that wait"), format_html("{}", number(row.messages)))
 
     since = instant(_("since"), "state_since", age)
     next_try = instant(_("next try"), "probe_at")

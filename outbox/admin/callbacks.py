@@ -18,7 +18,7 @@ from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.filters import ConditionFilter, Conditions
 from exactly_once.admin.pages import message_link
-from exactly_once.display import Tone, age, badge, headline, identifier, labelled, stacked, visible
+from exactly_once.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
 from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
@@ -129,7 +129,7 @@ class PendingCallbackAdmin(ActingAdmin):
         name = f"{row.uuid} ({row.topic} {row.biz_id})"
         return message_link(self.admin_site, self.package, row.message.pk, name)
 
-    calls = computed(_("attempts"), lambda row: labelled(_("attempts"), format_html("{}", f"{row.attempts:,}")))
+    calls = computed(_("attempts"), lambda row: labelled(_("attempts"), format_html("{}", number(row.attempts))))
     due_in = instant(_("due"), "available_at", age)
     due = instant(_("due"), "available_at")
     settled = instant(_("settled"), "settled_at")

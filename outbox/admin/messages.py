@@ -31,7 +31,20 @@ from exactly_once.admin.message_filters import (
 )
 from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.sections import count_text
-from exactly_once.display import NOTHING, Tone, age, as_json, as_text, folded, headline, identifier, note, stacked, warning
+from exactly_once.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_json,
+    as_text,
+    folded,
+    headline,
+    identifier,
+    note,
+    number,
+    stacked,
+    warning,
+)
 from exactly_once.operators.actions import Action, OperatedMessages, by_name, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.plurals import ngettext
@@ -318,8 +331,8 @@ class OutboxMessageAdmin(MessageAdmin):
 def _undecided(row: Any) -> SafeString:
     """A note on a prepared message: its checks, and who must decide."""
     unknown = gettext("It has answered “unknown” %(answers)s of %(limit)s times.") % {
-        "answers": f"{row.attempts:,}",
-        "limit": f"{outbox_options().CHECK_LIMIT:,}",
+        "answers": number(row.attempts),
+        "limit": number(outbox_options().CHECK_LIMIT),
     }
     if row.state == State.STUCK:
         return warning(

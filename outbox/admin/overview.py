@@ -25,7 +25,7 @@ from exactly_once.admin.sections import (
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier, visible
+from exactly_once.display import duration, identifier, number, visible
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
@@ -45,7 +45,7 @@ def _read(alias: str) -> Reading:
     alive = [process for process in heartbeats.relays.rows(alias) if not process.silent]
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
-    rate = f"{sum(process.rate for process in alive):,.1f}" if alive else _("unknown")
+    rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
     relays, paused = listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
     return Reading(
         counts=counts,

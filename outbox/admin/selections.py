@@ -19,7 +19,7 @@ from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown
 from exactly_once.admin.filters import ConditionFilter, Conditions
 from exactly_once.admin.message_filters import StateFilter
-from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, headline, identifier, stacked, warning
+from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, headline, identifier, number, stacked, warning
 from exactly_once.sql.now import DatabaseTime
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.checkers import checkers
@@ -152,7 +152,7 @@ class PreparedMessageAdmin(SelectionAdmin):
         lines = [format_html("{}", gettext("none: an operator decides")) if row.state == State.STUCK else next_one]
         if row.attempts:
             lines.append(
-                format_html(gettext("unknown {} of {} times"), f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}")
+                format_html(gettext("unknown {} of {} times"), number(row.attempts), number(outbox_options().CHECK_LIMIT))
             )
         if checkers.of(row.topic) is None:
             lines.append(badge(gettext("No checker here"), Tone.FAILING))
