@@ -40,9 +40,9 @@ from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.operators import figures
+from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
-from inbox.operators.groups import groups
+from inbox.operators.operations import groups
 from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)
@@ -59,7 +59,7 @@ def _topic_of(handler: str) -> str:
 
 
 def _read(alias: str) -> Reading:
-    counts, now = figures.counts(alias), database_time(alias)
+    counts, now = accounting.counts(alias), database_time(alias)
     alive = [process for process in consumers.rows(alias) if not process.silent]
     oldest = min((found for state in _OPEN if (found := counts[state].oldest)), default=None)
     paused = PausedHandler.objects.using(alias).count()
@@ -105,7 +105,7 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
 
 def _names(alias: str, most: int) -> list[str]:
     known = [handler.name for handler in registry.all() if handler.using == alias]
-    return [*known, *(name for name, _topic in figures.handlers_with_topics(alias, most))]
+    return [*known, *(name for name, _topic in accounting.handlers_with_topics(alias, most))]
 
 
 def _depths() -> Mapping[str, int] | None:
@@ -129,8 +129,8 @@ def _leased(alias: str, most: int) -> list[LeasedRun]:
 def _oldest(alias: str) -> list[OldestRow]:
     options = inbox_options()
     return [
-        OldestRow(name=_("Settled messages"), at=figures.oldest_settled(alias), kept=options.RETENTION),
-        OldestRow(name=_("Trail"), at=figures.oldest_entry(alias), kept=options.TRAIL_RETENTION),
+        OldestRow(name=_("Settled messages"), at=accounting.oldest_settled(alias), kept=options.RETENTION),
+        OldestRow(name=_("Trail"), at=accounting.oldest_entry(alias), kept=options.TRAIL_RETENTION),
     ]
 
 
@@ -171,7 +171,7 @@ register(
             kind="handler",
             title=_("Handlers"),
             backlog=_BACKLOG,
-            counts=partial(figures.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+            counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
             names=_names,
             paused=PausedHandler,
             depths=_depths,
