@@ -14,6 +14,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.display import number
 from exactly_once.operators.actions import Action, ReasonForm
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import OperationTable, Plan
@@ -84,11 +85,12 @@ def plan(
         "action": action,
         "form": form,
         "selection": selection,
-        "counts": [(labels.get(state, state), count, is_changed) for state, count, is_changed in counts],
-        "applies": applies,
-        "total": total,
+        "counts": [(labels.get(state, state), number(count), is_changed) for state, count, is_changed in counts],
+        "applies": number(applies),
+        "total": number(total),
+        "is_empty": not applies,
         "is_cut": total > MOST_ROWS,
-        "most": MOST_ROWS,
+        "most": number(MOST_ROWS),
         "back_url": back_url,
         "posted": request.POST.get("action", ""),
         "select_across": request.POST.get("select_across", ""),
