@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -71,9 +70,9 @@ def cancel(
     unchanged, too.
 
     It runs in the transaction that is open on `using`, or in its own. A relay may have claimed a ready message: the call waits
-    for the relay, at most ten seconds. From then on until the transaction ends, no relay claims the message's shard, so
-    keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its outcome is
-    `TOO_LATE`, and the state is `ready`.
+    for the relay, at most ten seconds. From then on until the transaction ends, no relay sends the message or a later one of
+    its key, so keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its
+    outcome is `TOO_LATE`, and the state is `ready`.
 
     Args:
         by: who decides, for the trail.
@@ -81,7 +80,7 @@ def cancel(
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    change = partial(operating.cancel, reason=f"cancel() by {by}")
+    change = partial(operating.cancel, using, reason=f"cancel() by {by}")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
         if decision:
@@ -141,13 +140,7 @@ apublish_now = sync_to_async(publish_now)
 """`publish_now` for async code, see `acancel`."""
 
 
-class _Find(Protocol):
-    """What finds the messages of a name: position and state."""
-
-    def __call__(self, alias: str, *, everywhere: bool = False) -> dict[int, str]: ...
-
-
-def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
+def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> operating.Find:
     """A function that finds the messages: one by its id, or those with this topic and biz-id.
 
     Raises:
@@ -160,10 +153,10 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             raise UnknownMessage(
                 f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
             ) from None
-        return partial(operating.identified, message_id=name)
+        return operating.identified(name)
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
-        return partial(operating.named, topic=topic, biz_id=biz_id)
+        return operating.named(topic, biz_id)
     raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
 
 
@@ -174,8 +167,8 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def _reschedule(find: _Find, at: timedelta | datetime, using: str, reason: str) -> Decision:
-    change = partial(operating.reschedule, due=at, reason=reason)
+def _reschedule(find: operating.Find, at: timedelta | datetime, using: str, reason: str) -> Decision:
+    change = partial(operating.reschedule, using, at, reason=reason)
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
         if decision:
@@ -184,18 +177,18 @@ def _reschedule(find: _Find, at: timedelta | datetime, using: str, reason: str) 
 
 
 def _decide(
-    change: Callable[[str, int], bool], done: Outcome, open_states: Collection[str], find: _Find, using: str
+    change: Callable[..., set[int]], done: Outcome, open_states: Collection[str], find: operating.Find, using: str
 ) -> Decision:
     with transaction.atomic(using=using):
         positions = find(using)
-        changed = [position for position in positions if change(using, position)]
+        changed = change(*positions)
         states = find(using)
         if not positions.keys() <= states.keys():
             states = find(using, everywhere=True)  # some of them are history by now
         states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
         left = [state for position, state in states.items() if position not in changed and state in open_states]
         if changed and not left:
-            return Decision(done, states[changed[-1]])
+            return Decision(done, states[max(changed)])
         # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=using)
     if not states:

@@ -3,9 +3,8 @@
 A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
 the rows after it, except for the later messages of its key, which must not overtake it.
 
-A locked shard usually belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass
-lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended, or by a relay that does
-not read what the database sends it. The session of such a relay is ended.
+A locked shard belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass lasts is
+held by a relay that does not read what the database sends it. The session of such a relay is ended.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class Contention:
         for holder in held:
             logger.warning(
                 "relay: the ready messages of %d of %d shards (%s) are not sent, because the transaction of another session "
-                "(pid %d) has held them for %d s, such as one that called cancel(). They are sent when it ends: commit it, or "
+                "(pid %d) has held them for %d s, which no pass of a relay takes. They are sent when it ends: commit it, or "
                 "end it by pg_terminate_backend().",
                 len(holder.shards),
                 SHARDS,

@@ -58,6 +58,7 @@ class RelayedMessage(NamedTuple):
         is_secondary: it is in the secondary ready index, not in the stream.
         wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
+        version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
     """
 
     position: int
@@ -80,6 +81,7 @@ class RelayedMessage(NamedTuple):
     is_secondary: bool
     wire: str | None = None
     unread_bytes: int | None = None
+    version: str = ""
 
     @property
     def message_id(self) -> uuid.UUID:
@@ -147,7 +149,10 @@ _READ_AS = {
     "is_secondary": "{{is_secondary}}",
     "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
     "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
+    "version": "{{version}}",
 }
+_VERSION = "CAST(m.xmin AS text)"
+"""The transaction that has written this version of the row."""
 _SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
 """The fields of a `RelayedMessage`: columns of that name, or an expression."""
 _EXPIRES_IN_SECONDS = (
@@ -186,10 +191,12 @@ def _of_a_shard(
     Bodies of more than `small` bytes are not read.
     """
     select = _SELECT.format(expires_in=expires_in, live=table, small=small)
+    version = _VERSION if table == LIVE_PART else "''"
+    stream, secondary = (select.format(is_secondary=is_secondary, version=version) for is_secondary in ("false", "true"))
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select.format(is_secondary='false')} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{secondary} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{stream} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
@@ -216,7 +223,7 @@ _READ_PREPARED = PreparedStatement(
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
-    f"{_RELAY_COMMENT}SELECT m.id, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
+    f"{_RELAY_COMMENT}SELECT m.id, {_VERSION}, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
     "WHERE m.id = ANY({positions}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 )
 _LOCK_ROWS_PREPARED = PreparedStatement(
@@ -463,7 +470,8 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES).format(is_secondary="false")
+    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES)
+    select = select.format(is_secondary="false", version="''")
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
@@ -495,14 +503,8 @@ def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Se
 
 
 def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """Lock messages in another transaction than that of their claim; the positions that are still ready and unchanged."""
-    connection = connections[alias]
-    positions = _lock_rows(connection, rows)
-    condition, among = any_of(connection, list(positions))
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT id, attempts FROM {live(connection)} WHERE id {condition}", [among])
-        attempts = dict(cursor.fetchall())
-    return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
+    """Lock messages in another transaction than that of their claim; the positions of those that have not changed."""
+    return frozenset(_lock_rows(connections[alias], rows))
 
 
 def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
@@ -519,7 +521,9 @@ def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> Mapping[int, bytes | None]:
-    """Lock the rows that are still ready, and skip those that another session has locked.
+    """Lock the rows that have not changed since they were read, and skip those that another session has locked.
+
+    `publish_now()`, for example, may have committed in between, and what was read of its row is outdated.
 
     Returns:
         The locked positions, each with its body if that has not been read.
@@ -534,12 +538,17 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT id, body FROM {TABLE} WHERE id {condition}", [among])
             return dict.fromkeys(positions) | {position: _bytes(body) for position, body in cursor.fetchall()}
+    if not positions:
+        return {}
     given = [array_of(unread), array_of(positions)]
-    if not positions or is_usable(connection):
-        return dict(_LOCK_ROWS_PREPARED.fetch(connection, given)) if positions else {}
-    with connection.cursor() as cursor:
-        cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
-        return dict(cursor.fetchall())
+    if is_usable(connection):
+        found = _LOCK_ROWS_PREPARED.fetch(connection, given)
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
+            found = cursor.fetchall()
+    versions = {row.position: row.version for row in rows}
+    return {position: body for position, version, body in found if version == versions[position]}
 
 
 def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:

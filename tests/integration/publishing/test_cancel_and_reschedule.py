@@ -6,7 +6,6 @@ import os
 import threading
 import uuid
 from collections import Counter
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from random import Random
@@ -34,7 +33,7 @@ from outbox import (
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import claiming, history, settling
-from outbox.store.dialect import LOCK_SPACE
+from outbox.store.settling import Settlement
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     SECONDS,
@@ -190,39 +189,33 @@ def test_too_late_means_that_none_of_several_messages_was_changed(monkeypatch):
 
 
 # As above, PostgreSQL only.
-def test_cancel_of_a_scheduled_message_does_not_lock_its_shard():
-    ready, delayed = published(key="k"), published(key="k", delay=HOUR)
+def test_cancel_locks_no_shard():
+    ready, delayed, other = published(), published(delay=HOUR), published()
+    OutboxMessage.objects.update(shard=7)
     with transaction.atomic():
         assert cancel(delayed.id)
+        assert cancel(ready.id)
         with connection.cursor() as cursor:
             cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()")
             assert cursor.fetchone() == (0,)
 
     with transaction.atomic():
-        assert [row.position for row in in_hand(10)] == [ready.position]
+        assert [row.position for row in in_hand(10)] == [other.position]
 
 
 # As above, PostgreSQL only.
-def test_cancel_of_a_message_that_becomes_ready_waits_for_its_relay_without_a_row_lock():
-    message, became_ready, answers = published(delay=HOUR), threading.Event(), []
-
-    def fire():
-        with transaction.atomic():
-            OutboxMessage.objects.update(state=State.READY)
-            became_ready.set()
-            wait_until(lambda: a_session_waits_for("transactionid = pg_current_xact_id()::xid"))
+def test_cancel_of_a_message_that_is_published_meanwhile_is_too_late():
+    message, claimed, answers = published(delay=HOUR), threading.Event(), []
 
     def decide():
-        assert became_ready.wait(SECONDS)
+        assert claimed.wait(SECONDS)
         answers.append(cancel(message.id))
 
-    with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
-        beside.enter_context(in_threads(fire, decide))
-        wait_until(lambda: a_session_waits_for(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
-        # A relay that has the shard does the same. If cancel() had locked the row, the two would wait for each other.
-        OutboxMessage.objects.select_for_update(nowait=True).get()
-        set_columns(message, state=State.PUBLISHED)
+    with in_threads(decide), transaction.atomic():
+        set_columns(message, state=State.READY)
+        claimed.set()
+        wait_until(lambda: a_session_waits_for("transactionid = pg_current_xact_id()::xid"))
+        settling.settle("default", Settlement(published=[message.position]))
 
     assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
 
