@@ -502,11 +502,6 @@ def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Se
         return list(cursor.fetchall())
 
 
-def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """Lock messages in another transaction than that of their claim; the positions of those that have not changed."""
-    return frozenset(_lock_rows(connections[alias], rows))
-
-
 def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The write lock of the open transaction, or the lease, covers every shard.

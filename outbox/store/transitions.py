@@ -53,9 +53,11 @@ class Found(NamedTuple):
     column: str = "id"
 
     def condition(self, connection: BaseDatabaseWrapper) -> str:
-        if is_postgresql(connection):
-            return f"{self.column} = ANY(ARRAY({self.query} {self.locking}))"
-        return f"{self.column} IN ({self.query})"
+        query = self.locked(connection)
+        return f"{self.column} = ANY(ARRAY({query}))" if is_postgresql(connection) else f"{self.column} IN ({query})"
+
+    def locked(self, connection: BaseDatabaseWrapper) -> str:
+        return f"{self.query} {self.locking}" if is_postgresql(connection) else self.query
 
 
 class Moved(NamedTuple):

@@ -16,7 +16,6 @@ SEND = "outbox.transports.amqp.AmqpTransport.send"
 WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
 SETTLE = "outbox.store.settling.settle"
-SETTLE_BY_LEASE = "outbox.store.lease.settle"
 RECORD_CALLS = "outbox.store.settling.record_calls"
 MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
 PASS = "outbox.relay.passes.Pass.run"
@@ -57,8 +56,6 @@ RELAY_POINTS = {
 @pytest.mark.parametrize("name", RELAY_POINTS)
 def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, engine, name):
     point, twice = RELAY_POINTS[name]
-    if engine == "sqlite":
-        point = point.replace(SETTLE, SETTLE_BY_LEASE)
     world.listening()
     world.operate_together(OPERATIONS, padding=PADDING)
 

@@ -9,7 +9,7 @@ from tests.support.servers import FaultProxy
 
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settling.settle"
-LEASE_SETTLE = "outbox.store.lease.Lease.settle"
+LEASE_SETTLE = "outbox.store.lease.RelayLease.fenced"
 FINISH = "inbox.store.sentinel.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20
