@@ -21,7 +21,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
 
 if TYPE_CHECKING:
-    from inbox.pausing import pause_handler, resume_handler
+    from inbox.operators.pausing import pause_handler, resume_handler
 
 __all__ = [
     "Backoff",
@@ -48,4 +48,4 @@ _PAUSING = {"pause_handler", "resume_handler"}
 def __getattr__(name: str) -> Any:
     if name not in _PAUSING:
         raise AttributeError(f"module 'inbox' has no attribute {name!r}")
-    return getattr(import_module("inbox.pausing"), name)
+    return getattr(import_module("inbox.operators.pausing"), name)

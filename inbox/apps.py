@@ -20,9 +20,9 @@ class InboxConfig(AppConfig):
         from exactly_once.operators.trail import register
         from exactly_once.process.logs import escape_log_lines
         from inbox import checks  # noqa: F401 - importing it registers the checks
-        from inbox.alerting import CONDITIONS
         from inbox.consumer.heartbeat import CONSUMERS
-        from inbox.store import life
+        from inbox.operators import life
+        from inbox.operators.alerting import CONDITIONS
 
         escape_log_lines()
         register_part("inbox", "inbox.management.part.InboxPart")

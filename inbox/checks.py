@@ -23,8 +23,8 @@ from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_option
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.operators.renaming import names_without_code, warnings_of_new_names
 from inbox.receiving.past import has_outbox
-from inbox.renaming import names_without_code, warnings_of_new_names
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
 

@@ -25,7 +25,7 @@ from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.operations import executor
+from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import Arrival, read

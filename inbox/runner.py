@@ -26,14 +26,14 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
+from inbox.operators.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
-from inbox.store import claims, due, ordering, pausing, starts
+from inbox.store import claims, due, ordering, starts
 from inbox.store.heartbeats import running_handlers
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -186,7 +186,7 @@ class Runner:
             if monotonic() - self._paused_read_at.get(alias, -inf) < _PAUSED_SECONDS:
                 return
             self._paused_read_at[alias] = monotonic()
-        self._paused[alias] = committed(partial(pausing.paused_names, alias), alias)
+        self._paused[alias] = committed(partial(due.paused_handlers, alias), alias)
         self._read_starting(alias)
 
     def ring(self) -> None:

@@ -17,7 +17,7 @@ from exactly_once.admin.attempts import attempts
 from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.redaction import Redaction
-from inbox.dry_run import LONGEST, DryRun, DryRunRefused, dry_run, why_not
+from inbox.operators.dry_run import LONGEST, DryRun, DryRunRefused, dry_run, why_not
 
 _OUTCOMES = {
     "handled": (_("It would be handled"), Tone.DONE),

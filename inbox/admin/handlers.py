@@ -14,7 +14,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.store import figures, operating
+from inbox.operators import figures
 
 _BACKLOG = (State.RECEIVED, State.WAITING, State.RUNNING)
 _read_depths = cache(QueueDepths)
@@ -22,7 +22,7 @@ _read_depths = cache(QueueDepths)
 
 def _names(alias: str, most: int) -> list[str]:
     known = [handler.name for handler in registry.all() if handler.using == alias]
-    return [*known, *(name for name, _topic in operating.handlers_with_topics(alias, most))]
+    return [*known, *(name for name, _topic in figures.handlers_with_topics(alias, most))]
 
 
 def _depths() -> Mapping[str, int] | None:

@@ -56,12 +56,13 @@ from exactly_once.wire.envelope import COMPRESSION
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
-from inbox.dead_letters import letters
 from inbox.handlers.registry import registry
 from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
-from inbox.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
-from inbox.store import heartbeats, operating
-from inbox.store.groups import groups, notes
+from inbox.operators import figures
+from inbox.operators.dead_letters import letters
+from inbox.operators.groups import groups, notes
+from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
+from inbox.store import heartbeats
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -239,7 +240,7 @@ class InboxMessageAdmin(MessageAdmin):
 
         The index of topics and biz-ids begins with the handler.
         """
-        handlers, topics = operating.handlers_and_topics(self.using)
+        handlers, topics = figures.handlers_and_topics(self.using)
         by_name = Q(handler__in=handlers, topic=term) | Q(handler__in=handlers, topic__in=topics, biz_id=term)
         ids = {term}
         with suppress(ValueError):

@@ -34,9 +34,9 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.store import figures
-from inbox.store.alerting import newly_conflicting
-from inbox.store.groups import groups
+from inbox.operators import figures
+from inbox.operators.alerting import newly_conflicting
+from inbox.operators.groups import groups
 from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)

@@ -18,7 +18,7 @@ from exactly_once.operators.actions import Action, Given
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler
-from inbox.pausing import alias_of, pause_handler, resume_handler
+from inbox.operators.pausing import alias_of, pause_handler, resume_handler
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]

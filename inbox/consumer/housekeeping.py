@@ -17,8 +17,8 @@ from exactly_once.process.loop import StopRequest
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import TrailEntry
-from inbox.operations import operations
-from inbox.purging import purge_settled
+from inbox.operators.operations import operations
+from inbox.operators.purging import purge_settled
 
 _READ_ALL_SECONDS = 3600.0
 

@@ -25,7 +25,7 @@ from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.slots import limited_by_default
-from inbox.operations import executor
+from inbox.operators.operations import executor
 from inbox.runner import Runner
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
-from inbox.renaming import NameWithoutCode
+from inbox.operators.renaming import NameWithoutCode
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.

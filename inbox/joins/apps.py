@@ -11,6 +11,6 @@ class JoinsConfig(AppConfig):
     def ready(self) -> None:
         from inbox.joins import checks  # noqa: F401 - importing it registers the checks
         from inbox.joins.store import delete_runs
-        from inbox.store.operating import deleted_together
+        from inbox.operators.purging import deleted_together
 
         deleted_together.append(delete_runs)

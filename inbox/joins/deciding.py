@@ -18,7 +18,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.joins import store
 from inbox.joins.models import Run
-from inbox.store.operating import RETRYABLE
+from inbox.operators.decisions import RETRYABLE
 
 
 class NotDecidable(InboxError):

@@ -24,8 +24,8 @@ from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, InboxMessage, State
+from inbox.operators import decisions
 from inbox.receiving.reading import UNDECIDED
-from inbox.store import operating
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
@@ -236,19 +236,19 @@ def empty_parts(alias: str, handler: str, run_id: str) -> None:
 def start_without_missing(alias: str, run: Locked, *, by: str) -> bool:
     """dead | retrying | received → retrying, due now; its function is called without the missing messages."""
     Run.objects.using(alias).filter(pk=run.pk).update(started_by=by)
-    return operating.retry(alias, run.row, reason=f"started without the missing messages {by}")
+    return decisions.retry(alias, run.row, reason=f"started without the missing messages {by}")
 
 
 def extend(alias: str, run: Locked, duration: timedelta, *, by: str) -> bool:
     """dead | retrying | received → retrying, due at the new deadline, `duration` from now."""
-    if not operating.retry(alias, run.row, reason=f"deadline extended {by}", after=duration):
+    if not decisions.retry(alias, run.row, reason=f"deadline extended {by}", after=duration):
         return False
     Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=_due_at(alias, run.row)[1])
     return True
 
 
 def retry(alias: str, run: Locked, *, by: str) -> bool:
-    return operating.retry(alias, run.row, reason=f"the missing messages were entered {by}")
+    return decisions.retry(alias, run.row, reason=f"the missing messages were entered {by}")
 
 
 def delete_runs(alias: str, rows: Sequence[int]) -> None:

@@ -14,16 +14,16 @@ from exactly_once.broker import scheme_of
 from exactly_once.cli.parts import Check, Part, iso, process_as_json, processes, state_of
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.process.life_sign import LifeSign, life_signs
-from inbox import purging
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
-from inbox.dead_letters import letters
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import State, TrailEntry
-from inbox.operations import operations
-from inbox.store import accounting, heartbeats, operating, pausing, starts
+from inbox.operators import accounting, figures, pausing, purging
+from inbox.operators.dead_letters import letters
+from inbox.operators.operations import operations
+from inbox.store import heartbeats, starts
 
 _CONFLICTS = 50
 _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
@@ -77,7 +77,7 @@ class InboxPart(Part):
             "edited": balance.edited,
             "delivered": balance.delivered,
             "quarantined": balance.quarantined,
-            "oldest_waiting": iso(operating.oldest_waiting(alias)),
+            "oldest_waiting": iso(figures.oldest_waiting(alias)),
             "without_rows": _without_rows(),
             "consumers": [_as_json(consumer) for consumer in self.heartbeats(alias)],
             "unattended": unattended(alias),
@@ -144,7 +144,7 @@ def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
             Line([_("delivered, total"), f"{balance.delivered:,}"]),
             Line([_("duplicates with different content"), f"{duplicates.conflicting:,}"]),
             Line([_("dead, in quarantine"), f"{balance.quarantined:,}"]),
-            Line([_("oldest waiting"), age(operating.oldest_waiting(alias))]),
+            Line([_("oldest waiting"), age(figures.oldest_waiting(alias))]),
             *_leased(),
         ]
     )

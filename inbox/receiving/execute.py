@@ -44,7 +44,7 @@ from inbox.receiving.reading import (
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.transactional import Policy, run_claimed, run_fresh
 from inbox.receiving.undecided import decide
-from inbox.store import claims, operating, statistics
+from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -184,7 +184,7 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         ours = committed(lambda: claims.rekey(handler.using, stored, biz_id), handler.using)
         if ours is False:
             reason = f"its biz-id is {biz_id}, which another message already has"
-            committed(lambda: operating.skip(handler.using, stored.pk, reason, fence=stored.fence), handler.using)
+            committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
         if not ours:
             return Received.DUPLICATE
     stored.biz_id = biz_id

@@ -26,7 +26,7 @@ from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import is_recorded, record_leaving
+from inbox.store.trail import is_recorded, record, record_leaving
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -233,6 +233,20 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
         hold_gates(alias, leaves.handler, [leaves.key])
         promote_next(alias, *leaves)
         return True
+
+
+def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
+    """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
+    with deciding(alias):
+        row = under_claim(alias, claimed)
+        if not row.update(
+            state=State.SKIPPED, last_error=f"skipped: {reason}", next_attempt_at=None, settled_at=DatabaseTime()
+        ):
+            return
+        record(alias, [claimed.pk], was=claimed.state, reason=reason)
+        if claimed.ordered:
+            hold_gates(alias, claimed.handler, [claimed.key])
+            promote_next(alias, claimed.handler, claimed.key)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:

@@ -20,7 +20,7 @@ from django.db import connections
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now
 from exactly_once.wire.formats import RUN_ELSEWHERE
-from inbox.models import DUE
+from inbox.models import DUE, PausedHandler
 from inbox.store.dialect import PAUSED_HANDLERS, TABLE
 
 if TYPE_CHECKING:
@@ -138,6 +138,11 @@ def stored_handlers(alias: str) -> list[str]:
             "SELECT handler FROM named WHERE handler IS NOT NULL"
         )
         return [handler for (handler,) in cursor.fetchall()]
+
+
+def paused_handlers(alias: str) -> frozenset[str]:
+    """The names of the handlers that operators have paused."""
+    return frozenset(PausedHandler.objects.using(alias).values_list("handler", flat=True))
 
 
 def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:

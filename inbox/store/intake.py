@@ -23,7 +23,7 @@ class Incoming:
         in_order: its handler is ordered, so if it has a key, it gets a place in the order of that key.
         refused: why it is a dead letter from the start, or "".
         shed: why it is not handled at all, or "".
-        quarantined: it is refused by the maximum message age, see `operating.override_maximum_age`.
+        quarantined: it is refused by the maximum message age, see `decisions.override_maximum_age`.
         redelivered: the broker says that it has delivered this message before.
     """
 

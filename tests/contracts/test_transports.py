@@ -18,7 +18,7 @@ from inbox.models import InboxMessage
 from outbox.states import State
 from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
-from tests.unit.test_envelope import VECTORS, envelope_of
+from tests.support.vectors import VECTORS, envelope_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 

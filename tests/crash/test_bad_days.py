@@ -26,6 +26,7 @@ from outbox.store.lease import RELAYING
 from tests.support.apps.effects.models import Effect
 from tests.support.crash import witness as load
 from tests.support.crash.oracle import verdict
+from tests.support.crash.points import AWAIT, SEND, SETTLE, WRITE
 from tests.support.crash.world import RELAY
 from tests.support.servers import FaultProxy
 
@@ -42,10 +43,6 @@ MANY = 120
 PADDING = 3_000
 FEW, BACKLOG = 5, 600
 
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-WRITE = "outbox.transports.amqp.AmqpTransport._write"
-AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
-SETTLE = "outbox.store.settling.settle"
 
 STEPS = {
     "looked": ("after outbox.store.claiming.look", False),

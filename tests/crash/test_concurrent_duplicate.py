@@ -10,8 +10,9 @@ from django.db import transaction
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, State
+from inbox.operators import accounting
 from inbox.receiving.reading import read
-from inbox.store import accounting, arrivals, sentinel
+from inbox.store import arrivals, sentinel
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, the_row

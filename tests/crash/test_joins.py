@@ -17,14 +17,9 @@ from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish
-from tests.crash.test_kill_points import ACK, COMMIT, EFFECT
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import TOPICS
-
-OPEN = "inbox.joins.store.open_run"
-ADD = "inbox.joins.store.add_part"
-MAKE_DUE = "inbox.joins.store.make_due"
-GATHER = "inbox.joins.store.collected"
+from tests.support.crash.points import ACK, ADD_PART, COMMIT, EFFECT, GATHER, MAKE_DUE, OPEN_RUN
 
 RUNS = int(os.environ.get("JOIN_RUNS", "1000"))
 COPIES = 0.1
@@ -33,9 +28,9 @@ KILLING_SECONDS = 30
 LONGEST_SECONDS = 300
 
 POINTS = {
-    "before the run is opened": f"before {OPEN}",
-    "after its row is inserted": f"after {OPEN}",
-    "after a part is stored": f"after {ADD} 2",
+    "before the run is opened": f"before {OPEN_RUN}",
+    "after its row is inserted": f"after {OPEN_RUN}",
+    "after a part is stored": f"after {ADD_PART} 2",
     "before the row of the run is due": f"before {MAKE_DUE}",
     "after the row of the run is due": f"after {MAKE_DUE}",
     "after the commit of the last part": f"after {COMMIT} once {MAKE_DUE}",

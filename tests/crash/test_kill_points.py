@@ -10,25 +10,26 @@ import pytest
 from exactly_once.models import Lease
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
-
-# Names in the product change; a missing name fails the test at once, see `failpoints.patch`.
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-WRITE = "outbox.transports.amqp.AmqpTransport._write"
-AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
-SETTLE = "outbox.store.settling.settle"
-RECORD_CALLS = "outbox.store.settling.record_calls"
-MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
-PASS = "outbox.relay.passes.Pass.run"
-BEGIN_FRESH = "inbox.store.arrivals.begin_fresh"
-BEGIN_STORED = "inbox.store.claims.begin_stored"
-ADMIT = "inbox.store.intake.store_incoming"
-STORE_FAILED = "inbox.store.arrivals.store_failed"
-FAIL_STORED = "inbox.store.claims.fail_stored"
-FINISH = "inbox.store.sentinel.finish"
-EFFECT = "tests.support.apps.effects.models.Effect.save"
-ACK = "amqp.channel.Channel.basic_ack"
-COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
-HAND_OVER = "inbox.local.LocalTransport.send"
+from tests.support.crash.points import (
+    ACK,
+    ADMIT,
+    AWAIT,
+    BEGIN_FRESH,
+    BEGIN_STORED,
+    COMMIT,
+    DROP_DAY,
+    EFFECT,
+    FAIL_STORED,
+    FINISH,
+    HAND_OVER,
+    MAKE_DAY,
+    PASS,
+    RECORD_CALLS,
+    SEND,
+    SETTLE,
+    STORE_FAILED,
+    WRITE,
+)
 
 UNHURRIED = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
 """Long enough that no message is sent again because of a deadline, also on a slow machine."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from inbox.models import State
+from inbox.operators import accounting
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
-from inbox.store import accounting, intake, sentinel
+from inbox.store import intake, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 

@@ -15,6 +15,7 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Unique
 from tests.support.crash.operations import Changed
+from tests.support.crash.points import EFFECT, FINISH, SEND, SETTLE
 from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,6 @@ logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.proof
 
 OPERATIONS = 10
-FINISH = "inbox.store.sentinel.finish"
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settling.settle"
-EFFECT = "tests.support.apps.effects.models.Effect.save"
 
 
 def a_consumer_is_killed_in_its_handler(world, bug):

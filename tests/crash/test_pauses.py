@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outbox.models import OutboxMessage
+from tests.support.crash.points import FENCED, FINISH, SEND, SETTLE
 from tests.support.servers import FaultProxy
 
-SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settling.settle"
-LEASE_SETTLE = "outbox.store.lease.RelayLease.fenced"
-FINISH = "inbox.store.sentinel.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20
 
@@ -18,7 +15,7 @@ OPERATIONS = 20
 @pytest.mark.every_database
 def test_a_frozen_relay_settles_nothing_after_another_relay_took_over(world, engine):
     """It is frozen between the confirms and the settlement, and another relay takes over. Its own settlement is then stale."""
-    point = {"postgres": SETTLE, "sqlite": LEASE_SETTLE}[engine]
+    point = {"postgres": SETTLE, "sqlite": FENCED}[engine]
     consumer = world.listening()
     frozen = world.relay(failpoint=f"stop before {point} 1 once {SEND}", outbox=DEADLINE)
     world.operate(OPERATIONS, prefix="asleep-")

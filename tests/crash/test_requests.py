@@ -14,13 +14,12 @@ from inbox.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish, request
-from tests.crash.test_joins import ADD, GATHER, MAKE_DUE, SETTINGS
-from tests.crash.test_kill_points import COMMIT, EFFECT
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import ANSWERED, ASKED
+from tests.support.crash.points import ADD_PART, COMMIT, EFFECT, GATHER, MAKE_DUE
 
 POINTS = {
-    "before the second of request and answer is stored": f"before {ADD} 2",
+    "before the second of request and answer is stored": f"before {ADD_PART} 2",
     "after the commit of the second": f"after {COMMIT} once {MAKE_DUE}",
     "after the effect": f"after {EFFECT}",
     "after the commit of the effect": f"after {COMMIT} once {GATHER}",
@@ -34,7 +33,7 @@ AT_THE_TIMEOUT = {
 
 @pytest.fixture
 def local(local_world):
-    local_world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
+    local_world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.joined.settings"
     return local_world
 
 

@@ -12,9 +12,9 @@ from django.db import connections
 
 from outbox.models import OutboxMessage
 from outbox.states import State
-from tests.crash.test_kill_points import COMMIT, FINISH, SEND, SETTLE
 from tests.support.apps.bank import SAVINGS
 from tests.support.apps.effects.models import Account, Booking
+from tests.support.crash.points import COMMIT, FINISH, SEND, SETTLE
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVINGS])
 

@@ -14,8 +14,9 @@ from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.leases.opening import lease_store
 from inbox.models import InboxMessage, State
+from inbox.operators import accounting
 from inbox.receiving.reading import read
-from inbox.store import accounting, arrivals
+from inbox.store import arrivals
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.worker import JOB

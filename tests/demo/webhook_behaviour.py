@@ -1,5 +1,5 @@
 """The webhook that the payment provider calls, and the handler of its events. Run by test_webhook.py under the settings of the
-shop. What the view itself does is tested in `integration/publishing/test_webhooks.py`."""
+shop. What the view itself does is tested in `integration/webhooks/test_incoming_webhooks.py`."""
 
 import json
 from datetime import timedelta

@@ -5,9 +5,12 @@ from datetime import timedelta
 import pytest
 from django.db import connection
 
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.registry import registry
+from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
-from inbox.store import operating
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
 
 
@@ -25,6 +28,21 @@ def transport(peer):
         yield transport
 
 
+@pytest.fixture
+def joins():
+    """Register a function as a join for this test: `joins(function, on_missing=…)`."""
+    before = {handler.name for handler in registry.all()}
+
+    def register(function, *, topics=TOPICS, name=NAME, **arguments):
+        arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
+        return idempotent_handler(all_of=topics, name=name, **arguments)(function)
+
+    yield register
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_in_hand_elsewhere():
     """Which messages another process is handling is remembered for seconds, and tests use the same names again."""
@@ -35,6 +53,6 @@ def _nothing_in_hand_elsewhere():
 @pytest.fixture
 def short_lock_waits(monkeypatch):
     """An operator's decision about an inbox message waits 50 ms for the lock of another transaction."""
-    monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(decisions, "OPERATORS_WAIT", timedelta(milliseconds=50))
     if connection.vendor == "sqlite":
         monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0.05)

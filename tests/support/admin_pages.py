@@ -3,6 +3,7 @@
 Messages and lists are those of the outbox; `Page`, `staff_client` and `said` are for the pages of both apps.
 """
 
+import hashlib
 import json
 import uuid
 from datetime import date, timedelta
@@ -15,6 +16,8 @@ from django.test import Client
 from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State
 
@@ -74,6 +77,23 @@ def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None,
         **columns,
     }
     return OutboxMessage.objects.using(using).create(state=state, **values)
+
+
+def an_inbox_message(state=InboxState.DEAD, *, payload=None, received_ago=timedelta(), next_ago=None, **columns):
+    body = json.dumps(payload if payload is not None else {"order": 1}).encode()
+    values = {
+        "handler": "shop.reserve_stock",
+        "topic": "shop.order.placed",
+        "biz_id": f"order-{InboxMessage.objects.count()}",
+        "message_id": str(uuid.uuid4()),
+        "content_type": "application/json",
+        "body": body,
+        "digest": hashlib.sha256(body).hexdigest(),
+        "received_at": utcnow() - received_ago,
+        "next_attempt_at": None if next_ago is None else utcnow() - next_ago,
+        **columns,
+    }
+    return InboxMessage.objects.create(state=state, **values)
 
 
 def day_of(state):

@@ -19,8 +19,7 @@ def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%
         # A row of the outbox that is settled is inserted into history.
         changes = (f"UPDATE ON {LIVE_PART}", f"INSERT ON {HISTORY}") if table == TABLE else (f"UPDATE ON {table}",)
         _execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
-            f"$$ BEGIN RAISE EXCEPTION 'this row is cursed' USING ERRCODE = '{sqlstate}'; END $$",
+            _function(f"RAISE EXCEPTION 'this row is cursed' USING ERRCODE = '{sqlstate}'"),
             *(
                 f"CREATE {kind} refuse {timing} {change} {deferrable} FOR EACH ROW WHEN ({where}) EXECUTE FUNCTION refuse()"
                 for change in changes
@@ -33,15 +32,19 @@ def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%
     try:
         yield
     finally:
-        cleared()
+        _execute("DROP FUNCTION refuse CASCADE" if connection.vendor == "postgresql" else "DROP TRIGGER IF EXISTS refuse")
 
 
 def cleared():
-    """From now on the rows can be changed."""
-    if connection.vendor == "postgresql":
-        _execute("DROP FUNCTION IF EXISTS refuse CASCADE")
-    else:
-        _execute("DROP TRIGGER IF EXISTS refuse")
+    """From now on the rows can be changed.
+
+    On PostgreSQL the triggers stay until the block ends: dropping them locks two tables, and deadlocks with a running relay.
+    """
+    _execute(_function("RETURN NEW") if connection.vendor == "postgresql" else "DROP TRIGGER refuse")
+
+
+def _function(body):
+    return f"CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$"
 
 
 def _execute(*statements):

@@ -2,7 +2,6 @@
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from cloudevents.core.bindings.amqp import AMQPMessage, from_binary_event, from_structured_event
@@ -12,20 +11,13 @@ from hypothesis import strategies as st
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import Envelope, from_delivery, is_reserved, media_type, opened
 from exactly_once.wire.text import NAME_LENGTH
-
-VECTORS = Path(__file__).parent.parent / "vectors"
-INSTANTS = {"created_at", "deliver_at"}
+from tests.support.vectors import VECTORS, envelope_of
 
 
 def vectors(directory):
     found = [pytest.param(json.loads(path.read_text()), id=path.stem) for path in sorted(directory.glob("*.json"))]
     assert found, f"there are no vectors in {directory}"
     return found
-
-
-def envelope_of(vector):
-    values = {name: datetime.fromisoformat(value) if name in INSTANTS else value for name, value in vector["envelope"].items()}
-    return Envelope(body=vector.get("decoded_body", vector["body"]).encode(), **values)
 
 
 def received(vector):

@@ -14,10 +14,10 @@ from exactly_once.cli.terminal import refuse_unknown
 from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import require_schema
-from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
-from inbox.store.operating import ROW_LOCKED
+from inbox.operators.decisions import ROW_LOCKED
+from inbox.operators.editing import correct, editable, replace_message
 
 
 class Command(TranslatedCommand):

@@ -9,7 +9,7 @@ from exactly_once.cli.command import TranslatedCommand
 from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.sql.schema import require_schema
 from inbox.errors import UnknownHandler
-from inbox.pausing import resume_handler
+from inbox.operators.pausing import resume_handler
 
 
 class Command(TranslatedCommand):

@@ -17,10 +17,10 @@ from exactly_once.sql.schema import require_schema
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
-from inbox.operations import retry as bulk_retry
-from inbox.resending import resending
-from inbox.store import operating
-from inbox.store.bulk import LOCKED
+from inbox.operators import decisions
+from inbox.operators.bulk import LOCKED
+from inbox.operators.operations import retry as bulk_retry
+from inbox.operators.resending import resending
 
 logger = logging.getLogger(__name__)
 
@@ -121,14 +121,14 @@ def _retry(alias: str, rows: Sequence[_Row], states: Collection[str], given: Map
     waited = 0
     for outcome in outcomes:
         if outcome.unchanged == LOCKED:
-            retry = partial(operating.retry, reason="inbox_retry")
+            retry = partial(decisions.retry, reason="inbox_retry")
             waited += _audited(resending(retry), alias, outcome.row, "retry", subjects[outcome.row], given)
     return len(done) + waited
 
 
 def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], unsent: list[str]) -> int:
     """Retry a message in quarantine; 1 if it was."""
-    transition = resending(partial(operating.override_maximum_age, reason="inbox_retry"))
+    transition = resending(partial(decisions.override_maximum_age, reason="inbox_retry"))
     try:
         done = _audited(transition, alias, pk, "override_maximum_age", subject, given)
     except TaskNotSent as error:

@@ -1,7 +1,5 @@
 """The inbox in the admin: lists, search, detail pages, the operator's decisions and their permissions."""
 
-import hashlib
-import json
 import re
 import uuid
 import zlib
@@ -17,7 +15,7 @@ from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
-from tests.support.admin_pages import said, staff_client
+from tests.support.admin_pages import an_inbox_message, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -27,23 +25,6 @@ VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessag
 OVERRIDE = "override_inboxmessage"
 LONG_AGO = timedelta(days=1)
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
-
-
-def a_message(state=State.DEAD, *, payload=None, received_ago=timedelta(), next_ago=None, **columns):
-    body = json.dumps(payload if payload is not None else {"order": 1}).encode()
-    values = {
-        "handler": "shop.reserve_stock",
-        "topic": "shop.order.placed",
-        "biz_id": f"order-{InboxMessage.objects.count()}",
-        "message_id": str(uuid.uuid4()),
-        "content_type": "application/json",
-        "body": body,
-        "digest": hashlib.sha256(body).hexdigest(),
-        "received_at": utcnow() - received_ago,
-        "next_attempt_at": None if next_ago is None else utcnow() - next_ago,
-        **columns,
-    }
-    return InboxMessage.objects.create(state=state, **values)
 
 
 def shown(client, **query):
@@ -78,7 +59,9 @@ def state_of(row):
 
 class TestMessageList:
     def test_list_shows_handler_state_age_attempts_and_error(self):
-        a_message(State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock")
+        an_inbox_message(
+            State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock"
+        )
 
         text = html(staff_client(VIEW).get(reverse(LIST)))
 
@@ -88,7 +71,7 @@ class TestMessageList:
 
     def test_list_links_to_each_state_with_its_number_of_messages(self):
         for state in (State.DEAD, State.DEAD, State.RETRYING):
-            a_message(state)
+            an_inbox_message(state)
         client = staff_client(VIEW)
 
         response = client.get(reverse(LIST))
@@ -100,7 +83,7 @@ class TestMessageList:
 
     def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
-            a_message()
+            an_inbox_message()
         client = staff_client(VIEW, RETRY, SKIP)
         client.get(reverse(LIST))
 
@@ -117,13 +100,13 @@ class TestMessageList:
     @pytest.mark.parametrize("stored", [str, lambda found: found.hex], ids=["dashes", "no dashes"])
     def test_search_finds_a_message_id_with_or_without_dashes(self, stored):
         found = uuid.uuid4()
-        row, _ = a_message(message_id=stored(found)), a_message()
+        row, _ = an_inbox_message(message_id=stored(found)), an_inbox_message()
         client = staff_client(VIEW)
 
         assert shown(client, q=str(found)) == shown(client, q=found.hex) == {row.pk}
 
     def test_search_finds_foreign_message_ids_topics_biz_ids_and_handlers(self):
-        row, _ = a_message(message_id="a/1", topic="t", biz_id="b", handler="gone.handler"), a_message()
+        row, _ = an_inbox_message(message_id="a/1", topic="t", biz_id="b", handler="gone.handler"), an_inbox_message()
         client = staff_client(VIEW)
 
         for term in ("a/1", "t", "b", "gone.handler", "gone.handler "):
@@ -133,14 +116,14 @@ class TestMessageList:
         "odd", ["%", "*", "'", NASTY, pytest.param("x" * 10_000, id="10,000 characters"), "\x01", b"\xff", "0" * 32]
     )
     def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
-        a_message()
+        an_inbox_message()
 
         assert shown(staff_client(VIEW), q=odd) == set()
 
     def test_handler_filter_offers_registered_handlers_and_selects_any(self, monkeypatch):
         handler = Handler(name="shop.bill", topic="t", function=print, biz_id=None, using="default")
         monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
-        row, removed = a_message(handler="shop.bill"), a_message(handler="removed")
+        row, removed = an_inbox_message(handler="shop.bill"), an_inbox_message(handler="removed")
         client = staff_client(VIEW)
 
         assert 'href="?handler=shop.bill"' in html(client.get(reverse(LIST)))
@@ -150,25 +133,25 @@ class TestMessageList:
 
     def test_stuck_filter_selects_dead_retrying_and_overdue_messages(self):
         too_long = inbox_options().STUCK_AFTER + timedelta(minutes=1)
-        dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, next_ago=-LONG_AGO)
+        dead, retrying = an_inbox_message(State.DEAD), an_inbox_message(State.RETRYING, next_ago=-LONG_AGO)
         overdue = {
-            a_message(State.RECEIVED, next_ago=too_long).pk,
-            a_message(State.WAITING, received_ago=too_long).pk,
-            a_message(State.RUNNING, received_ago=too_long).pk,
+            an_inbox_message(State.RECEIVED, next_ago=too_long).pk,
+            an_inbox_message(State.WAITING, received_ago=too_long).pk,
+            an_inbox_message(State.RUNNING, received_ago=too_long).pk,
         }
-        a_message(State.RECEIVED, received_ago=LONG_AGO, next_ago=-LONG_AGO)
-        a_message(State.WAITING)
+        an_inbox_message(State.RECEIVED, received_ago=LONG_AGO, next_ago=-LONG_AGO)
+        an_inbox_message(State.WAITING)
         for state in (State.DONE, State.SKIPPED, State.SHED):
-            a_message(state, received_ago=LONG_AGO)
+            an_inbox_message(state, received_ago=LONG_AGO)
         client = staff_client(VIEW)
 
         assert shown(client, stuck="overdue") == overdue
         assert shown(client, stuck="any") == {dead.pk, retrying.pk, *overdue}
 
     def test_list_shows_quarantine_duplicates_and_conflicts(self):
-        a_message(quarantined=True)
-        a_message(State.DONE, duplicates=1234, resends=1234)
-        a_message(State.DONE, duplicates=3, conflicts=2)
+        an_inbox_message(quarantined=True)
+        an_inbox_message(State.DONE, duplicates=1234, resends=1234)
+        an_inbox_message(State.DONE, duplicates=3, conflicts=2)
 
         text = text_of(staff_client(VIEW).get(reverse(LIST)))
 
@@ -176,8 +159,8 @@ class TestMessageList:
             assert expected in text
 
     def test_duplicates_filter_selects_all_duplicates_or_only_conflicts(self):
-        again, conflicting = a_message(State.DONE, duplicates=1), a_message(State.DONE, duplicates=1, conflicts=1)
-        a_message(State.DONE)
+        again, conflicting = an_inbox_message(State.DONE, duplicates=1), an_inbox_message(State.DONE, duplicates=1, conflicts=1)
+        an_inbox_message(State.DONE)
         client = staff_client(VIEW)
 
         assert shown(client, duplicates="any") == {again.pk, conflicting.pk}
@@ -185,19 +168,19 @@ class TestMessageList:
         assert shown(client, duplicates="unknown\x00") == set()
 
     def test_quarantined_filter_selects_dead_quarantined_messages_only(self):
-        held, _ = a_message(quarantined=True), a_message()
-        a_message(State.SKIPPED, quarantined=True)
+        held, _ = an_inbox_message(quarantined=True), an_inbox_message()
+        an_inbox_message(State.SKIPPED, quarantined=True)
 
         assert shown(staff_client(VIEW), stuck="quarantined") == {held.pk}
 
     def test_search_finds_a_message_by_its_conflicting_message_id(self):
-        row, _ = a_message(State.DONE, duplicates=1, conflicts=1, conflicting_id=str(uuid.uuid4())), a_message()
+        row, _ = an_inbox_message(State.DONE, duplicates=1, conflicts=1, conflicting_id=str(uuid.uuid4())), an_inbox_message()
 
         assert shown(staff_client(VIEW), q=row.conflicting_id) == {row.pk}
 
     def test_list_shows_when_a_lease_ends_or_has_ended(self):
-        a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5))
-        a_message(State.RUNNING, next_ago=timedelta(minutes=3.5))
+        an_inbox_message(State.RUNNING, next_ago=-timedelta(minutes=9.5))
+        an_inbox_message(State.RUNNING, next_ago=timedelta(minutes=3.5))
 
         text = text_of(staff_client(VIEW).get(reverse(LIST)))
 
@@ -207,7 +190,7 @@ class TestMessageList:
 
 class TestDetailPage:
     def test_detail_page_shows_payload_headers_error_and_traceback(self):
-        row = a_message(
+        row = an_inbox_message(
             payload={"total": "9.90"},
             headers={"tenant": "acme"},
             last_error="no stock",
@@ -221,10 +204,10 @@ class TestDetailPage:
 
     def test_waiting_message_links_to_the_first_open_message_of_its_key(self):
         ordered = {"key": "customer-4", "ordered": True}
-        a_message(State.DONE, **ordered)
-        a_message(State.DEAD, key="customer-4", ordered=True, handler="another.handler")
-        head = a_message(State.RETRYING, **ordered)
-        waiting = [a_message(State.WAITING, **ordered) for _ in range(3)]
+        an_inbox_message(State.DONE, **ordered)
+        an_inbox_message(State.DEAD, key="customer-4", ordered=True, handler="another.handler")
+        head = an_inbox_message(State.RETRYING, **ordered)
+        waiting = [an_inbox_message(State.WAITING, **ordered) for _ in range(3)]
         client = staff_client(VIEW)
 
         response = client.get(reverse(DETAIL, args=[waiting[1].pk]))
@@ -234,29 +217,29 @@ class TestDetailPage:
         assert "wait for it: 3." in text_of(client.get(reverse(DETAIL, args=[head.pk])))
 
     def test_unordered_dead_message_is_not_shown_as_blocking_its_key(self):
-        passed = a_message(State.DEAD, key="customer-4")
-        head = a_message(State.RECEIVED, key="customer-4", ordered=True)
-        waiting = a_message(State.WAITING, key="customer-4", ordered=True)
+        passed = an_inbox_message(State.DEAD, key="customer-4")
+        head = an_inbox_message(State.RECEIVED, key="customer-4", ordered=True)
+        waiting = an_inbox_message(State.WAITING, key="customer-4", ordered=True)
         client = staff_client(VIEW)
 
         assert reverse(DETAIL, args=[head.pk]) in html(client.get(reverse(DETAIL, args=[waiting.pk])))
         assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[passed.pk])))
 
     def test_waiting_message_says_when_no_earlier_message_blocks_it(self):
-        waiting = a_message(State.WAITING, key="customer-4", ordered=True)
+        waiting = an_inbox_message(State.WAITING, key="customer-4", ordered=True)
 
         assert "a consumer will run it shortly" in text_of(staff_client(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
 
     def test_running_message_shows_the_number_and_the_end_of_its_lease(self):
-        running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
-        ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=3)
+        running = an_inbox_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
+        ended = an_inbox_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=3)
         client = staff_client(VIEW)
 
         assert "Lease 2 ends in 9 min" in text_of(client.get(reverse(DETAIL, args=[running.pk])))
         assert "Lease 3 has expired" in text_of(client.get(reverse(DETAIL, args=[ended.pk])))
 
     def test_detail_page_shows_the_completed_steps(self):
-        row = a_message(State.RETRYING)
+        row = an_inbox_message(State.RETRYING)
         taken_at = utcnow() - timedelta(minutes=3, seconds=30)
         Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=taken_at)
 
@@ -266,7 +249,7 @@ class TestDetailPage:
         assert "&quot;receipt&quot;: &quot;r-1&quot;" in text
 
     def test_detail_page_counts_duplicates_by_cause(self):
-        row = a_message(State.DONE, duplicates=10, redeliveries=2, resends=3, replays=1)
+        row = an_inbox_message(State.DONE, duplicates=10, redeliveries=2, resends=3, replays=1)
 
         text = text_of(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
@@ -275,7 +258,7 @@ class TestDetailPage:
 
     def test_detail_page_shows_the_latest_conflicting_message(self):
         other = str(uuid.uuid4())
-        row = a_message(
+        row = an_inbox_message(
             State.DONE,
             duplicates=2,
             conflicts=2,
@@ -292,7 +275,7 @@ class TestDetailPage:
         assert "&quot;order&quot;: 2" in text
 
     def test_detail_page_omits_empty_sections(self):
-        empty, full = a_message(State.DONE), a_message(State.DONE, duplicates=1)
+        empty, full = an_inbox_message(State.DONE), an_inbox_message(State.DONE, duplicates=1)
         Step.objects.create(message=full, name="charge", result=None, taken_at=utcnow())
         client = staff_client(VIEW, "view_step")
         sections = {"Further deliveries", "Steps taken"}
@@ -305,7 +288,7 @@ class TestDetailPage:
         assert (shown_of_full, shown_of_empty) == (sections, set())
 
     def test_detail_page_is_read_only(self):
-        row = a_message()
+        row = an_inbox_message()
         client = staff_client(VIEW, RETRY, SKIP)
 
         assert "_save" not in html(client.get(reverse(DETAIL, args=[row.pk])))
@@ -314,7 +297,7 @@ class TestDetailPage:
         assert client.post(reverse("admin:inbox_inboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
 
     def test_detail_page_shows_bytes_of_another_media_type_with_the_reason(self):
-        row = a_message(body=b"\x80\x04pickled", content_type="application/x-python-serialize")
+        row = an_inbox_message(body=b"\x80\x04pickled", content_type="application/x-python-serialize")
 
         text = html(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
@@ -323,7 +306,7 @@ class TestDetailPage:
 
     def test_detail_page_shows_a_compressed_body_inflated_and_a_bomb_as_bytes(self):
         body, bomb = (
-            a_message(body=zlib.compress(inflated), headers={"compression": "gzip"})
+            an_inbox_message(body=zlib.compress(inflated), headers={"compression": "gzip"})
             for inflated in (b'{"total": "9.90"}', bytes(32 * 1024 * 1024))
         )
         client = staff_client(VIEW)
@@ -334,7 +317,7 @@ class TestDetailPage:
     def test_message_text_is_escaped_on_every_page(self):
         names = ("handler", "topic", "biz_id", "message_id", "key", "content_type", "source")
         texts = (*names, "last_error", "traceback", "correlation_id", "causation_id", "traceparent")
-        row = a_message(
+        row = an_inbox_message(
             payload={NASTY: NASTY},
             headers={NASTY: NASTY},
             result=NASTY,
@@ -363,7 +346,7 @@ class TestDetailPage:
 class TestPermissions:
     @pytest.mark.parametrize(("action", "other"), [("retry", SKIP), ("skip", RETRY)])
     def test_action_without_its_permission_is_neither_offered_nor_done(self, action, other):
-        row = a_message()
+        row = an_inbox_message()
         client = staff_client(VIEW, other)
 
         assert f'value="{action}"' not in html(client.get(reverse(LIST)))
@@ -374,7 +357,7 @@ class TestPermissions:
         assert not LogEntry.objects.exists()
 
     def test_view_permission_alone_offers_and_performs_no_action(self):
-        row = a_message()
+        row = an_inbox_message()
         client = staff_client(VIEW)
 
         assert 'name="action"' not in html(client.get(reverse(LIST)))
@@ -386,7 +369,7 @@ class TestPermissions:
 
 class TestRetry:
     def test_retry_reports_each_message_and_logs_the_user(self):
-        dead, done = a_message(State.DEAD, attempts=16), a_message(State.DONE)
+        dead, done = an_inbox_message(State.DEAD, attempts=16), an_inbox_message(State.DONE)
 
         client = staff_client(VIEW, RETRY)
 
@@ -405,8 +388,8 @@ class TestRetry:
 class TestRunningMessage:
     @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
     def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(self, action, becomes):
-        running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
-        ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
+        running = an_inbox_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
+        ended = an_inbox_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
         client = staff_client(VIEW, RETRY, SKIP)
         offered = [f'value="{action}"' in html(client.get(reverse(DETAIL, args=[row.pk]))) for row in (running, ended)]
         assert offered == [False, True]
@@ -423,7 +406,7 @@ class TestRunningMessage:
 
 class TestSkip:
     def test_skip_asks_for_a_reason(self):
-        row = a_message()
+        row = an_inbox_message()
 
         page = html(act(staff_client(VIEW, SKIP), "skip", row))
 
@@ -436,7 +419,7 @@ class TestSkip:
         "reason", ["", "   ", "x" * 501, "a\x00b"], ids=["empty", "only spaces", "501 characters", "null character"]
     )
     def test_skip_without_a_valid_reason_asks_again(self, reason):
-        row = a_message()
+        row = an_inbox_message()
 
         page = html(act(staff_client(VIEW, SKIP), "skip", row, confirmed="yes", reason=reason))
 
@@ -445,7 +428,7 @@ class TestSkip:
         assert state_of(row) == State.DEAD
 
     def test_skip_records_the_reason_and_reports_messages_done_in_the_meantime(self):
-        dead, done = a_message(State.DEAD), a_message(State.RETRYING)
+        dead, done = an_inbox_message(State.DEAD), an_inbox_message(State.RETRYING)
         client = staff_client(VIEW, SKIP)
         act(client, "skip", dead, done, query="?stuck=any")
         InboxMessage.objects.filter(pk=done.pk).update(state=State.DONE)
@@ -459,7 +442,7 @@ class TestSkip:
         assert LogEntry.objects.get().change_message == "Skipped: a test order"
 
     def test_skip_from_the_detail_page_redirects_back_to_it(self):
-        row = a_message()
+        row = an_inbox_message()
         client = staff_client(VIEW, SKIP)
 
         assert 'name="own_page" value="yes"' in html(act(client, "skip", row, own_page="yes"))
@@ -473,7 +456,7 @@ class TestSkip:
     [("retry", RETRY, False, False), ("skip", SKIP, False, True), ("override_maximum_age", OVERRIDE, True, True)],
 )
 def test_action_records_the_user_and_the_reason_in_the_trail(action, permission, quarantined, asks_for_a_reason):
-    row = a_message(State.DEAD, quarantined=quarantined)
+    row = an_inbox_message(State.DEAD, quarantined=quarantined)
 
     act(staff_client(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
 
@@ -489,11 +472,11 @@ class TestOverrideOfTheMaximumAge:
     def test_override_is_offered_for_quarantined_messages_only_and_replaces_retry(self):
         client = staff_client(VIEW, RETRY, SKIP, OVERRIDE)
 
-        assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_maximum_age"}
-        assert actions_on_its_page(client, a_message()) == {"retry", "skip"}
+        assert actions_on_its_page(client, an_inbox_message(quarantined=True)) == {"skip", "override_maximum_age"}
+        assert actions_on_its_page(client, an_inbox_message()) == {"retry", "skip"}
 
     def test_retry_does_not_run_a_quarantined_message(self):
-        row = a_message(quarantined=True)
+        row = an_inbox_message(quarantined=True)
 
         ((level, words),) = said(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
 
@@ -503,7 +486,7 @@ class TestOverrideOfTheMaximumAge:
 
     @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
     def test_override_requires_its_own_permission(self, others):
-        row = a_message(quarantined=True)
+        row = an_inbox_message(quarantined=True)
         client = staff_client(VIEW, *others)
 
         assert "override_maximum_age" not in html(client.get(reverse(LIST)))
@@ -512,7 +495,7 @@ class TestOverrideOfTheMaximumAge:
         assert state_of(row) == State.DEAD
 
     def test_override_asks_for_a_reason_and_warns_of_a_second_effect(self):
-        row = a_message(quarantined=True)
+        row = an_inbox_message(quarantined=True)
         client = staff_client(VIEW, OVERRIDE)
 
         page = text_of(act(client, "override_maximum_age", row))
@@ -524,7 +507,7 @@ class TestOverrideOfTheMaximumAge:
         assert state_of(row) == State.DEAD
 
     def test_override_makes_a_quarantined_message_due_and_logs_the_reason(self):
-        held, ordinary = a_message(quarantined=True), a_message()
+        held, ordinary = an_inbox_message(quarantined=True), an_inbox_message()
 
         response = act(
             staff_client(VIEW, OVERRIDE),
@@ -544,7 +527,7 @@ class TestOverrideOfTheMaximumAge:
         assert LogEntry.objects.get().change_message == "Due now, past the maximum message age: not in the books of May"
 
     def test_override_submitted_twice_takes_effect_once(self):
-        row = a_message(quarantined=True)
+        row = an_inbox_message(quarantined=True)
         client = staff_client(VIEW, OVERRIDE)
         decide = {"confirmed": "yes", "reason": "the books"}
 

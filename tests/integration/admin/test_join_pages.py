@@ -12,8 +12,9 @@ from exactly_once.models import AuditEntry
 from inbox.handlers.registry import registry
 from inbox.joins.models import Part, Run
 from inbox.testing import travel
-from tests.integration.inbox.test_joins import TOPICS, comes, drain, effects, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import Page, act, said, staff_client
+from tests.support.deliveries import drain
+from tests.support.joins import TOPICS, comes, effects, report
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -25,7 +26,7 @@ on_the_list = partial(act, page=RUNS)
 
 
 @pytest.fixture
-def waiting(joins):  # noqa: F811
+def waiting(joins):
     joins(report)
     comes(TOPICS[0], "monday", rows=7)
     return Run.objects.get()

@@ -16,8 +16,7 @@ from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
-from tests.integration.admin import test_inbox_pages
-from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, listed, staff_client
+from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -49,7 +48,7 @@ class Inbox(Outbox):
     action, dead, retrying, settled = "retry", InboxState.DEAD, InboxState.RETRYING, InboxState.DONE
 
     def message(self, state=InboxState.DEAD, *, ago=timedelta(), **columns):
-        return test_inbox_pages.a_message(state, received_ago=ago, **columns)
+        return an_inbox_message(state, received_ago=ago, **columns)
 
     def client(self):
         return staff_client(INBOX_VIEW, RETRY)

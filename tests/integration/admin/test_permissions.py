@@ -20,16 +20,16 @@ from django.urls import reverse
 from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
-from inbox.editing import conflict_token
 from inbox.joins.models import Run
 from inbox.models import InboxMessage, PausedHandler
+from inbox.operators.editing import conflict_token
 from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
-from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import a_message, staff_client
 from tests.support.deliveries import deliver, run_to_the_end
 from tests.support.heartbeats import a_relay
+from tests.support.joins import TOPICS, comes, report
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -157,7 +157,7 @@ def a_row(handles):
 
 
 @pytest.fixture
-def a_row_to_act_on(a_row, joins):  # noqa: F811 - the fixture
+def a_row_to_act_on(a_row, joins):
     """A row on which an action has an effect."""
 
     def make(label, action):

@@ -11,8 +11,7 @@ from exactly_once.operators.redaction import Redaction, RedactionFailed
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox import publish
-from tests.integration.admin import test_inbox_pages
-from tests.support.admin_pages import VIEW, Page, a_message, act, staff_client
+from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, staff_client
 from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
@@ -45,7 +44,7 @@ def outbox_page(**columns):
 
 
 def inbox_page(**columns):
-    row = test_inbox_pages.a_message(payload=PAYLOAD, **columns)
+    row = an_inbox_message(payload=PAYLOAD, **columns)
     return Page(staff_client(INBOX_VIEW).get(reverse(INBOX_DETAIL, args=[row.pk])))
 
 
@@ -115,7 +114,7 @@ def test_stored_form_of_a_celery_message_has_no_arguments(redacting):
 
 def test_payload_in_the_body_of_a_webhook_is_redacted(redacting):
     redacting("mask")
-    row = test_inbox_pages.a_message(
+    row = an_inbox_message(
         handler="webhook/partner", payload={"type": "shop.order.placed", "timestamp": "2026-01-01T00:00:00Z", "data": PAYLOAD}
     )
 

@@ -16,11 +16,11 @@ from inbox.models import InboxMessage, PausedHandler
 from inbox.outgoing_webhooks import Endpoint
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
-from tests.integration.inbox.test_joins import TOPICS, comes, joins, report  # noqa: F401 - a fixture
 from tests.support.admin_pages import NASTY, a_message
 from tests.support.apps.worker import JOB
 from tests.support.browser import DESKTOP, PHONE
 from tests.support.heartbeats import a_relay
+from tests.support.joins import TOPICS, comes, report
 from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
@@ -151,7 +151,7 @@ def choose(page, row, action):
 
 
 @pytest.mark.timeout(400)
-def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles, joins):  # noqa: F811
+def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles, joins):
     handles(lambda message: None, name=CHARGE, topic=PLACED)
     joins(report)
     makers = rows_to_act_on()

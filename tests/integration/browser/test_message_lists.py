@@ -6,8 +6,8 @@ import pytest
 
 from inbox.models import State as InboxState
 from outbox.states import State
-from tests.integration.admin.test_inbox_pages import a_message as inbox_message
 from tests.support.admin_pages import a_message as outbox_message
+from tests.support.admin_pages import an_inbox_message as inbox_message
 from tests.support.browser import DESKTOP, PHONE
 from tests.support.layout import faults
 

@@ -14,7 +14,7 @@ from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage, Step
 from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrail
-from inbox.store import operating
+from inbox.operators import decisions
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import a_message
@@ -270,7 +270,7 @@ class TestInbox:
         run("exactly_once_import", written(tmp_path / "letters.jsonl", line))
         assert the_row().quarantined
         assert "Its error was: ValueError" in the_row().last_error
-        assert not operating.retry("default", the_row().pk)
+        assert not decisions.retry("default", the_row().pk)
 
     def test_only_dead_letters_of_the_selection_are_exported(self, handler, handles):
         other = handles(lambda message: 1 / 0, name="other", topic=TOPIC)

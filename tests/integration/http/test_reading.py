@@ -20,17 +20,17 @@ from django.test import AsyncClient, override_settings
 
 from exactly_once.models import Minute
 from inbox import Ordered, Retry
-from inbox.dry_run import why_not
 from inbox.handlers.registry import registry
 from inbox.http import reading, subscribe
 from inbox.http.waiting import waiting
 from inbox.models import InboxMessage, State, TrailEntry
-from inbox.pausing import pause_handler, resume_handler
+from inbox.operators.decisions import retry as retry_by_operator
+from inbox.operators.decisions import skip
+from inbox.operators.dry_run import why_not
+from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.receiving.outcomes import Received
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
 from inbox.store import leases
-from inbox.store.operating import retry as retry_by_operator
-from inbox.store.operating import skip
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel
 from inbox.transactions.persistence import DatabaseUnavailable

@@ -20,20 +20,20 @@ from exactly_once.operators.alert_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater, signals
-from inbox.alerting import CONDITIONS
 from inbox.conf import inbox_options
-from inbox.editing import conflict_token, replace_message, run_conflicting
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, LeaseMemory, State, Step
+from inbox.operators import decisions, purging
+from inbox.operators.alerting import CONDITIONS
+from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.receiving import leased as leased_receiving
 from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
-from inbox.store import operating
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
@@ -429,7 +429,7 @@ class TestFailure:
         deliver(leased(handle), given=given)
         assert the_row().state == State.DEAD
 
-        assert operating.retry("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         drain(given)
 
         assert the_row().state == State.DONE
@@ -451,7 +451,7 @@ class TestFailure:
         handed_over(leased(slow), {})
         with InAThread(lambda: drain(given)) as frozen:
             assert claimed.wait(A_WHILE)
-            assert operating.retry("default", the_row().pk)
+            assert decisions.retry("default", the_row().pk)
             with InAThread(lambda: drain(given)):
                 assert slow.begun.wait(A_WHILE)
                 thawed.set()
@@ -474,7 +474,7 @@ class TestFailure:
             make_due()
             drain(given)
             # A corrected message has the biz-id of the first.
-            again = partial(replace_message, text=f'{{"corrected": {number}}}', by="an operator") if number else operating.retry
+            again = partial(replace_message, text=f'{{"corrected": {number}}}', by="an operator") if number else decisions.retry
             assert again("default", InboxMessage.objects.latest("pk").pk)
         drain(given)
 
@@ -492,7 +492,7 @@ class TestFailure:
 
 
 class TestOperator:
-    DECISIONS = (operating.retry, partial(operating.skip, reason="not wanted"))
+    DECISIONS = (decisions.retry, partial(decisions.skip, reason="not wanted"))
 
     @pytest.fixture(autouse=True)
     def _the_settings(self, settings, given):
@@ -568,7 +568,7 @@ class TestOperator:
             redis_server.flush()
             slow.go_on.set()
         InboxMessage.objects.update(next_attempt_at=DatabaseTime())
-        assert once_ended(operating.retry)("default", the_row().pk)
+        assert once_ended(decisions.retry)("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
@@ -598,7 +598,7 @@ class TestOperator:
         InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
         redis_server.stop()
         with pytest.raises(LeaseStoreUnavailable):
-            once_ended(operating.retry)("default", the_row().pk)
+            once_ended(decisions.retry)("default", the_row().pk)
         redis_server.start()
 
         assert the_row().state == State.RUNNING
@@ -709,7 +709,7 @@ class TestSteps:
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
         assert the_row().state == State.DEAD
-        operating.retry("default", the_row().pk)
+        decisions.retry("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, len(taken)) == (State.DONE, 2)
@@ -724,7 +724,7 @@ class TestSteps:
                 raise error
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-        operating.retry("default", the_row().pk)
+        decisions.retry("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, len(taken)) == (State.DONE, 2)
@@ -813,7 +813,7 @@ class TestSteps:
         assert Step.objects.count() == 1
         run_to_the_end(given)
 
-        assert sum(operating.purge_settled("default", timedelta(seconds=-1))) == 1
+        assert sum(purging.purge_settled("default", timedelta(seconds=-1))) == 1
         assert (InboxMessage.objects.count(), Step.objects.count()) == (0, 0)
 
 
@@ -876,7 +876,7 @@ class TestOrder:
             handed_over(handler, {"n": number}, key="one", biz_id=f"n{number}")
         with InAThread(lambda: drain(given)):
             assert slow.begun.wait(A_WHILE)
-            operating.retry("default", the_row(biz_id="n0").pk)
+            decisions.retry("default", the_row(biz_id="n0").pk)
             drain_for_a_moment(given)
             assert handled == ["failed"]
             assert the_row(biz_id="n0").attempts == 0
@@ -1079,8 +1079,8 @@ class TestLostRedisData:
         redis_server.flush()
         deliver(handler, envelope, given=given)
 
-        assert not operating.retry("default", the_row().pk)
-        assert operating.override_maximum_age("default", the_row().pk)
+        assert not decisions.retry("default", the_row().pk)
+        assert decisions.override_maximum_age("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, effects()) == (State.DONE, 2)

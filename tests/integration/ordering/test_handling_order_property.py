@@ -25,11 +25,12 @@ from inbox import Ordered, RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
 from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import claims, dialect, due, inserting, intake, operating, ordering, sentinel
+from inbox.store import claims, dialect, due, inserting, intake, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
@@ -46,7 +47,7 @@ GATES = {
     intake: ["hold_gates", "insert_many", "_headless", "store_incoming"],
     sentinel: ["promote_next", "claim_next", "finish"],
     claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
-    operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
+    decisions: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
 }
 
 
@@ -318,9 +319,9 @@ class Machine:
             return
         row = self.chance.choice(rows)
         if self.chance.random() < 0.6:
-            _ = operating.retry("default", row) or operating.override_maximum_age("default", row)
+            _ = decisions.retry("default", row) or decisions.override_maximum_age("default", row)
         else:
-            operating.skip("default", row, "not wanted")
+            decisions.skip("default", row, "not wanted")
 
     def _make_due(self):
         waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
@@ -350,7 +351,7 @@ class Machine:
         while InboxMessage.objects.filter(state__in=OPEN).exists() and self.rounds_left:
             self.rounds_left -= 1
             for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                _ = operating.retry("default", row) or operating.override_maximum_age("default", row)
+                _ = decisions.retry("default", row) or decisions.override_maximum_age("default", row)
             InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
             Runner(OPTIONS).drain(StopRequest())
         self._judge()
@@ -446,10 +447,10 @@ MUTATIONS = {
             patch.setattr(sentinel, "claim_next", do_nothing),
         ),
     ),
-    "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
+    "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
     "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
-    "retry ignores the head": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
+    "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
     "dead does not block its key": (
         BLOCK,
         lambda patch: (

@@ -20,10 +20,11 @@ from exactly_once.process.clock import utcnow
 from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.operators import decisions
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import Received, claim_next, run_stored
 from inbox.receiving.reading import read
-from inbox.store import dialect, intake, operating, ordering, sentinel
+from inbox.store import dialect, intake, ordering, sentinel
 from inbox.store.rows import Follower
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
@@ -260,7 +261,7 @@ class TestFailingHead:
         failed_out()
         behaviour.names.clear()
 
-        assert operating.retry("default", the_row(biz_id="a1").pk)
+        assert decisions.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
@@ -270,7 +271,7 @@ class TestFailingHead:
         named(handler, "a1", "a2", "a3")
         failed_out()
 
-        assert operating.skip("default", the_row(biz_id="a1").pk, "wrong customer")
+        assert decisions.skip("default", the_row(biz_id="a1").pk, "wrong customer")
         assert states("a1", "a2", "a3") == ["skipped", "received", "waiting"]
         drain()
 
@@ -330,7 +331,7 @@ class TestOnDeadSkip:
         failed_out()
         behaviour.names.clear()
 
-        assert operating.retry("default", the_row(biz_id="a1").pk)
+        assert decisions.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a2", "a1"]
@@ -389,9 +390,9 @@ class TestRefusedDelivery:
         drain()
         assert states("a1", "a2", "a3") == ["retrying", "dead", "waiting"]
         assert the_row(biz_id="a2").quarantined
-        assert not operating.retry("default", the_row(biz_id="a2").pk)
+        assert not decisions.retry("default", the_row(biz_id="a2").pk)
 
-        assert operating.override_maximum_age("default", the_row(biz_id="a2").pk)
+        assert decisions.override_maximum_age("default", the_row(biz_id="a2").pk)
 
         assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
         behaviour.names.clear()
@@ -406,9 +407,9 @@ class TestOperators:
         named(handler, "a1", "a2", "a3")
         drain()
 
-        assert operating.skip("default", the_row(biz_id="a2").pk, "not wanted")
+        assert decisions.skip("default", the_row(biz_id="a2").pk, "not wanted")
         assert states("a1", "a2", "a3") == ["retrying", "skipped", "waiting"]
-        assert operating.skip("default", the_row(biz_id="a1").pk, "not wanted")
+        assert decisions.skip("default", the_row(biz_id="a1").pk, "not wanted")
         drain()
 
         assert in_the_order_of_their_effects() == ["a3"]
@@ -417,7 +418,7 @@ class TestOperators:
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
 
-        assert not operating.retry("default", the_row(biz_id="a2").pk)
+        assert not decisions.retry("default", the_row(biz_id="a2").pk)
 
     def test_operator_may_retry_a_retrying_head_at_once(self, handles):
         behaviour = Failing("a1")
@@ -426,7 +427,7 @@ class TestOperators:
         drain()
         behaviour.names.clear()
 
-        assert operating.retry("default", the_row(biz_id="a1").pk)
+        assert decisions.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a1", "a2"]
@@ -446,12 +447,12 @@ class TestOperators:
         assert set(states_of_all()) == {"dead"}
         readable.append(True)
         arrive(handler, a_message("a1", key="elsewhere"))
-        assert operating.retry("default", InboxMessage.objects.order_by("pk")[0].pk)
+        assert decisions.retry("default", InboxMessage.objects.order_by("pk")[0].pk)
 
         drain()
 
         assert states_of_all() == ["skipped", "dead", "done"]
-        assert operating.retry("default", InboxMessage.objects.order_by("pk")[1].pk)
+        assert decisions.retry("default", InboxMessage.objects.order_by("pk")[1].pk)
         drain()
         assert states_of_all() == ["skipped", "done", "done"]
 
@@ -632,7 +633,7 @@ class TestConcurrency:
         named(handler, "a2")
         with InAThread(drain):
             assert behaviour.began.wait(A_WHILE)
-            assert operating.retry("default", the_row(biz_id="a1").pk)
+            assert decisions.retry("default", the_row(biz_id="a1").pk)
             asked_at = utcnow()
 
             drain()
@@ -653,7 +654,7 @@ class TestConcurrency:
 
         def skip():
             with transaction.atomic():
-                assert operating.skip("default", row, "not wanted")
+                assert decisions.skip("default", row, "not wanted")
                 skipped.set()
                 assert go.wait(A_WHILE)
 
@@ -776,9 +777,9 @@ class TestStricterIsolation:
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
             named(handler, "a1", "a2", "a3")
             failed_out()
-            assert operating.skip("default", the_row(biz_id="a2").pk, "not wanted")
+            assert decisions.skip("default", the_row(biz_id="a2").pk, "not wanted")
             behaviour.names.clear()
-            assert operating.retry("default", the_row(biz_id="a1").pk)
+            assert decisions.retry("default", the_row(biz_id="a1").pk)
             drain()
 
             assert in_the_order_of_their_effects() == ["a1", "a3"]
@@ -848,7 +849,7 @@ class TestRowsRead:
             {
                 "store": lambda: named(a_backlog, *(f"x{n}" for n in range(50)), key="key-7"),
                 "run": lambda: run_stored(*claim_next([a_backlog], "default", OPTIONS), OPTIONS),
-                "skip": lambda: operating.skip("default", due, "not wanted"),
+                "skip": lambda: decisions.skip("default", due, "not wanted"),
                 "release": lambda: ordering.release_stuck("default", [], None),
             }
         )

@@ -16,8 +16,8 @@ from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, TrailEntry
+from inbox.operators.decisions import skip
 from inbox.store.heartbeats import consumers
-from inbox.store.operating import skip
 from tests.support.deliveries import deliver, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
 

@@ -17,7 +17,8 @@ from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, State
-from inbox.store import arrivals, operating, rows, sentinel
+from inbox.operators import decisions
+from inbox.store import arrivals, rows, sentinel
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
@@ -505,7 +506,7 @@ class TestWorkerDeaths:
 
     def test_delivery_of_a_skipped_row_is_not_run(self, poison):
         self.killed(poison, "o-1")
-        operating.skip("default", the_row().pk, "not wanted")
+        decisions.skip("default", the_row().pk, "not wanted")
 
         state, error = deliver(poison, "o-1")
 
@@ -593,8 +594,8 @@ class TestMessageAge:
     def test_quarantined_delivery_runs_after_an_operators_override(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
-        assert not operating.retry("default", the_row().pk)
-        assert operating.override_maximum_age("default", the_row().pk)
+        assert not decisions.retry("default", the_row().pk)
+        assert decisions.override_maximum_age("default", the_row().pk)
 
         assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)

@@ -11,11 +11,12 @@ from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
-from inbox.editing import replace_message
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.models import InboxMessage, State
-from inbox.resending import resending
-from inbox.store import claims, due, operating
+from inbox.operators import decisions
+from inbox.operators.editing import replace_message
+from inbox.operators.resending import resending
+from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect, the_row
@@ -70,7 +71,7 @@ def test_retry_sends_the_task_with_its_arguments_headers_and_chain(dead_letter, 
     follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
     row = dead_letter(chain=[follow], root_id="root", parent_id="p", timelimit=[20, 10], tenant="acme", expires="2020-01-01")
 
-    assert resending(operating.retry)("default", row.pk)
+    assert resending(decisions.retry)("default", row.pk)
 
     [message] = sent()
     assert message.headers["task"] == "tests.task"
@@ -154,7 +155,7 @@ def test_retry_of_a_row_without_stored_headers_sends_its_arguments(local_app, cu
     current(local_app)
     row = a_row(body=json.dumps({"order_id": "o-1"}).encode(), content_type="application/json")
 
-    assert resending(operating.retry)("default", row.pk)
+    assert resending(decisions.retry)("default", row.pk)
 
     [message] = sent()
     assert (message.headers["id"], message.payload[1]) == ("t-1", {"order_id": "o-1"})
@@ -165,7 +166,7 @@ def test_retry_of_a_row_whose_arguments_were_not_json_is_refused(local_app, curr
     row = a_row(body=b"{'order_id': <object>}", content_type="text/plain")
 
     with pytest.raises(TaskNotSent, match="its arguments were not JSON"):
-        resending(operating.retry)("default", row.pk)
+        resending(decisions.retry)("default", row.pk)
 
     assert the_row().state == State.DEAD
 
@@ -177,9 +178,9 @@ def a_row(**columns):
 
 def test_retry_of_a_skipped_row_sends_nothing(dead_letter, sent):
     row = dead_letter()
-    operating.skip("default", row.pk, "no")
+    decisions.skip("default", row.pk, "no")
 
-    assert not resending(operating.retry)("default", row.pk)
+    assert not resending(decisions.retry)("default", row.pk)
 
     assert sent() == []
 
@@ -196,7 +197,7 @@ def test_resent_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, loca
         with pytest.raises(SystemExit):
             deliver(task, "o-1", task_id="t-1", redelivered=True)
     deliver(task, "o-1", task_id="t-1", redelivered=True)
-    assert resending(operating.retry)("default", the_row().pk)
+    assert resending(decisions.retry)("default", the_row().pk)
     raised[0] = ValueError("out of stock")
 
     assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
@@ -216,7 +217,7 @@ def test_resent_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, loca
 def test_resent_task_that_autoretry_does_not_retry_is_a_dead_letter(a_task, local_app, current, sent, options):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(operating.retry)("default", the_row().pk)
+    resending(decisions.retry)("default", the_row().pk)
     sent()
 
     def fail(order_id):
@@ -233,7 +234,7 @@ def test_resent_task_that_autoretry_does_not_retry_is_a_dead_letter(a_task, loca
 def test_resent_task_that_raises_ignore_or_reject_is_a_dead_letter(a_task, local_app, current, raised, state):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(operating.retry)("default", the_row().pk)
+    resending(decisions.retry)("default", the_row().pk)
 
     def stop(order_id):
         raise raised
@@ -246,7 +247,7 @@ def test_resent_task_that_raises_ignore_or_reject_is_a_dead_letter(a_task, local
 def test_resent_task_whose_reject_is_retried_by_autoretry_stays_retrying(a_task, local_app, current, sent):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(operating.retry)("default", the_row().pk)
+    resending(decisions.retry)("default", the_row().pk)
     sent()
 
     def stop(order_id):
@@ -272,7 +273,7 @@ def test_retry_of_a_task_that_committed_its_transaction_sends_it_with_headers_an
     follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
     deliver(task, "o-1", task_id="t-1", chain=[follow], tenant="acme")
 
-    assert resending(operating.retry)("default", the_row().pk)
+    assert resending(decisions.retry)("default", the_row().pk)
 
     [message] = sent()
     args, _, embedded = message.payload
@@ -283,7 +284,7 @@ def test_retry_of_a_task_that_committed_its_transaction_sends_it_with_headers_an
 def test_resent_task_that_celery_retries_stays_retrying(a_task, local_app, current, by_autoretry):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(operating.retry)("default", the_row().pk)
+    resending(decisions.retry)("default", the_row().pk)
 
     def again(self, order_id):
         if self.request.retries:
@@ -306,18 +307,18 @@ def test_retry_of_a_message_of_a_handler_sends_no_task(handles, sent):
 
     deliver_message(handles(fail), an_envelope())
 
-    assert resending(operating.retry)("default", the_row().pk)
+    assert resending(decisions.retry)("default", the_row().pk)
     assert sent() == []
 
 
 def test_retrying_rows_of_tasks_are_not_orphans(dead_letter):
-    resending(operating.retry)("default", dead_letter().pk)
+    resending(decisions.retry)("default", dead_letter().pk)
 
     assert due.orphans("default", []) == {}
 
 
 def test_message_handler_named_like_a_task_does_not_claim_its_rows(dead_letter, handles):
     handler = handles(the_effect, name="tests.task")
-    resending(operating.retry)("default", dead_letter().pk)
+    resending(decisions.retry)("default", dead_letter().pk)
 
     assert claims.claim_due("default", [handler.name], OPTIONS.REDELIVERY_AFTER) is None

@@ -1,0 +1,262 @@
+"""Operators' corrections of a dead message's payload. The corrected message is a new row, run like any stored message.
+
+The first row stays, as `skipped`: later deliveries of the published message still match its biz-id and its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from django.db import OperationalError
+from django.db.models import F
+
+from exactly_once.difference import difference
+from exactly_once.display import as_editable
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.body import Undecodable, decode_payload
+from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import why_unfit
+from inbox.conf import InboxOptions, inbox_options
+from inbox.errors import NotEditable
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.leases.stores import stored_row
+from inbox.models import InboxMessage, State
+from inbox.operators import decisions
+from inbox.receiving.reading import identify, is_undecided, message_of, stored_envelope, why_undecodable
+from inbox.store import ordering
+from inbox.store.intake import Incoming, store_incoming
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
+from inbox.store.trail import record
+
+_STEPS_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A correction that may be stored.
+
+    Attributes:
+        row: the message with its new payload, under the new row's biz-id.
+        changes: see `difference`.
+    """
+
+    row: NewRow
+    changes: Sequence[str]
+
+
+def editable(stored: InboxMessage) -> str:
+    """The payload of a dead message as JSON for editing; its body as text if it is not JSON.
+
+    Raises:
+        NotEditable: the message cannot be corrected, for this reason.
+    """
+    if reason := _why_not(stored):
+        raise NotEditable(reason)
+    try:
+        envelope, options = stored_envelope(stored), inbox_options()
+        limit = options.BODY_LIMIT_BYTES
+        return as_editable(
+            decode_payload(envelope.body, envelope.content_type, compression=compression_of(envelope), limit=limit)
+        )
+    except Undecodable:
+        return bytes(stored.body).decode(errors="replace")
+    except RecursionError as error:
+        raise NotEditable("Its payload is nested too deeply to be edited.") from error
+
+
+def correct(stored: InboxMessage, text: str) -> Correction:
+    """The correction of a dead message whose new payload is the JSON in `text`.
+
+    Raises:
+        NotEditable: the message cannot be corrected, or not with this payload, for this reason.
+    """
+    before, options = editable(stored), inbox_options()
+    payload, after = _read(text, options)
+    if before == after:
+        raise NotEditable("The payload is unchanged. Retry the message instead.")
+    body = json.dumps(payload, separators=(",", ":")).encode()
+    headers = {name: value for name, value in stored.headers.items() if name != COMPRESSION}
+    row = replace(stored_row(stored), body=body, digest=hashlib.sha256(body).hexdigest(), headers=headers_as_json(headers))
+    try:
+        biz_id = _biz_id(stored, body, headers, options)
+    except Undecodable as error:
+        raise NotEditable(why_undecodable(error)) from error
+    return Correction(row=replace(row, biz_id=biz_id), changes=difference(before, after))
+
+
+def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
+    """Replace a dead message by a row with the payload in `text`, due now; return its number. None: it is no longer dead.
+
+    Args:
+        by: the operator, for the trail.
+
+    Raises:
+        NotEditable: see `correct` and `decisions.replace`.
+    """
+    stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
+    return None if stored is None else decisions.replace(alias, pk, correct(stored, text).row, by=by)
+
+
+def conflict_token(stored: InboxMessage) -> str:
+    """Identifies the latest duplicate with other content of this row."""
+    named = f"{stored.pk} {stored.conflicting_at} {stored.conflicting_id}"
+    return hashlib.sha256(named.encode(errors="replace")).hexdigest()
+
+
+def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str) -> bool:
+    """∅ → received, due now, for the latest duplicate with other content of this row. False: none is stored, or it was run.
+
+    The same content is run once, however often it is delivered. Its handler gets it with the biz-id of the row. If it was run
+    before, this delivery is counted as a duplicate of that run.
+
+    Args:
+        confirmed: the `conflict_token` of each row when the operator was asked.
+        by: the operator and the reason, for the trail.
+
+    Raises:
+        NotEditable: it cannot be run as its own message, or is another one by now, for this reason.
+    """
+    try:
+        with ordering.deciding(alias), lock_timeout(alias, decisions.OPERATORS_WAIT):
+            found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
+            first = found.select_for_update().first()
+            if first is None:
+                return False
+            if conflict_token(first) not in confirmed:
+                raise NotEditable(
+                    "Another duplicate with different content has arrived meanwhile. Compare again, and confirm again."
+                )
+            row = conflicting_row(first)
+            if reason := _why_not_by_itself(row):
+                raise NotEditable(reason)
+            handler = registry.get(row.handler)
+            incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
+            (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
+            if not taken.state and taken.earlier is None:
+                raise NotEditable(decisions.ROW_LOCKED.format(pk))
+            # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
+            counted = int(first.conflicting_id != first.message_id)
+            InboxMessage.objects.using(alias).filter(pk=pk).update(
+                conflicting_attributes=None,
+                conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
+                conflicts=F("conflicts") - 1,
+                duplicates=F("duplicates") - counted,
+            )
+            if not taken.state:
+                return False
+            new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+            record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
+            return True
+    except (ConcurrentDuplicate, OperationalError) as error:
+        if isinstance(error, ConcurrentDuplicate) or is_collision(error):
+            raise NotEditable(decisions.ROW_LOCKED.format(pk)) from error
+        raise
+
+
+def _why_not_by_itself(row: NewRow) -> str:
+    handler = registry.get(row.handler)
+    if handler is None:
+        return f"This process has no handler {row.handler!r}, which would run it."
+    if handler.collects:
+        return "A run of a join has one message of each topic. Publish it with the run id of another run."
+    if reason := why_unfit(row.biz_id):
+        return f"It would be stored under the biz-id {row.biz_id}, which is invalid: {reason}."
+    return ""
+
+
+def _why_not(stored: InboxMessage) -> str:
+    """Why the message cannot be corrected with any payload; "" if it can."""
+    if stored.state != State.DEAD:
+        return f"Its state is {stored.get_state_display().lower()}; only a dead message can be corrected."
+    if stored.quarantined:
+        return "It is in quarantine: the inbox no longer knows whether it was handled before. Override the maximum age first."
+    if stored.topic.startswith(CELERY_TOPICS):
+        return (
+            "It is a Celery task, whose arguments cannot be corrected here: the copy would be a duplicate of this message. "
+            "Call the task with the right arguments and another biz-id, then skip this message."
+        )
+    if is_undecided(stored.biz_id):
+        return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
+    return _why_not_by_its_handler(stored) or _why_not_after_steps(stored)
+
+
+def _why_not_by_its_handler(stored: InboxMessage) -> str:
+    handler = registry.get(stored.handler)
+    if handler is None:
+        return f"This process has no handler {stored.handler!r}, which is needed to identify the corrected message."
+    if handler.all_of:
+        return (
+            "It is the row of a join's run, which has no payload of its own, and another row would not belong to the run. Use "
+            "the page of the run to enter missing messages, to wait longer, or to start without them."
+        )
+    return ""
+
+
+def _why_not_after_steps(stored: InboxMessage) -> str:
+    steps = ", ".join(stored.steps.order_by("pk").values_list("name", flat=True)[:_STEPS_NAMED])
+    return steps and (
+        f"Its steps ({steps}) were taken with the present payload and would not be taken again. Retry it unchanged, or skip "
+        "it and publish another message for the remaining steps."
+    )
+
+
+def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
+    """The payload in `text`, and its text form for comparison."""
+    try:
+        payload = decode_payload(text.encode("utf-8", "surrogatepass"), JSON, limit=options.BODY_LIMIT_BYTES)
+        json.dumps(payload, allow_nan=False)
+        return payload, as_editable(payload)
+    except Undecodable as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            found = error.__cause__
+            raise NotEditable(f"Line {found.lineno}, column {found.colno}: the text is not JSON ({found.msg}).") from error
+        raise NotEditable(why_undecodable(error)) from error
+    except ValueError as error:
+        raise NotEditable("NaN and Infinity are not JSON. Use null or a string, whichever the handler accepts.") from error
+    except RecursionError as error:
+        raise NotEditable("The payload is nested too deeply.") from error
+
+
+def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options: InboxOptions) -> str:
+    """The biz-id of the corrected message's row: a derived name if its own biz-id is the same as before, else its own.
+
+    Raises:
+        Undecodable: the corrected message could not be handled, see `message_of` and `identify`.
+        NotEditable: another message has its biz-id.
+    """
+    handler, known = registry.get(stored.handler), business_id(stored.biz_id)
+    assert handler is not None  # noqa: S101 - see _why_not
+    envelope = stored_envelope(stored)
+    message = message_of(envelope._replace(body=body, headers=headers), options, needs_id=False)
+    found = identify(handler, message) if handler.biz_id else known
+    if found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
+        taken = InboxMessage.objects.using(handler.using).filter(handler=handler.name, topic=stored.topic, biz_id=found)
+        if (other := taken.only("state").first()) is not None:
+            raise NotEditable(
+                f"The corrected message would have the biz-id {found}, which the message in row {other.pk} "
+                f"({other.get_state_display().lower()}) already has. Skip this message if that one has the same effect."
+            )
+        return found
+    name = edited_name(stored.pk, known)
+    if reason := why_unfit(name):
+        raise NotEditable(f"The corrected message would be stored under the biz-id {name}, which is invalid: {reason}.")
+    return name
+
+
+def _identified_alike(handler: Handler, stored: InboxMessage, known: str, options: InboxOptions) -> bool:
+    """Does the handler's `biz_id` return the stored biz-id for the old payload? True also if that cannot be decoded.
+
+    If not, `biz_id` needs data that a row does not have, and its result cannot be used here.
+    """
+    try:
+        return identify(handler, message_of(stored_envelope(stored), options, needs_id=False)) == known
+    except Undecodable:
+        return True

@@ -1,0 +1,107 @@
+"""Pausing a handler: its messages stay where they are, in order, and no process runs them until it is resumed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db.models import Count, OuterRef, QuerySet, Subquery
+from django.db.models.functions import Coalesce
+
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
+from inbox.errors import UnknownHandler
+from inbox.handlers.registry import registry
+from inbox.models import DUE, InboxMessage, PausedHandler
+
+logger = logging.getLogger(__name__)
+
+_PAUSED = "inbox: handler %s paused by %s%s; its messages stay in the queue or stored, and no process runs them"
+_RESUMED = "inbox: handler %s resumed by %s; consumers run its messages again, the oldest first"
+
+
+def pause_handler(handler: str, *, reason: str = "", by: str = "", using: str | None = None) -> bool:
+    """Have no process run messages of `handler` until `resume_handler()`; return whether it was running.
+
+    In the transaction that is open on `using`, or else in one of its own. After that has committed, a stored message is not
+    run, and each consumer ends its subscription to the handler's queue within two seconds. A run that has begun is finished.
+
+    Args:
+        handler: its exact name.
+        reason: for people; shown with the handler.
+        by: who; default: this process.
+        using: the database; default: the handler's own.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    alias = alias_of(handler, using)
+    by = by or process_name()
+    with transaction.atomic(using=alias):
+        was_running = pause(alias, handler, by, reason)
+        _after_commit(alias, partial(logger.warning, _PAUSED, handler, by, f": {reason}" if reason else ""))
+    return was_running
+
+
+def resume_handler(handler: str, *, by: str = "", using: str | None = None) -> bool:
+    """Have the messages of `handler` run again; return whether it was paused.
+
+    In the transaction that is open on `using`, or else in one of its own. Consumers see it within two seconds.
+
+    Args:
+        by: who; default: this process.
+        using: the database; default: the handler's own.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    alias = alias_of(handler, using)
+    with transaction.atomic(using=alias):
+        was_paused = bool(PausedHandler.objects.using(alias).filter(handler=handler).delete()[0])
+        if was_paused:
+            _after_commit(alias, partial(logger.warning, _RESUMED, handler, by or process_name()))
+    return was_paused
+
+
+def _after_commit(alias: str, report: partial[None]) -> None:
+    transaction.on_commit(report, using=alias, robust=True)
+
+
+def alias_of(name: str, using: str | None = None) -> str:
+    """The database in which a handler is paused.
+
+    Raises:
+        UnknownHandler: neither this project nor the table of messages knows it.
+    """
+    registered = registry.get(name)
+    alias = using or (registered.using if registered else DEFAULT_DB_ALIAS)
+    if registered is None and not _is_known(alias, name):
+        known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
+        raise UnknownHandler(f"No handler is called {name!r}. Known handlers: {known}.")
+    return alias
+
+
+def paused_handlers(alias: str) -> QuerySet[PausedHandler]:
+    """The paused handlers, annotated with the number of their stored `messages` that are not settled."""
+    of_it = InboxMessage.objects.filter(handler=OuterRef("handler"), state__in=DUE).order_by()
+    counted = Subquery(of_it.values("handler").annotate(messages=Count("pk")).values("messages"))
+    rows = PausedHandler.objects.using(alias).order_by("handler")
+    return rows.annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
+
+
+def pause(alias: str, handler: str, by: str, reason: str) -> bool:
+    """Pause a handler; False: it was paused already, and keeps its time, with the new reason."""
+    given = {"paused_by": by[:NAME_LENGTH], "reason": printable(reason, ERROR_LENGTH)}
+    _, created = PausedHandler.objects.using(alias).update_or_create(
+        handler=handler, defaults=given, create_defaults={**given, "handler": handler, "paused_at": DatabaseTime()}
+    )
+    return bool(created)
+
+
+def _is_known(alias: str, handler: str) -> bool:
+    """Has it stored messages, or is it paused?"""
+    stored: Any = InboxMessage.objects.using(alias).filter(handler=handler)
+    return bool(stored.exists() or PausedHandler.objects.using(alias).filter(handler=handler).exists())

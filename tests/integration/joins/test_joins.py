@@ -1,0 +1,586 @@
+"""Joins: once per run id, when all messages have come, in any order and however often; and what happens at the deadline."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from datetime import timedelta
+from functools import partial
+
+import psycopg
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, transaction
+from django.utils.module_loading import import_string
+
+from exactly_once.models import AuditEntry
+from exactly_once.operators.dead_letters import Refused
+from exactly_once.operators.dead_letters import read as read_dead_letter
+from inbox.errors import NotCallable, NotEditable
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.registry import registry
+from inbox.joins import deciding, store
+from inbox.joins.models import Part, Run
+from inbox.models import InboxMessage
+from inbox.operators.dead_letters import letters, store_dead
+from inbox.operators.decisions import retry, skip
+from inbox.operators.editing import editable
+from inbox.operators.pausing import pause_handler
+from inbox.operators.purging import purge_settled
+from inbox.receiving.outcomes import Received
+from inbox.testing import deliver as deliver_and_drain
+from inbox.testing import drain as drain_all
+from inbox.testing import make_message, run_handler, travel
+from outbox import publish
+from outbox.testing import run_relay
+from tests.support.aliases import the_default_at
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
+from tests.support.joins import NAME, TOPICS, comes, effects, part, report
+from tests.support.waiting import A_WHILE
+
+
+def the_run(run_id="monday"):
+    return Run.objects.select_related("row").get(run_id=run_id)
+
+
+ALL = ",".join(TOPICS)
+SERIALIZABLE_ROUNDS = 5
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
+class TestAllCome:
+    @pytest.mark.parametrize("order", list(itertools.permutations(TOPICS)))
+    def test_join_runs_once_when_the_last_message_has_arrived_in_any_order(self, joins, order):
+        joins(report)
+        for topic in order:
+            assert not drain()
+            assert comes(topic) is Received.HANDLED
+        drain()
+
+        assert effects() == [("monday", ALL)]
+        assert the_run().row.state == "done"
+
+    def test_join_gets_each_message_with_its_payload_and_the_run_id(self, joins):
+        given = []
+        joins(given.append)
+        for number, topic in enumerate(TOPICS):
+            comes(topic, number=number)
+        drain()
+
+        (join,) = given
+        assert join.run_id == "monday"
+        assert join.missing == ()
+        assert [join[topic].payload["number"] for topic in TOPICS] == [0, 1, 2]
+        assert [message.topic for message in join.messages.values()] == TOPICS
+        assert join.id == the_run().row.message_id
+        with pytest.raises(KeyError):
+            join["other"]
+
+    def test_duplicates_in_random_order_do_not_start_a_run_again(self, joins):
+        joins(report)
+        runs = [f"run-{number}" for number in range(10)]
+        load = [(topic, run) for topic in TOPICS for run in runs for _ in range(random.randint(1, 3))]
+        random.shuffle(load)
+        for topic, run in load:
+            comes(topic, run, redelivered=random.random() < 0.3)
+            drain()
+
+        assert sorted(effects()) == sorted((run, ALL) for run in runs)
+
+    def test_message_with_other_content_for_a_topic_that_has_arrived_is_a_conflicting_duplicate(self, joins):
+        given = []
+        joins(given.append)
+        comes(TOPICS[0], rows=1)
+        assert comes(TOPICS[0], rows=2) is Received.DUPLICATE
+        comes(TOPICS[1])
+        comes(TOPICS[2])
+        drain()
+
+        assert [join[TOPICS[0]].payload["rows"] for join in given] == [1]
+        assert InboxMessage.objects.get(topic=TOPICS[0]).conflicts == 1
+
+    def test_runs_do_not_mix(self, joins):
+        joins(report)
+        for topic, run in zip(TOPICS, ["monday", "tuesday", "monday"], strict=True):
+            comes(topic, run)
+        comes(TOPICS[1], "monday")
+        drain()
+
+        assert effects() == [("monday", ALL)]
+        assert deciding.missing(the_run("tuesday")) == (TOPICS[0], TOPICS[2])
+
+    def test_reused_run_id_of_a_finished_run_starts_nothing(self, joins):
+        joins(report)
+        for day in range(2):
+            for topic in TOPICS:
+                comes(topic, "nightly", day=day)
+            drain()
+
+        assert effects() == [("nightly", ALL)]
+        assert set(InboxMessage.objects.exclude(topic=store.TOPIC).values_list("conflicts", flat=True)) == {1}
+
+    def test_message_without_run_id_is_a_dead_letter_and_no_part(self, joins):
+        joins(report)
+        assert deliver(registry.get(f"{NAME}/{TOPICS[0]}"), an_envelope({"day": 1}, topic=TOPICS[0])) is Received.DEAD
+        assert "run_id" in InboxMessage.objects.get().last_error
+        assert not Part.objects.exists()
+
+    def test_join_of_one_topic_runs_at_once(self, joins):
+        joins(report, topics=TOPICS[:1])
+        comes(TOPICS[0])
+        drain()
+        assert effects() == [("monday", TOPICS[0])]
+
+    def test_two_joins_of_one_topic_each_get_its_message(self, joins):
+        joins(report, topics=TOPICS[:2])
+        joins(report, topics=TOPICS[1:], name="tests.other")
+        comes(TOPICS[0])
+        for name in (NAME, "tests.other"):
+            comes(TOPICS[1], name=name)
+        comes(TOPICS[2], name="tests.other")
+        drain()
+        assert sorted(effects()) == [("monday", ",".join(TOPICS[:2])), ("monday", ",".join(TOPICS[1:]))]
+
+    def test_join_that_fails_is_retried_with_all_messages_and_its_effect_happens_once(self, joins):
+        attempts = []
+
+        def fails_first(join):
+            report(join)
+            attempts.append(join.attempt)
+            if len(attempts) == 1:
+                raise RuntimeError("not yet")
+
+        joins(fails_first)
+        for topic in TOPICS:
+            comes(topic)
+        drain()
+        assert effects() == []
+        run_to_the_end()
+
+        assert attempts == [1, 2]
+        assert effects() == [("monday", ALL)]
+
+    def test_async_join_runs_in_the_transaction_of_its_row(self, joins):
+        async def report_async(join):
+            await Effect.objects.acreate(name=join.run_id)
+
+        joins(report_async)
+        for topic in TOPICS:
+            comes(topic)
+        drain()
+        assert effects() == [("monday", "")]
+
+    def test_payloads_are_removed_when_the_run_is_done_if_bodies_are_not_kept(self, joins, settings):
+        settings.INBOX = {"KEEP_BODIES": "failed"}
+        joins(report)
+        for topic in TOPICS:
+            comes(topic)
+        drain(options(KEEP_BODIES="failed"))
+        assert effects() == [("monday", ALL)]
+        assert {bytes(body) for body in Part.objects.values_list("body", flat=True)} == {b""}
+
+    def test_purge_deletes_a_finished_run_with_its_row(self, joins):
+        joins(report)
+        for run in ("monday", "tuesday"):
+            comes(TOPICS[0], run)
+        for topic in TOPICS[1:]:
+            comes(topic)
+        drain()
+        travel(timedelta(days=31))
+        assert sum(purge_settled("default", timedelta(days=30))) >= 4
+
+        assert list(Run.objects.values_list("run_id", flat=True)) == ["tuesday"]
+        assert Part.objects.count() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
+class TestAtTheSameMoment:
+    def test_last_two_messages_at_the_same_moment_start_the_run_once(self, joins):
+        joins(report, topics=TOPICS[:2])
+        for number in range(10):
+            run = f"run-{number}"
+            at_once([lambda topic=topic, run=run: comes(topic, run) for topic in TOPICS[:2]])
+        run_to_the_end()
+        assert sorted(effects()) == sorted((f"run-{number}", ",".join(TOPICS[:2])) for number in range(10))
+
+    def test_twenty_threads_with_all_messages_of_one_run_start_it_once(self, joins):
+        topics = [f"part.{number}" for number in range(20)]
+        joins(report, topics=topics)
+        at_once([lambda topic=topic: comes(topic) for topic in topics])
+        run_to_the_end()
+        assert effects() == [("monday", ",".join(topics))]
+        assert the_run().row.attempts == 1
+
+    def test_twenty_threads_with_copies_of_the_last_message_start_the_run_once(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        comes(TOPICS[1])
+        last = part(TOPICS[2])
+        at_once([lambda: deliver(registry.get(f"{NAME}/{TOPICS[2]}"), last) for _ in range(20)])
+        run_to_the_end()
+        assert effects() == [("monday", ALL)]
+
+    def test_last_message_while_the_row_of_the_run_is_locked_is_deferred_and_not_lost(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        comes(TOPICS[1])
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with transaction.atomic():
+                InboxMessage.objects.select_for_update().get(topic=store.TOPIC)
+                held.set()
+                release.wait(A_WHILE)
+
+        with InAThread(hold):
+            assert held.wait(A_WHILE)
+            if connection.vendor == "postgresql":
+                assert comes(TOPICS[2]) is Received.STORED
+            release.set()
+        comes(TOPICS[2])
+        run_to_the_end()
+        assert effects() == [("monday", ALL)]
+
+
+@pytest.mark.django_db(transaction=True)
+class TestUnderStricterIsolation:
+    """SQLite runs one writing transaction at a time."""
+
+    @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+    def test_last_two_messages_start_the_run_under_stricter_isolation(self, joins, level, monkeypatch):
+        joins(report)
+        comes(TOPICS[0])
+        first_has_locked, second_has_begun = threading.Event(), threading.Event()
+        locks, lock = [], store.lock
+
+        def in_turn(*given):
+            locks.append(given)
+            if len(locks) == 1:
+                locked = lock(*given)
+                first_has_locked.set()
+                assert second_has_begun.wait(A_WHILE)
+                return locked
+            if len(locks) == 2:
+                # Its snapshot is older than the commit of the first.
+                assert InboxMessage.objects.exists()
+                second_has_begun.set()
+            return lock(*given)
+
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
+            monkeypatch.setattr(store, "lock", in_turn)
+            with InAThread(lambda: comes(TOPICS[1])):
+                assert first_has_locked.wait(A_WHILE)
+                comes(TOPICS[2])
+            drain()
+            assert effects() == [("monday", ALL)]
+
+    def test_messages_of_many_runs_that_arrive_together_do_not_collide_under_serializable_isolation(self, joins):
+        joins(report)
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel.SERIALIZABLE}):
+            for number in range(SERIALIZABLE_ROUNDS):
+                arrive = [partial(comes, topic, f"run-{number}-{run}") for topic in TOPICS for run in range(4)]
+                assert at_once(arrive) == [Received.HANDLED] * len(arrive)
+            drain()
+        assert len(effects()) == 4 * SERIALIZABLE_ROUNDS
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
+class TestAtTheDeadline:
+    def test_run_past_its_deadline_is_a_dead_letter_that_names_the_missing_messages(self, joins):
+        joins(report)
+        comes(TOPICS[1])
+        travel(timedelta(hours=1, minutes=59))
+        assert not drain()
+        travel(timedelta(minutes=2))
+        drain()
+
+        row = the_run().row
+        assert row.state == "dead"
+        assert f"{TOPICS[0]}, {TOPICS[2]}" in row.last_error
+        assert effects() == []
+
+    def test_join_is_called_at_the_deadline_with_the_missing_topics_if_it_says_so(self, joins):
+        joins(report, on_missing="call")
+        comes(TOPICS[1])
+        travel(timedelta(hours=3))
+        drain()
+        assert effects() == [("monday", f"{TOPICS[1]},-{TOPICS[0]},-{TOPICS[2]}")]
+
+    def test_deadline_counts_from_the_first_message(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        travel(timedelta(hours=1))
+        comes(TOPICS[1])
+        travel(timedelta(hours=1, seconds=1))
+        drain()
+        assert the_run().row.state == "dead"
+
+    def test_message_after_the_deadline_is_stored_and_starts_nothing(self, joins, caplog):
+        joins(report)
+        for topic in TOPICS[:2]:
+            comes(topic)
+        travel(timedelta(hours=3))
+        drain()
+        assert comes(TOPICS[2]) is Received.HANDLED
+        run_to_the_end()
+
+        assert effects() == []
+        assert the_run().row.state == "dead"
+        assert deciding.missing(the_run()) == ()
+        assert "came too late for the run monday" in caplog.text
+
+    def test_run_waits_an_hour_at_most_for_a_stored_message_and_then_names_it(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        pause_handler(f"{NAME}/{TOPICS[1]}")
+        comes(TOPICS[1], "tuesday", redelivered=True)  # it may be of any run, because it is not read
+        stored = InboxMessage.objects.get(topic=TOPICS[1]).pk
+        travel(timedelta(hours=2, minutes=1))
+        drain()
+        assert the_run().row.state == "retrying"
+        travel(timedelta(hours=1))
+        drain()
+        assert the_run().row.state == "dead"
+        assert f"row {stored} ({TOPICS[1]})" in the_run().row.last_error
+
+    def test_message_after_a_run_was_called_without_it_starts_nothing(self, joins):
+        joins(report, on_missing="call")
+        comes(TOPICS[0])
+        travel(timedelta(hours=3))
+        drain()
+        comes(TOPICS[1])
+        comes(TOPICS[2])
+        run_to_the_end()
+        assert len(effects()) == 1
+
+    def test_message_that_comes_while_its_run_is_called_without_it_is_reported(self, joins, caplog):
+        def waits(join):
+            report(join)
+            began.set()
+            if connection.vendor == "postgresql":
+                assert go.wait(A_WHILE)
+
+        began, go = threading.Event(), threading.Event()
+        joins(waits, on_missing="call", topics=TOPICS[:2])
+        comes(TOPICS[0])
+        travel(timedelta(hours=3))
+        with InAThread(drain):
+            assert began.wait(A_WHILE)
+            assert comes(TOPICS[1]) is Received.HANDLED
+            go.set()
+        run_to_the_end()
+
+        assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]}")]
+        assert f"of topic {TOPICS[1]} came too late for the run monday" in caplog.text
+
+    def test_run_whose_last_message_arrived_after_the_deadline_runs_when_it_is_retried(self, joins):
+        joins(report)
+        for topic in TOPICS[:2]:
+            comes(topic)
+        travel(timedelta(hours=3))
+        drain()
+        comes(TOPICS[2])
+        assert retry("default", the_run().row_id)
+        drain()
+        assert effects() == [("monday", ALL)]
+
+    def test_retry_of_an_incomplete_dead_run_makes_it_dead_again(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        travel(timedelta(hours=3))
+        drain()
+        retry("default", the_run().row_id)
+        drain()
+        assert the_run().row.state == "dead"
+        assert effects() == []
+
+    def test_retry_before_the_deadline_starts_nothing_and_the_last_message_does(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        retry("default", the_run().row_id)
+        drain()
+        assert the_run().row.state == "retrying"
+        assert effects() == []
+        for topic in TOPICS[1:]:
+            comes(topic)
+        drain()
+        assert effects() == [("monday", ALL)]
+
+    def test_skipped_run_ignores_its_later_messages(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        skip("default", the_run().row_id, "not needed")
+        for topic in TOPICS[1:]:
+            comes(topic)
+        run_to_the_end()
+        assert effects() == []
+        assert the_run().row.state == "skipped"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
+class TestDecisions:
+    @pytest.fixture
+    def dead(self, joins):
+        joins(report)
+        comes(TOPICS[0])
+        travel(timedelta(hours=3))
+        drain()
+        assert the_run().row.state == "dead"
+        return the_run()
+
+    def test_payload_of_the_row_of_a_run_cannot_be_corrected(self, dead):
+        with pytest.raises(NotEditable, match="the row of a join's run"):
+            editable(dead.row)
+
+    def test_exported_row_of_a_run_is_not_imported(self, dead):
+        (line,) = letters.lines(InboxMessage.objects.filter(pk=dead.row_id))
+        _letters, values = read_dead_letter(line.encode(), [letters])
+        InboxMessage.objects.filter(pk=dead.row_id).delete()
+        with pytest.raises(Refused, match="the row of a join's run"):
+            store_dead("default", values, "imported")
+
+    def test_completed_run_is_called_with_the_entered_messages(self, dead):
+        assert deciding.complete("default", dead.pk, {topic: {"rows": 0} for topic in TOPICS[1:]}, by="by anna")
+        drain()
+        assert effects() == [("monday", ALL)]
+        assert set(Part.objects.filter(entered_by="by anna").values_list("topic", flat=True)) == {*TOPICS[1:]}
+
+    def test_partly_completed_run_stays_dead(self, dead):
+        assert deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
+        drain()
+        assert deciding.missing(the_run()) == (TOPICS[2],)
+        assert the_run().row.state == "dead"
+
+    def test_message_of_a_topic_that_a_run_does_not_wait_for_is_refused(self, dead):
+        with pytest.raises(deciding.NotDecidable, match=r"does not wait for orders.exported"):
+            deciding.complete("default", dead.pk, {TOPICS[0]: {}, TOPICS[1]: {}}, by="by anna")
+        assert Part.objects.count() == 1
+
+    def test_extended_run_waits_until_the_new_deadline(self, dead):
+        assert deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        assert not drain()
+        for topic in TOPICS[1:]:
+            comes(topic)
+        drain()
+        assert effects() == [("monday", ALL)]
+
+    def test_extended_run_is_dead_again_at_the_new_deadline(self, dead):
+        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        travel(timedelta(hours=1, seconds=1))
+        drain()
+        assert the_run().row.state == "dead"
+
+    def test_run_that_is_complete_starts_when_its_deadline_is_extended(self, dead):
+        for topic in TOPICS[1:]:
+            comes(topic)
+        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        drain()
+        assert effects() == [("monday", ALL)]
+
+    def test_started_run_is_called_without_the_missing_messages_once(self, dead):
+        assert deciding.start("default", dead.pk, by="by anna")
+        assert deciding.start("default", dead.pk, by="by bert")
+        drain()
+        for topic in TOPICS[1:]:
+            comes(topic)
+        run_to_the_end()
+        assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]},-{TOPICS[2]}")]
+
+    def test_run_that_is_done_allows_no_decision(self, dead):
+        deciding.start("default", dead.pk, by="by anna")
+        drain()
+        assert not deciding.start("default", dead.pk, by="by anna")
+        assert not deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        assert not deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
+        assert Part.objects.count() == 1
+        assert not AuditEntry.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.every_database
+class TestWithTheHelpersForTests:
+    def test_published_messages_reach_the_join_through_the_local_transport(self, joins):
+        joins(report)
+        with transaction.atomic():
+            for topic in TOPICS:
+                publish(topic, {"run_id": "monday"})
+        run_relay()
+        assert effects() == [("monday", ALL)]
+
+    def test_nothing_can_be_published_to_the_topic_of_the_runs(self, joins):
+        joins(report)
+        assert registry.for_topic(store.TOPIC) == []
+
+    def test_delivered_messages_reach_the_join(self, joins):
+        joins(report)
+        deliver_and_drain(*(make_message(topic, {"run_id": "monday"}) for topic in TOPICS), times=2)
+        assert effects() == [("monday", ALL)]
+        assert drain_all() == 0
+
+    @pytest.mark.parametrize("count", [3, 2])
+    def test_run_handler_calls_the_join_with_the_given_messages(self, joins, count):
+        function = joins(report)
+        run_handler(function, *(make_message(topic, {"run_id": "monday"}) for topic in TOPICS[:count]))
+        assert effects() == [("monday", ",".join([*TOPICS[:count], *(f"-{topic}" for topic in TOPICS[count:])]))]
+        assert not InboxMessage.objects.exists()
+
+    def test_run_handler_refuses_a_payload_for_a_join(self, joins):
+        with pytest.raises(ValueError, match="needs messages from make_message"):
+            run_handler(joins(report), {"run_id": "monday"})
+
+
+@pytest.mark.every_database
+class TestDeclaring:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ({"correlate": None}, "needs correlate="),
+            ({"deadline": None}, "needs deadline="),
+            ({"deadline": timedelta()}, "longer than zero"),
+            ({"topics": [TOPICS[0], TOPICS[0]]}, "each may be listed once"),
+            ({"topics": ["orders.*"]}, "wildcard"),
+            ({"topics": [store.TOPIC]}, "topic of the runs"),
+            ({"on_missing": "ignore"}, "must be 'dead' or 'call'"),
+            ({"ordered": True}, "takes no topic, biz_id, ordered"),
+            ({"group_commit": 5}, "takes no topic, biz_id, ordered"),
+            ({"biz_id": "id"}, "takes no topic, biz_id, ordered"),
+            ({"start_from": "first"}, "takes no topic, biz_id, ordered"),
+        ],
+    )
+    def test_invalid_options_are_refused(self, joins, arguments, words):
+        with pytest.raises(ValueError, match=words):
+            joins(report, **arguments)
+        assert registry.get(NAME) is None
+
+    def test_wrong_types_are_refused(self, joins):
+        with pytest.raises(TypeError, match="must be a list of topics"):
+            joins(report, topics="orders.exported")
+        with pytest.raises(TypeError, match="timedelta"):
+            joins(report, deadline=7200)
+
+    def test_generator_function_is_refused(self, joins):
+        def generates(join):
+            yield join
+
+        with pytest.raises(NotCallable):
+            joins(generates)
+
+    def test_options_of_joins_are_refused_without_all_of(self):
+        with pytest.raises(ValueError, match="options of a join"):
+            idempotent_handler("orders.exported", correlate="run_id")
+
+    def test_join_without_the_app_is_refused(self, joins, settings):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
+            joins(report)
+
+    def test_correlated_without_the_app_is_refused(self, settings):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
+            import_string("inbox.joins.correlated")

@@ -1,0 +1,298 @@
+"""Requests and answers: handled once per request, in any order of arrival; what a timeout does; what a late answer becomes."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by
+from inbox.handlers.registry import registry
+from inbox.joins import correlated, store
+from inbox.joins.models import Run
+from inbox.models import InboxMessage
+from inbox.operators.decisions import skip
+from inbox.operators.pausing import pause_handler, resume_handler
+from inbox.receiving.outcomes import Received
+from inbox.testing import make_message, run_handler, travel
+from outbox import publish, request
+from outbox.testing import published, run_relay
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, run_to_the_end
+from tests.support.waiting import A_WHILE
+
+ASKED, ANSWERED = "bank.transfer.requested", "bank.transfer.answered"
+NAME = "tests.transfer"
+TIMEOUT = timedelta(minutes=10)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture
+def asks():
+    """Register a function as the handler of the answers, for this test: `asks(function, on_timeout=…)`."""
+    before = {handler.name for handler in registry.all()}
+
+    def register(function, **arguments):
+        arguments = {"request": ASKED, "answer": ANSWERED, "timeout": TIMEOUT, "name": NAME, **arguments}
+        return correlated(**arguments)(function)
+
+    yield register
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
+
+
+def settle(asked, answered):
+    Effect.objects.create(name=asked.payload["payment"], detail=answered.payload["result"])
+
+
+def give_up(asked):
+    Effect.objects.create(name=asked.payload["payment"], detail="no answer")
+
+
+def is_asked(chain="chain-1", payment="payment-1", *, redelivered=False):
+    envelope = an_envelope({"payment": payment}, topic=ASKED, correlation_id=chain)
+    return deliver(registry.get(f"{NAME}/{ASKED}"), envelope, redelivered=redelivered)
+
+
+def is_answered(chain="chain-1", result="paid", *, redelivered=False):
+    envelope = an_envelope({"result": result}, topic=ANSWERED, correlation_id=chain)
+    return deliver(registry.get(f"{NAME}/{ANSWERED}"), envelope, redelivered=redelivered)
+
+
+def effects():
+    return list(Effect.objects.order_by("pk").values_list("name", "detail"))
+
+
+def late_answer():
+    return InboxMessage.objects.get(topic=ANSWERED)
+
+
+class TestRequest:
+    def test_request_begins_a_chain_of_its_own_and_names_its_cause_and_the_outer_chain(self):
+        with transaction.atomic(), caused_by(Cause(message_id="cause-1", correlation_id="chain-0")):
+            asked = request(ASKED, {}, biz_id="payment-1", headers={"tenant": "acme"})
+            publish("other", {})
+        first, second = published()
+
+        assert first.correlation_id == str(asked.id)
+        assert (first.biz_id, first.causation_id) == ("payment-1", "cause-1")
+        assert first.headers == {"tenant": "acme", OUTER_CORRELATION: "chain-0"}
+        assert (second.correlation_id, second.headers) == ("chain-0", {})
+
+    def test_request_outside_of_a_handler_has_no_outer_chain(self):
+        with transaction.atomic():
+            asked = request(ASKED, {})
+        (message,) = published()
+        assert message.correlation_id == str(asked.id)
+        assert message.headers == {}
+
+
+class TestAnswer:
+    @pytest.mark.parametrize("order", [(is_asked, is_answered), (is_answered, is_asked)], ids=["request first", "answer first"])
+    def test_answer_is_handled_once_with_its_request_in_either_order_and_with_duplicates(self, asks, order):
+        asks(settle, on_timeout=give_up)
+        for arrives in order:
+            assert arrives() is Received.HANDLED
+            assert arrives() is Received.DUPLICATE
+        run_to_the_end()
+        travel(TIMEOUT)
+        drain()
+        assert effects() == [("payment-1", "paid")]
+
+    def test_request_and_answer_at_the_same_moment_are_handled_once(self, asks):
+        asks(settle, on_timeout=give_up)
+        for number in range(5):
+            chain = f"chain-{number}"
+            at_once([lambda chain=chain: is_asked(chain, chain), lambda chain=chain: is_answered(chain)])
+        run_to_the_end()
+        assert sorted(effects()) == [(f"chain-{number}", "paid") for number in range(5)]
+
+    def test_answer_of_another_service_continues_the_chain_and_finds_its_request_through_the_relay(self, asks, handles):
+        def at_the_bank(message):
+            publish(ANSWERED, {"result": f"paid {message.payload['payment']}"})
+
+        def settle_and_publish(asked, answered):
+            settle(asked, answered)
+            publish("order.paid", {})
+
+        handles(at_the_bank, topic=ASKED)
+        asks(settle_and_publish)
+        with transaction.atomic(), caused_by(Cause(message_id="order-1", correlation_id="chain-0")):
+            for number in range(3):
+                request(ASKED, {"payment": number})
+        run_relay()
+
+        assert sorted(effects()) == [(str(number), f"paid {number}") for number in range(3)]
+        # The chain in which the requests were made, not the one of each request.
+        assert {message.correlation_id for message in published("order.paid")} == {"chain-0"}
+
+    def test_async_handlers_of_answer_and_timeout_run_in_the_transaction_of_the_run(self, asks):
+        async def settle_async(asked, answered):
+            await Effect.objects.acreate(name=asked.payload["payment"], detail=answered.payload["result"])
+
+        async def give_up_async(asked):
+            await Effect.objects.acreate(name=asked.payload["payment"], detail="no answer")
+
+        asks(settle_async, on_timeout=give_up_async)
+        is_asked()
+        is_answered()
+        is_asked("chain-2", "payment-2")
+        drain()
+        travel(TIMEOUT)
+        drain()
+        assert effects() == [("payment-1", "paid"), ("payment-2", "no answer")]
+
+    def test_run_handler_calls_the_functions_with_the_given_messages(self, asks):
+        function = asks(settle, on_timeout=give_up)
+        asked = make_message(ASKED, {"payment": "payment-1"}, correlation_id="chain-1")
+        run_handler(function, asked, make_message(ANSWERED, {"result": "paid"}, correlation_id="chain-1"))
+        run_handler(function, asked)
+        assert effects() == [("payment-1", "paid"), ("payment-1", "no answer")]
+
+
+class TestTimeout:
+    def test_timeout_is_handled_once_although_no_answer_ever_comes(self, asks):
+        asks(settle, on_timeout=give_up)
+        is_asked()
+        travel(TIMEOUT - timedelta(seconds=30))
+        drain()
+        assert effects() == []
+        travel(timedelta(minutes=1))
+        drain()
+        run_to_the_end()
+        assert effects() == [("payment-1", "no answer")]
+
+    @pytest.mark.parametrize(("first", "second", "waits"), [(is_answered, is_asked, ASKED), (is_asked, is_answered, ANSWERED)])
+    def test_message_that_arrived_in_time_and_is_handled_after_the_timeout_is_not_missing(self, asks, first, second, waits):
+        asks(settle, on_timeout=give_up)
+        pause_handler(f"{NAME}/{waits}")
+        first()
+        assert second(redelivered=True) is Received.STORED
+        travel(TIMEOUT)
+        drain()
+        assert (Run.objects.select_related("row").get().row.state, effects()) == ("retrying", [])
+
+        resume_handler(f"{NAME}/{waits}")
+        run_to_the_end()
+        assert effects() == [("payment-1", "paid")]
+
+    def test_timeout_counts_from_the_arrival_of_a_request_that_is_handled_later(self, asks):
+        asks(settle, on_timeout=give_up)
+        pause_handler(f"{NAME}/{ASKED}")
+        is_asked(redelivered=True)
+        travel(TIMEOUT - timedelta(minutes=1))
+        resume_handler(f"{NAME}/{ASKED}")
+        drain()
+        assert effects() == []
+        travel(timedelta(minutes=1))
+        drain()
+        assert effects() == [("payment-1", "no answer")]
+
+    def test_late_answer_is_a_dead_letter_that_says_so(self, asks):
+        asks(settle, on_timeout=give_up)
+        is_asked()
+        travel(TIMEOUT)
+        drain()
+
+        assert is_answered() is Received.DEAD
+        assert "came too late for the run chain-1: its run is done" in late_answer().last_error
+        assert late_answer().body
+        run_to_the_end()
+        assert effects() == [("payment-1", "no answer")]
+
+    def test_answer_while_the_timeout_is_handled_is_not_lost(self, asks):
+        def gives_up_slowly(asked):
+            give_up(asked)
+            began.set()
+            assert go.wait(A_WHILE)
+
+        began, go = threading.Event(), threading.Event()
+        asks(settle, on_timeout=gives_up_slowly)
+        is_asked()
+        travel(TIMEOUT)
+        with InAThread(drain):
+            assert began.wait(A_WHILE)
+            if connection.vendor == "postgresql":
+                assert is_answered() is Received.STORED
+            go.set()
+        if connection.vendor == "sqlite":
+            is_answered()
+        run_to_the_end()
+
+        assert effects() == [("payment-1", "no answer")]
+        assert late_answer().state == "dead"
+
+    def test_answer_between_two_attempts_of_the_timeout_is_handled_instead(self, asks):
+        def fails(asked):
+            give_up(asked)
+            raise RuntimeError("not yet")
+
+        asks(settle, on_timeout=fails)
+        is_asked()
+        travel(TIMEOUT)
+        drain()
+        assert is_answered() is Received.HANDLED
+        run_to_the_end()
+        assert effects() == [("payment-1", "paid")]
+
+    def test_without_on_timeout_the_request_is_a_dead_letter_that_a_late_answer_can_complete(self, asks):
+        asks(settle)
+        is_asked()
+        travel(TIMEOUT)
+        drain()
+        run = Run.objects.select_related("row").get()
+        assert run.row.state == "dead"
+        assert ANSWERED in run.row.last_error
+
+        assert is_answered() is Received.HANDLED
+        run_to_the_end()
+        assert effects() == []
+        with transaction.atomic():
+            store.retry("default", store.lock("default", NAME, "chain-1"), by="by anna")
+        drain()
+        assert effects() == [("payment-1", "paid")]
+
+    @pytest.mark.parametrize("on_timeout", [None, give_up])
+    def test_answer_to_no_request_is_a_dead_letter_at_the_timeout(self, asks, on_timeout):
+        asks(settle, on_timeout=on_timeout)
+        assert is_answered("unknown") is Received.HANDLED
+        travel(TIMEOUT)
+        drain()
+        row = Run.objects.select_related("row").get().row
+        assert row.state == "dead"
+        assert "unknown" in row.biz_id
+        assert effects() == []
+
+    def test_answer_of_a_request_that_an_operator_has_given_up_is_a_dead_letter(self, asks):
+        asks(settle, on_timeout=give_up)
+        is_asked()
+        skip("default", Run.objects.get().row_id, "not needed")
+        assert is_answered() is Received.DEAD
+        assert "its run is skipped" in late_answer().last_error
+
+
+class TestDeclaring:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"timeout": 600}, TypeError, "timedelta"),
+            ({"timeout": timedelta()}, ValueError, "longer than zero"),
+            ({"answer": ASKED}, ValueError, "each may be listed once"),
+            ({"on_timeout": "give_up"}, TypeError, "must be a function of the request"),
+        ],
+    )
+    def test_invalid_options_are_refused(self, asks, arguments, error, words):
+        with pytest.raises(error, match=words):
+            asks(settle, **arguments)
+        assert registry.get(NAME) is None
+
+    def test_async_timeout_of_a_synchronous_handler_is_refused(self, asks):
+        async def give_up_async(asked):
+            pass
+
+        with pytest.raises(TypeError, match="must both be async"):
+            asks(settle, on_timeout=give_up_async)

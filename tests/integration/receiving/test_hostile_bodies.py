@@ -1,0 +1,257 @@
+"""Bodies that would take more memory than there is, or end the process that reads them. Anybody who may publish can send one.
+
+Each becomes a dead letter, or runs out of attempts, and delays no other message.
+"""
+
+from __future__ import annotations
+
+import bz2
+import json
+import zlib
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from inbox.models import InboxMessage, State
+from inbox.operators import accounting
+from inbox.receiving.admit import hand_over
+from inbox.receiving.reading import read
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, effects, make_due, the_effect, the_row
+from tests.support.waiting import wait_until
+from tests.support.workers import (
+    NAMED_OF_THE_WORKERS,
+    OF_THE_WORKERS,
+    Process,
+    as_environment,
+    broker_options,
+    consuming,
+    declare,
+    length_of,
+    mark_redelivered,
+    send,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+MEGABYTE = 1024 * 1024
+SHORT = timedelta(milliseconds=200)
+STRUCTURED = "application/cloudevents+json"
+
+
+def zeros(compressor, megabytes):
+    """So many megabytes of zeros, compressed piece by piece."""
+    piece = bytes(MEGABYTE)
+    return b"".join([*(compressor.compress(piece) for _ in range(megabytes)), compressor.flush()])
+
+
+@pytest.fixture
+def worker(process_environment, rabbitmq_url, tmp_path):
+    """`inbox_consume` in a process of its own, whose memory can be measured."""
+
+    def start(**options):
+        given = {"EXCHANGE": "outbox", "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "REDELIVERY_AFTER": SHORT}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given, **options}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.named.settings",
+        }
+        for handler in (OF_THE_WORKERS, *NAMED_OF_THE_WORKERS):
+            declare(handler, broker_options(rabbitmq_url))
+        return Process(environment, tmp_path / "consumer.log", "inbox_consume")
+
+    return start
+
+
+@pytest.fixture
+def length(rabbitmq_server, rabbitmq_url):
+    """How many messages the broker holds for a handler, unacknowledged ones included."""
+    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
+
+
+BOMBS = {
+    "gzip": lambda: (
+        zeros(zlib.compressobj(1), 256),
+        {"headers": {"compression": "application/x-gzip"}},
+        "inflates to more than",
+    ),
+    "bz2": lambda: (
+        zeros(bz2.BZ2Compressor(), 256),
+        {"headers": {"compression": "application/x-bz2"}},
+        "inflates to more than",
+    ),
+    "empty arrays": lambda: (b"[" + b"[]," * (5 * MEGABYTE) + b"[]]", {}, "values"),
+    "empty arrays, compressed": lambda: (
+        zlib.compress(b"[" + b"[]," * (5 * MEGABYTE) + b"[]]", 1),
+        {"headers": {"compression": "gzip"}},
+        "values",
+    ),
+    "empty arrays in an event": lambda: (
+        b'{"specversion":"1.0","data":[' + b"[]," * (5 * MEGABYTE) + b"[]]}",
+        {"content_type": STRUCTURED},
+        "values",
+    ),
+    "60 MB": lambda: (b'"' + b"x" * (60 * MEGABYTE) + b'"', {}, "bytes, more than"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_body_over_the_limit_is_a_dead_letter_with_its_body_and_takes_no_memory(worker, rabbitmq_url, length, bomb):
+    body, properties, reason = BOMBS[bomb]()
+    with worker() as process:
+        send(rabbitmq_url, JOB, {}, message_id="first")
+        process.until(lambda: Effect.objects.count() == 1)
+        before = process.peak_megabytes()
+        send(rabbitmq_url, JOB, None, body=body, **{"message_id": "bomb", "content_encoding": "binary", **properties})
+        send(rabbitmq_url, JOB, {}, message_id="last")
+        process.until(lambda: Effect.objects.count() == 2 and length(OF_THE_WORKERS) == 0)
+        taken = process.peak_megabytes() - before
+
+    row = the_row(message_id="bomb")
+    assert (row.state, row.attempts, bytes(row.body)) == (State.DEAD, 0, body)
+    assert reason in row.last_error
+    assert "INBOX['BODY_LIMIT_BYTES']" in row.last_error
+    # A body comes in frames, which are joined; it is sent to the database, and libpq copies it for that.
+    assert taken < 64 + 5 * len(body) // MEGABYTE
+
+
+def test_many_stored_messages_with_large_bodies_are_run_in_bounded_memory(worker, rabbitmq_url):
+    """Each thread of a consumer claims one message at a time."""
+    with worker() as process:
+        send(rabbitmq_url, JOB, {}, message_id="first")
+        process.until(lambda: Effect.objects.count() == 1)
+        before = process.peak_megabytes()
+        for number in range(100):
+            large = an_envelope({"large": "x" * MEGABYTE}, topic=JOB, biz_id=f"large {number}")
+            with transaction.atomic():
+                hand_over(OF_THE_WORKERS, read(OF_THE_WORKERS, large, OPTIONS))
+        process.until(lambda: Effect.objects.count() == 101)
+        taken = process.peak_megabytes() - before
+
+    assert taken < 64
+
+
+@pytest.mark.parametrize("handler", NAMED_OF_THE_WORKERS, ids=["transaction", "ordered", "lease"])
+def test_message_that_ends_the_process_reading_it_runs_out_of_attempts_and_delays_no_other(
+    worker, rabbitmq_url, length, handler
+):
+    with worker(MAX_ATTEMPTS=3) as process:
+        send(rabbitmq_url, handler.topic, {"kills": True}, message_id="killer")
+        for number in range(5):
+            send(rabbitmq_url, handler.topic, {"name": f"other-{number}"}, message_id=f"m-{number}")
+        process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
+        undecided = InboxMessage.objects.filter(biz_id__startswith="undecided:").exclude(state=State.DEAD)
+        process.restarted_until(lambda: Effect.objects.count() == 5 and length(handler) == 0 and not undecided.exists())
+        ended = len(process.exits)
+
+    row = the_row(message_id="killer")
+    stored_unread = not handler.ordered and handler.lease is None
+    assert (row.state, row.attempts) == (State.DEAD, 3 if stored_unread else 0)
+    assert "process" in row.last_error
+    # The first delivery, and each attempt.
+    assert ended == 4
+    assert set(Effect.objects.values_list("name", flat=True)) == {f"other-{number}" for number in range(5)}
+
+
+@pytest.mark.parametrize("compression", ["gzip", "bzip2"])
+def test_compressed_message_is_handled_once(handles, rabbitmq_url, length, compression):
+    got = []
+    handler, options = handles(got.append), broker_options(rabbitmq_url)
+    declare(handler, options)
+    for _ in range(2):
+        send(rabbitmq_url, TOPIC, {"a": "ä"}, message_id="m", compression=compression)
+
+    with consuming([handler], options):
+        wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists() and length(handler) == 0)
+
+    assert [message.payload for message in got] == [{"a": "ä"}]
+    assert the_row().conflicts == 0
+
+
+def test_compressed_message_that_failed_is_decoded_again_when_it_is_retried(handles, rabbitmq_url):
+    def handle(message):
+        if message.attempt == 1:
+            raise ValueError("not yet")
+        assert message.payload == {"a": 1}
+        the_effect(message)
+
+    handler, options = handles(handle), broker_options(rabbitmq_url)
+    declare(handler, options)
+    send(rabbitmq_url, TOPIC, {"a": 1}, message_id="m", compression="gzip")
+
+    with consuming([handler], options):
+        wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
+        make_due()
+        wait_until(lambda: effects("m") == 1)
+
+
+def an_event(name, data):
+    return json.dumps(
+        {"specversion": "1.0", "id": name, "source": "/till", "type": TOPIC, "bizid": name, "data": data}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("properties", "body"),
+    [
+        pytest.param({"message_id": "m"}, b'{"name": "n"}', id="named by its headers"),
+        pytest.param({"content_type": STRUCTURED}, an_event("m", {"name": "n"}), id="named in its body"),
+        pytest.param(
+            {"content_type": STRUCTURED, "headers": {"compression": "gzip"}},
+            zlib.compress(an_event("m", {"name": "n"})),
+            id="named in its compressed body",
+        ),
+    ],
+)
+@pytest.mark.parametrize("by_payload", [False, True], ids=["biz-id of the message", "biz-id in the payload"])
+def test_redelivered_message_is_handled_once_and_its_copies_are_duplicates(
+    handles, rabbitmq_url, length, properties, body, by_payload
+):
+    handler = handles(the_effect, **({"biz_id": lambda message: message.payload["name"]} if by_payload else {}))
+    options, name = broker_options(rabbitmq_url), "n" if by_payload else "m"
+    declare(handler, options)
+    for _ in range(2):
+        send(rabbitmq_url, TOPIC, None, body=body, **properties)
+    mark_redelivered(handler, options)
+    send(rabbitmq_url, TOPIC, None, body=body, **properties)
+
+    with consuming([handler], options):
+        wait_until(lambda: length(handler) == 0)
+        wait_until(lambda: make_due() == 0 and InboxMessage.objects.filter(state=State.DONE).exists())
+
+    row = the_row()
+    assert (row.biz_id, row.message_id, row.attempts, row.duplicates) == (name, "m", 1, 2)
+    assert (effects(name), row.conflicts) == (1, 0)
+    assert accounting.balance("default").delivered == 3
+
+
+def test_redelivered_message_that_cannot_be_read_is_a_dead_letter_with_its_reason(handles, rabbitmq_url, length):
+    handler, options = handles(the_effect, biz_id=lambda message: message.payload["name"]), broker_options(rabbitmq_url)
+    declare(handler, options)
+    for name, body in (("not JSON", b"{"), ("no name", b"{}"), ("bomb", zlib.compress(bytes(MEGABYTE * 17)))):
+        headers = {"compression": "gzip"} if name == "bomb" else {}
+        send(rabbitmq_url, TOPIC, None, body=body, message_id=name, headers=headers)
+    mark_redelivered(handler, options)
+
+    with consuming([handler], options):
+        wait_until(lambda: length(handler) == 0)
+        wait_until(lambda: InboxMessage.objects.filter(state=State.DEAD).count() == 3)
+
+    reasons = dict(InboxMessage.objects.values_list("message_id", "last_error"))
+    assert "is not JSON" in reasons["not JSON"]
+    assert "biz_id of" in reasons["no name"]
+    assert "inflates to more than" in reasons["bomb"]
+
+
+def test_messages_with_a_strange_content_encoding_and_equal_bodies_are_two_messages(handles, rabbitmq_url, length):
+    handler, options = handles(the_effect), broker_options(rabbitmq_url)
+    declare(handler, options)
+    for name in ("a", "b"):
+        send(rabbitmq_url, TOPIC, None, body=b"{}", message_id=name, content_encoding="idna")
+
+    with consuming([handler], options):
+        wait_until(lambda: length(handler) == 0)
+
+    assert set(InboxMessage.objects.values_list("message_id", "state")) == {("a", State.DONE), ("b", State.DONE)}

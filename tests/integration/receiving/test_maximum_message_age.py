@@ -1,0 +1,356 @@
+"""The maximum message age: a copy that arrives after its row may be purged is quarantined and runs only by an override."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exactly_once.process.clock import utcnow
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage, State
+from inbox.operators import decisions
+from inbox.receiving import reading
+from inbox.receiving.execute import Received
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import (
+    OPTIONS,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.servers import binaries
+from tests.support.waiting import wait_until
+from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+every_database = pytest.mark.every_database
+
+DAY = timedelta(days=1)
+HOUR = timedelta(hours=1)
+SKEW = 2 * HOUR
+
+
+def retry(*arguments, **options):
+    out = io.StringIO()
+    call_command("inbox_retry", *arguments, stdout=out, **options)
+    return out.getvalue().strip()
+
+
+def purge():
+    call_command("exactly_once_purge", stdout=io.StringIO())
+
+
+def shift_into_the_past(duration, envelope=None):
+    """Move the instants of every stored row, and of `envelope`, back by `duration`."""
+    for row in InboxMessage.objects.all():
+        moved = {
+            name: value - duration
+            for name in ("created_at", "received_at", "settled_at", "next_attempt_at")
+            if (value := getattr(row, name)) is not None
+        }
+        InboxMessage.objects.filter(pk=row.pk).update(**moved)
+    return envelope and envelope._replace(created_at=envelope.created_at - duration)
+
+
+@pytest.fixture
+def quarantined_copy(handles):
+    """The copy, delivered on day 40, of a message that was handled and whose row was purged."""
+    handler, envelope = handles(the_effect), an_envelope()
+    deliver(handler, envelope)
+    envelope = shift_into_the_past(40 * DAY, envelope)
+    purge()
+    assert not InboxMessage.objects.exists()
+    assert deliver(handler, envelope) is Received.DEAD
+    return envelope
+
+
+@every_database
+class TestLateCopy:
+    def test_late_copy_after_the_purge_is_quarantined_with_its_reason(self, quarantined_copy):
+        row = the_row()
+
+        assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
+        assert "40 days old" in row.last_error
+        assert "override the maximum message age" in row.last_error
+
+    def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+        envelope = shift_into_the_past(40 * DAY, envelope)
+
+        assert deliver(handler, envelope) is Received.DUPLICATE
+
+        row = the_row()
+        assert (row.state, row.quarantined, row.duplicates, effects()) == (State.DONE, False, 1, 1)
+
+    def test_second_late_copy_is_a_duplicate_of_the_quarantined_one(self, handles, quarantined_copy):
+        handler = handles(the_effect, name="tests.handler0")
+
+        assert deliver(handler, quarantined_copy, redelivered=True) is Received.DUPLICATE
+
+        assert (the_row().state, the_row().duplicates, effects()) == (State.DEAD, 1, 1)
+
+    def test_quarantined_copy_is_never_purged(self, quarantined_copy):
+        shift_into_the_past(100 * DAY)
+
+        purge()
+
+        assert the_row().quarantined
+
+    def test_message_from_the_future_is_quarantined(self, handles):
+        deliver(handles(the_effect), an_envelope(created_at=utcnow() + 2 * DAY))
+
+        assert (the_row().quarantined, effects()) == (True, 0)
+
+    def test_late_message_that_is_unreadable_is_an_ordinary_dead_letter(self, handles):
+        deliver(handles(the_effect), an_envelope(body=b"not JSON", created_at=utcnow() - 400 * DAY))
+
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
+
+
+@every_database
+class TestPlainRetry:
+    def test_plain_retry_of_all_leaves_the_quarantine_and_names_the_override(self, quarantined_copy):
+        said = retry(all=True)
+
+        assert said.startswith("0 messages are due now. In quarantine: 1.")
+        assert "--override-maximum-age" in said
+        run_to_the_end()
+        assert (the_row().state, effects()) == (State.DEAD, 1)
+
+    def test_plain_retry_of_a_quarantined_message_fails(self, quarantined_copy):
+        with pytest.raises(CommandError, match="Not all of the given messages"):
+            retry(quarantined_copy.id)
+
+        assert the_row().state == State.DEAD
+
+    def test_plain_retry_of_all_makes_ordinary_dead_letters_due(self, handles, quarantined_copy):
+        handler = handles(lambda message: 1 / 0, name="tests.fails")
+        deliver(handler)
+        run_to_the_end()
+
+        assert retry(all=True).startswith("1 message is due now. In quarantine: 1.")
+
+        assert sorted(InboxMessage.objects.values_list("handler", "state")) == [
+            ("tests.fails", State.RETRYING),
+            ("tests.handler0", State.DEAD),
+        ]
+
+    def test_store_refuses_a_plain_retry_of_a_quarantined_message(self, quarantined_copy):
+        assert not decisions.retry("default", the_row().pk)
+
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, True)
+        run_to_the_end()
+        assert effects() == 1
+
+
+@every_database
+class TestOverride:
+    def test_override_runs_a_quarantined_message_exactly_once(self, handles, quarantined_copy):
+        """The message was handled before: the operator is wrong about it, or has reverted the first effect."""
+        handler = handles(the_effect, name="tests.handler0")
+
+        assert retry(quarantined_copy.id, override_maximum_age=True) == "1 message is due now."
+        assert drain() == 1
+
+        row = the_row()
+        assert (row.state, row.quarantined, effects()) == (State.DONE, False, 2)
+        with pytest.raises(CommandError, match="not dead"):
+            retry(quarantined_copy.id, override_maximum_age=True)
+        deliver(handler, quarantined_copy)
+        deliver(handler, quarantined_copy, redelivered=True)
+        run_to_the_end()
+        assert (the_row().duplicates, effects()) == (2, 2)
+
+    def test_second_override_of_the_same_message_does_nothing(self, quarantined_copy):
+        row = the_row().pk
+
+        assert [decisions.override_maximum_age("default", row) for _ in range(2)] == [True, False]
+
+        assert (drain(), drain(), effects()) == (1, 0, 2)
+
+    def test_overridden_message_that_fails_becomes_an_ordinary_dead_letter(self, handles, quarantined_copy):
+        def fails(message):
+            raise ValueError("no stock")
+
+        registry.remove("tests.handler0")
+        handles(fails, name="tests.handler0")
+        retry(quarantined_copy.id, override_maximum_age=True)
+        run_to_the_end()
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
+
+        assert retry(quarantined_copy.id) == "1 message is due now."
+
+    def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
+        retry(quarantined_copy.id, override_maximum_age=True)
+
+        assert f"overridden for message {quarantined_copy.id} (tests.handler0)" in caplog.text
+
+    def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
+        assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
+        assert retry(all=True, dry_run=True, override_maximum_age=True) == "1 message would be retried."
+
+        assert the_row().quarantined
+
+    def test_override_of_an_ordinary_dead_letter_does_nothing(self, handles):
+        deliver(handles(lambda message: 1 / 0))
+        run_to_the_end()
+
+        assert not decisions.override_maximum_age("default", the_row().pk)
+
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
+
+    def test_quarantined_message_can_be_skipped_without_an_override(self, quarantined_copy):
+        assert decisions.skip("default", the_row().pk, "handled in May, see the books")
+
+        assert (the_row().state, effects()) == (State.SKIPPED, 1)
+
+
+@every_database
+class TestDeadLetterOnDay40:
+    def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_40(self, handles):
+        def fails(message):
+            raise ValueError("no stock")
+
+        handler, envelope = handles(fails, name="tests.h"), an_envelope()
+        deliver(handler, envelope)
+        run_to_the_end()
+        envelope = shift_into_the_past(40 * DAY, envelope)
+        purge()
+        handler = handles(the_effect, name="tests.h2")
+        InboxMessage.objects.update(handler=handler.name)
+
+        assert deliver(handler, envelope) is Received.DUPLICATE, "the broker's copy is a duplicate of the row"
+        assert retry(envelope.id) == "1 message is due now."
+        assert drain() == 1
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+    def test_dead_letter_kept_by_the_broker_for_40_days_is_quarantined(self, handles):
+        """It is replayed from a dead-letter queue of the broker, and the inbox has no row of it."""
+        late = an_envelope(created_at=utcnow() - 40 * DAY)
+
+        assert deliver(handles(the_effect), late, redelivered=True) is Received.DEAD
+
+        assert (the_row().quarantined, effects()) == (True, 0)
+
+
+@every_database
+class TestClockSkew:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """Shift this machine's clock: `clock(skew)`."""
+        return lambda skew: monkeypatch.setattr(reading, "utcnow", lambda: utcnow() + skew)
+
+    @pytest.mark.parametrize("skew", [-SKEW, SKEW])
+    def test_clock_skew_of_two_hours_changes_nothing_for_a_fresh_message(self, handles, clock, skew):
+        clock(skew)
+
+        assert deliver(handles(the_effect)) is Received.HANDLED
+        assert effects() == 1
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        producer=st.floats(-2, 2),
+        consumer=st.floats(-2, 2),
+        age_when_handled=st.floats(0, 29 * 24 - 4),
+        hours_until_the_copy=st.floats(0, 60 * 24) | st.floats(28 * 24, 31 * 24),
+    )
+    def test_clock_skew_of_two_hours_on_either_side_lets_no_copy_run_again(
+        self, handles, clock, producer, consumer, age_when_handled, hours_until_the_copy
+    ):
+        """The effect happens once, at any time of the copy's arrival and whether or not the row was purged."""
+        InboxMessage.objects.all().delete()
+        Effect.objects.all().delete()
+        handler = handles(the_effect)
+        clock(consumer * HOUR)
+        envelope = an_envelope(created_at=utcnow() - (age_when_handled - producer) * HOUR)
+        assert deliver(handler, envelope) is Received.HANDLED
+
+        envelope = shift_into_the_past(hours_until_the_copy * HOUR, envelope)
+        purge()
+
+        assert deliver(handler, envelope) in {Received.DUPLICATE, Received.DEAD}
+        run_to_the_end()
+        assert effects() == 1
+
+    def test_clock_skew_beyond_the_margin_would_run_a_copy_again(self, handles, clock):
+        """This is why the margin is a day, and what happens on a machine whose clock is days behind."""
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+        envelope = shift_into_the_past(OPTIONS.RETENTION + HOUR, envelope)
+        purge()
+
+        clock(-OPTIONS.MAX_AGE_MARGIN - 2 * HOUR)
+
+        assert deliver(handler, envelope) is Received.HANDLED
+        assert effects() == 2
+
+
+class TestConsumerWithSkewedClock:
+    """A real process under faketime; the databases and the broker have the right time."""
+
+    @pytest.fixture
+    def skewed_by(self, process_environment, rabbitmq_url, tmp_path):
+        def start(hours):
+            shown = subprocess.run(
+                [str(binaries.faketime()), "-f", f"{hours:+}h", "env"], check=True, capture_output=True, text=True
+            )
+            clock = dict(
+                line.partition("=")[::2] for line in shown.stdout.splitlines() if line.startswith(("LD_", "DYLD", "FAKE"))
+            )
+            declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
+            environment = {
+                **process_environment,
+                **as_environment(
+                    INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": "outbox", "GROUP": "tests"},
+                    OUTBOX={"BROKER_URL": rabbitmq_url},
+                ),
+                **clock,
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+                "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            }
+            return Process(environment, tmp_path / "consumer.log", "inbox_consume")
+
+        return start
+
+    @pytest.mark.parametrize("hours", [-2, 2])
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    def test_consumer_with_skewed_clock_handles_fresh_and_quarantines_old_messages(
+        self, skewed_by, rabbitmq_server, rabbitmq_url, hours
+    ):
+        def sent(name, age):
+            created_at = utcnow() - age
+            send(rabbitmq_url, JOB, {}, message_id=name, headers={"cloudEvents:time": created_at.isoformat()})
+
+        with skewed_by(hours) as process:
+            sent("fresh", timedelta())
+            sent("young enough", OPTIONS.oldest_run - SKEW - HOUR)
+            sent("too old", OPTIONS.RETENTION + timedelta(minutes=1))
+            process.until(lambda: InboxMessage.objects.filter(state__in=[State.DONE, State.DEAD]).count() == 3)
+            process.terminate()
+            assert process.ends() == 0
+
+        assert dict(InboxMessage.objects.values_list("message_id", "state")) == {
+            "fresh": State.DONE,
+            "young enough": State.DONE,
+            "too old": State.DEAD,
+        }
+        # The age is in whole days, so it shows which clock was used.
+        too_old = the_row(message_id="too old")
+        assert too_old.last_error.startswith(f"It is {29 if hours < 0 else 30} days old")
+        assert too_old.quarantined
+        assert effects("too old") == 0
+        wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, broker_options(rabbitmq_url)) == 0)

@@ -1,0 +1,250 @@
+"""The inbox's trail: the transitions of a message with process and reason; by default not those of ordinary success."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.identity import process_name
+from inbox import Lease, RetryLater
+from inbox.models import InboxMessage, State, TrailEntry
+from inbox.operators import decisions
+from inbox.receiving.admit import admit
+from inbox.receiving.reading import read
+from inbox.store import arrivals, claims, leases, rows
+from tests.support.deliveries import (
+    OPTIONS,
+    an_envelope,
+    deliver,
+    drain,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HANDLER = "tests.reserve_stock"
+BOOM = "ValueError: no stock"
+LEASE = timedelta(hours=1)
+
+
+def trail_of(message_id):
+    """From-state, to-state and reason of each trail entry of the message, in order."""
+    entries = TrailEntry.objects.filter(message_id=message_id).order_by("pk")
+    assert {(entry.process, entry.handler) for entry in entries} <= {(process_name(), HANDLER)}
+    return [(entry.was, entry.became, entry.reason) for entry in entries]
+
+
+@pytest.fixture
+def failing(handles):
+    def fail(message):
+        raise ValueError("no stock")
+
+    return partial(handles, fail, name=HANDLER)
+
+
+class TestFailedAttempts:
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_each_failed_attempt_is_recorded_with_its_error_until_the_message_is_dead(self, failing, redelivered):
+        handler, envelope = failing(), an_envelope()
+
+        deliver(handler, envelope, redelivered=redelivered)
+        run_to_the_end()
+
+        first = (State.RECEIVED if redelivered else "", State.RETRYING, BOOM)
+        assert trail_of(envelope.id) == [
+            first,
+            (State.RETRYING, State.RETRYING, BOOM),
+            (State.RETRYING, State.DEAD, BOOM),
+        ]
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, redelivered):
+        handler, envelope = failing(lease=Lease(duration=LEASE)), an_envelope()
+
+        deliver(handler, envelope, redelivered=redelivered)
+        make_due()
+        drain()
+
+        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
+
+    def test_each_failed_attempt_under_a_lease_in_redis_is_recorded(self, failing, redis_url):
+        handler, envelope, given = failing(lease=Lease(duration=LEASE)), an_envelope(), options(LEASE_STORE=redis_url)
+
+        deliver(handler, envelope, given=given)
+        make_due()
+        drain(given)
+
+        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
+
+    def test_retry_later_is_not_recorded_as_a_failed_attempt(self, handles):
+        def later(message):
+            raise RetryLater(LEASE)
+
+        envelope = an_envelope()
+        deliver(handles(later, name=HANDLER), envelope)
+        make_due()
+        drain()
+
+        assert the_row().state == State.RETRYING
+        assert trail_of(envelope.id) == []
+
+    def test_failure_of_an_expired_claim_is_not_recorded(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+        before = trail_of(envelope.id)
+
+        failure = rows.Failure(error="late", retry_after=None, attempts=9)
+        assert not claims.fail_stored("default", InboxMessage(pk=the_row().pk, fence=9), failure)
+
+        assert trail_of(envelope.id) == before
+
+    def test_failure_that_is_rolled_back_is_not_recorded(self, failing):
+        handler, envelope = failing(), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+
+        with transaction.atomic():
+            arrivals.store_failed("default", arrival.row, rows.Failure(error="x", retry_after=None, attempts=1), LEASE)
+            transaction.set_rollback(True)
+
+        assert trail_of(envelope.id) == []
+
+
+class TestOtherTransitions:
+    def test_quarantine_and_its_override_are_recorded_with_their_reasons(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope(created_at=utcnow() - timedelta(days=400))
+        deliver(handler, envelope)
+        reason = the_row().last_error
+
+        call_command("inbox_retry", envelope.id, override_maximum_age=True, verbosity=0)
+
+        assert trail_of(envelope.id) == [
+            ("", State.DEAD, reason),
+            (State.DEAD, State.RETRYING, "the maximum message age was overridden; inbox_retry"),
+        ]
+
+    def test_operator_actions_are_recorded_with_the_operators_name(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+
+        decisions.retry("default", the_row().pk, reason="by ann in the admin")
+        decisions.skip("default", the_row().pk, "sold out", by="by ann in the admin")
+        assert not decisions.retry("default", the_row().pk, reason="too late")
+
+        assert trail_of(envelope.id)[1:] == [
+            (State.RETRYING, State.RETRYING, "by ann in the admin"),
+            (State.RETRYING, State.SKIPPED, "sold out; by ann in the admin"),
+        ]
+
+    def test_shedding_is_recorded_with_its_reason(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
+
+        admit(handler, [(read(handler, envelope, OPTIONS), False)], OPTIONS, shed="too many wait")
+
+        assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
+
+    def test_expired_lease_is_recorded_when_another_process_takes_it(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
+        row = read(handler, envelope, OPTIONS).row
+        for take_over in (partial(deliver, handler, envelope), drain):
+            InboxMessage.objects.all().delete()
+            TrailEntry.objects.all().delete()
+            leases.lease_fresh("default", row, LEASE, LEASE)
+            InboxMessage.objects.update(next_attempt_at=DatabaseTime())
+
+            take_over()
+
+            assert the_row().state == State.DONE
+            ((was, became, reason),) = trail_of(envelope.id)
+            assert (was, became) == (State.RUNNING, State.RUNNING)
+            assert "its lease had ended" in reason
+
+    def test_abandoned_message_is_recorded_as_dead_with_its_reason(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+        InboxMessage.objects.update(next_attempt_at=None)
+
+        assert len(claims.dead_letter_abandoned("default")) == 1
+
+        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, rows.ABANDONED)]
+
+    def test_refused_message_of_an_ordered_handler_is_recorded_as_dead(self, handles):
+        handler = handles(the_effect, name=HANDLER, ordered=True)
+        good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
+
+        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (good, old)], OPTIONS)
+
+        assert trail_of(good.id) == []
+        assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
+
+
+class TestHandledMessage:
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_handled_message_is_not_recorded_and_costs_no_statement(self, handles, stored):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
+
+        with CaptureQueriesContext(connection) as captured:
+            deliver(handler, envelope, redelivered=stored)
+            if stored:
+                drain()
+
+        assert the_row().state == State.DONE
+        assert trail_of(envelope.id) == []
+        assert captured.captured_queries
+        assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
+
+
+class TestTrailOfEverything:
+    @pytest.fixture(autouse=True)
+    def everything(self):
+        with override_settings(INBOX={"TRAIL": "all"}):
+            yield
+
+    def test_fresh_delivery_is_recorded_as_done(self, handles):
+        envelope = an_envelope()
+        deliver(handles(the_effect, name=HANDLER), envelope)
+
+        assert trail_of(envelope.id) == [("", State.DONE, "")]
+
+    def test_stored_message_is_recorded_as_received_and_then_done(self, handles):
+        envelope = an_envelope()
+        deliver(handles(the_effect, name=HANDLER), envelope, redelivered=True)
+        drain()
+
+        assert trail_of(envelope.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
+
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_leased_message_is_recorded_as_running_and_then_done(self, handles, stored):
+        handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
+        if stored:
+            arrivals.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
+            drain()
+        else:
+            deliver(handler, envelope)
+
+        begun = [("", State.RECEIVED, ""), (State.RECEIVED, State.RUNNING, "")] if stored else [("", State.RUNNING, "")]
+        assert trail_of(envelope.id) == [*begun, (State.RUNNING, State.DONE, "")]
+
+    def test_ordered_message_is_recorded_as_waiting_for_its_predecessor(self, handles):
+        handler = handles(the_effect, name=HANDLER, ordered=True)
+        first, second = an_envelope(key="k"), an_envelope(key="k")
+        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
+        drain()
+
+        assert trail_of(first.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
+        assert trail_of(second.id) == [
+            ("", State.WAITING, ""),
+            (State.WAITING, State.RECEIVED, ""),
+            (State.RECEIVED, State.DONE, ""),
+        ]

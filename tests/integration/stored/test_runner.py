@@ -1,0 +1,332 @@
+"""The runner: a stored message is run once, when it is due, by a process that has its handler."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import OperationalError, connections, transaction
+
+from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.loop import StopRequest
+from inbox import signals
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage, State
+from inbox.operators import decisions, purging
+from inbox.receiving.admit import hand_over
+from inbox.receiving.execute import Received
+from inbox.receiving.reading import read
+from inbox.runner import Runner
+from inbox.store import arrivals, claims, due, rows
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+
+def stored(handler, **attributes):
+    """Store a message of `handler` that is due, as local:// and the careful path do."""
+    arrival = read(handler, an_envelope(**attributes), OPTIONS)
+    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
+    return arrival.row
+
+
+def fails(message):
+    the_effect(message)
+    raise ValueError("no stock")
+
+
+def test_due_messages_are_run_oldest_first(handles):
+    seen = []
+    handler = handles(lambda message: seen.append(message.biz_id))
+    for name in "abc":
+        stored(handler, biz_id=name)
+
+    assert drain() == 3
+
+    assert seen == ["a", "b", "c"]
+    assert drain() == 0
+
+
+def test_message_of_an_unregistered_handler_stays_unchanged(handles):
+    """It belongs to a worker of another deployment, and must not lose attempts meanwhile."""
+    stored(handles(the_effect, name="tests.elsewhere"))
+    registry.remove("tests.elsewhere")
+    handles(the_effect, name="tests.known")
+
+    assert drain() == 0
+
+    assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
+    handles(the_effect, name="tests.elsewhere")
+    assert drain() == 1
+    assert effects() == 1
+
+
+def test_failing_message_delays_no_other(handles):
+    bad, good = handles(fails, name="tests.bad"), handles(the_effect, name="tests.good", topic="other")
+    stored(bad)
+    stored(good, topic="other")
+
+    assert drain() == 2
+
+    states = dict(InboxMessage.objects.values_list("handler", "state"))
+    assert states == {"tests.bad": State.RETRYING, "tests.good": State.DONE}
+
+
+def test_six_concurrent_runners_run_every_message_exactly_once(handles):
+    handler = handles(the_effect)
+    names = {stored(handler).biz_id for _ in range(40)}
+
+    ran = at_once([drain] * 6)
+    # On SQLite a runner that meets a lock may end before the others.
+    while make_due():
+        ran.append(drain())
+
+    assert sum(ran) == 40
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(names)
+    assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+
+
+def test_runner_asked_to_stop_finishes_the_running_handler(handles):
+    begun, go_on, stop = threading.Event(), threading.Event(), StopRequest()
+
+    def handle(message):
+        begun.set()
+        assert go_on.wait(A_WHILE)
+        the_effect(message)
+
+    stored(handles(handle))
+    with InAThread(lambda: Runner(OPTIONS).run(stop)):
+        assert begun.wait(A_WHILE)
+        stop.set()
+        go_on.set()
+
+    assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+def test_running_runner_picks_up_messages_that_become_due(handles):
+    stop, handler = StopRequest(), handles(the_effect)
+    with InAThread(lambda: Runner(options(POLL_INTERVAL=timedelta(milliseconds=20))).run(stop)):
+        try:
+            for name in ("first", "second"):
+                stored(handler, biz_id=name)
+                wait_until(lambda name=name: effects(name) == 1)
+        finally:
+            stop.set()
+
+
+def test_runner_runs_each_handler_on_its_own_database(handles):
+    def handle(message):
+        Effect.objects.using("other").create(name=message.biz_id)
+
+    stored(handles(the_effect, name="tests.here"), biz_id="here")
+    stored(handles(handle, name="tests.there", using="other", topic="there"), biz_id="there", topic="there")
+
+    assert drain() == 2
+
+    assert (effects("here"), Effect.objects.using("other").get().name) == (1, "there")
+
+
+@pytest.mark.parametrize("alias", ["default", "other"])
+def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database(handles, alias):
+    """Such a row has no due time: without the sweep it would stay unnoticed for ever."""
+    for using in ("default", "other"):
+        handler = handles(the_effect, using=using, name=f"tests.{using}")
+        stored(handler)
+    InboxMessage.objects.using(alias).update(next_attempt_at=None)
+    InboxMessage.objects.using("other" if alias == "default" else "default").all().delete()
+    announced = []
+
+    def listen(sender, handler, message_id, error, **extra):
+        announced.append((handler, message_id, error))
+
+    signals.message_dead.connect(listen)
+    try:
+        drain()
+    finally:
+        signals.message_dead.disconnect(listen)
+
+    row = InboxMessage.objects.using(alias).get()
+    assert (row.state, row.last_error) == (State.DEAD, rows.ABANDONED)
+    assert row.settled_at is not None
+    assert announced == [(f"tests.{alias}", row.message_id, rows.ABANDONED)]
+
+
+@contextmanager
+def default_database_unavailable(monkeypatch):
+    with monkeypatch.context() as away:
+        if connections["default"].vendor == "sqlite":
+            away.setitem(connections["default"].settings_dict, "NAME", "/nowhere/at/all.sqlite3")
+        else:
+            away.setitem(connections["default"].settings_dict, "PORT", "1")
+        connections["default"].close()
+        yield
+
+
+def test_unavailable_database_does_not_starve_the_other(handles, monkeypatch):
+    handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
+    stored(handler)
+    handles(the_effect, topic="here")
+    stop = StopRequest()
+    with default_database_unavailable(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
+        try:
+            wait_until(lambda: Effect.objects.using("other").count() == 1)
+        finally:
+            stop.set()
+
+
+def test_runner_turn_does_not_wait_for_an_unavailable_database(handles, monkeypatch):
+    """The threads that take turns also handle the deliveries from the broker."""
+    handles(the_effect)
+    runner, began_at = Runner(OPTIONS), monotonic()
+    asked, orphans = [], due.orphans
+
+    def count(alias, handlers):
+        asked.append(alias)
+        return orphans(alias, handlers)
+
+    monkeypatch.setattr(due, "orphans", count)
+    with default_database_unavailable(monkeypatch):
+        for _ in range(30):
+            assert runner.turn() == 0
+
+    # Between two questions it leaves the database alone, and goes on.
+    assert 1 <= len(asked) < 30
+    assert monotonic() - began_at < A_WHILE
+
+
+def test_purge_deletes_only_old_settled_messages(handles):
+    handler = handles(the_effect)
+    old = OPTIONS.RETENTION + timedelta(days=1)
+    for state in State:
+        stored(handler, biz_id=f"old {state}")
+        stored(handler, biz_id=f"new {state}")
+    for row in InboxMessage.objects.all():
+        age, state = row.biz_id.split()
+        InboxMessage.objects.filter(pk=row.pk).update(
+            state=state, settled_at=utcnow() - (old if age == "old" else timedelta()), received_at=utcnow() - old
+        )
+
+    assert purging.purgeable("default", OPTIONS.RETENTION) == 3
+    assert list(purging.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
+
+    left = set(InboxMessage.objects.values_list("biz_id", flat=True))
+    assert {f"old {state}" for state in State} - left == {f"old {state}" for state in ("done", "skipped", "shed")}
+    assert {f"new {state}" for state in State} <= left
+
+
+def test_an_operators_retry_gives_a_full_set_of_attempts(handles):
+    handler = handles(fails)
+    deliver(handler)
+    run_to_the_end()
+    assert the_row().state == State.DEAD
+
+    assert decisions.retry("default", the_row().pk)
+
+    assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
+    drain()
+    assert (the_row().state, the_row().attempts) == (State.RETRYING, 1)
+
+
+def test_skipped_message_is_never_run(handles):
+    handler, envelope = handles(fails), an_envelope()
+    deliver(handler, envelope)
+
+    assert decisions.skip("default", the_row().pk, "the customer called")
+    assert not decisions.retry("default", the_row().pk)
+    make_due()
+    drain()
+
+    assert (the_row().state, effects()) == (State.SKIPPED, 0)
+    assert "the customer called" in the_row().last_error
+    assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+
+
+def test_done_message_can_neither_be_retried_nor_skipped(handles):
+    deliver(handles(the_effect))
+
+    assert not decisions.retry("default", the_row().pk)
+    assert not decisions.skip("default", the_row().pk, "no")
+    run_to_the_end()
+
+    assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+def test_stored_messages_of_an_unknown_handler_are_logged(handles, caplog):
+    old = handles(the_effect, name="tests.old_name")
+    stored(old)
+    stored(old)
+    registry.remove("tests.old_name")
+    handles(the_effect, name="tests.new_name")
+
+    assert Runner(OPTIONS).drain(StopRequest()) == 0
+
+    assert "2 stored messages wait for the handler 'tests.old_name'" in caplog.text
+
+
+def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
+    stop = StopRequest()
+
+    def handle(message):
+        the_effect(message)
+        stop.set()
+
+    handler = handles(handle, ordered=True)
+    for name in "ab":
+        with transaction.atomic():
+            hand_over(handler, read(handler, an_envelope(biz_id=name, key="key"), OPTIONS))
+
+    assert Runner(OPTIONS).drain(stop) == 1
+
+    row = the_row(biz_id="b")
+    assert (row.state, row.attempts, effects("b")) == (State.RECEIVED, 0, 0)
+    assert drain() == 1
+    assert (the_row(biz_id="b").attempts, effects("b")) == (1, 1)
+
+
+def test_unexpected_error_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
+    stored(handles(the_effect))
+
+    def fail(*arguments, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(claims, "claim_due", fail)
+
+    with pytest.raises(ZeroDivisionError):
+        Runner(OPTIONS).drain(StopRequest())
+
+
+def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_available(handles, caplog, monkeypatch):
+    stored(handles(the_effect, name="tests.old_name"))
+    registry.remove("tests.old_name")
+    handles(the_effect, name="tests.new_name")
+    ask, failures = due.orphans, [OperationalError("connection refused")]
+
+    def fail_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return ask(*arguments)
+
+    monkeypatch.setattr(due, "orphans", fail_once)
+
+    assert Runner(OPTIONS).drain(StopRequest()) == 0
+
+    assert not failures
+    assert "1 stored messages wait for the handler 'tests.old_name'" in caplog.text

@@ -1,0 +1,27 @@
+"""The functions at which processes are killed, frozen or made slow.
+
+Names in the product change; a missing name fails the test at once, see `failpoints.patch`.
+"""
+
+SEND = "outbox.transports.amqp.AmqpTransport.send"
+WRITE = "outbox.transports.amqp.AmqpTransport._write"
+AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
+SETTLE = "outbox.store.settling.settle"
+FENCED = "outbox.store.lease.RelayLease.fenced"
+RECORD_CALLS = "outbox.store.settling.record_calls"
+MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
+PASS = "outbox.relay.passes.Pass.run"
+BEGIN_FRESH = "inbox.store.arrivals.begin_fresh"
+BEGIN_STORED = "inbox.store.claims.begin_stored"
+ADMIT = "inbox.store.intake.store_incoming"
+STORE_FAILED = "inbox.store.arrivals.store_failed"
+FAIL_STORED = "inbox.store.claims.fail_stored"
+FINISH = "inbox.store.sentinel.finish"
+EFFECT = "tests.support.apps.effects.models.Effect.save"
+ACK = "amqp.channel.Channel.basic_ack"
+COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
+HAND_OVER = "inbox.local.LocalTransport.send"
+OPEN_RUN = "inbox.joins.store.open_run"
+ADD_PART = "inbox.joins.store.add_part"
+MAKE_DUE = "inbox.joins.store.make_due"
+GATHER = "inbox.joins.store.collected"
