@@ -21,8 +21,9 @@ from outbox import doorbell
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
+from outbox.operators import bulk
 from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
-from outbox.store import bulk, operating, preparing, restoring, unique
+from outbox.store import operating, preparing, restoring, unique
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
 
 operations = OperationTable("outbox")

@@ -65,10 +65,11 @@ from outbox.operations import (
     ROLL_THEM_BACK,
     is_overdue,
 )
+from outbox.operators import figures
+from outbox.operators.groups import groups, notes
 from outbox.relay.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, heartbeats, operating, unique
-from outbox.store.groups import groups, notes
+from outbox.store import heartbeats, operating, unique
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY

@@ -7,8 +7,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.traffic import Traffic, register_traffic
 from exactly_once.operators.minutes import Minutes
 from outbox.models import PausedTopic
+from outbox.operators import figures
 from outbox.states import State
-from outbox.store import figures, operating
+from outbox.store import operating
 
 _BACKLOG = (State.READY, State.WAITING, State.PAUSED)
 

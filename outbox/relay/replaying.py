@@ -31,10 +31,11 @@ from exactly_once.process.clock import monotonic
 from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.operations import ACTIONS, operations, why_not
+from outbox.operators import bulk
 from outbox.relay.outgoing import outgoing
 from outbox.relay.waves import waves
 from outbox.states import State
-from outbox.store import bulk, replaying, trail
+from outbox.store import replaying, trail
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
 from outbox.store.replaying import Selection
 from outbox.transports import open_transport
