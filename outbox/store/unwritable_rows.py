@@ -32,6 +32,8 @@ Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]
 """Changes rows inside an open transaction or in its own, and returns their number."""
 
+_IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE; "
+"""A deferred constraint would raise when the transaction commits, and not for a row."""
 _MANY = 100
 _RETRIED_AT_ONCE = 10
 
@@ -65,22 +67,24 @@ def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
     connection = connections[alias]
     in_transaction = connection.in_atomic_block
     if in_transaction:
-        # One round trip: it is not released, because the transaction soon ends. A deferred constraint would raise at its end.
-        _execute(connection, f"{'SET CONSTRAINTS ALL IMMEDIATE; ' if is_postgresql(connection) else ''}SAVEPOINT writable")
+        # One round trip: it is not released, because the transaction soon ends.
+        _execute(connection, f"{_IMMEDIATE if is_postgresql(connection) else ''}SAVEPOINT writable")
     try:
         return Changed(count=change(rows), done=positions)
     except Error as error:
         if not _may_be_of_one(error, positions):
             raise
     if in_transaction:
-        _execute(connection, "ROLLBACK TO SAVEPOINT writable")
         transaction.set_rollback(False, using=alias)
+        _execute(connection, "ROLLBACK TO SAVEPOINT writable")
     with transaction.atomic(using=alias):
         return change_each(alias, rows, change)
 
 
 def change_each(alias: str, rows: Rows, change: Change) -> Changed:
     """Call `change` with each row alone; see `change_writable`. Inside an open transaction."""
+    if is_postgresql(connections[alias]):
+        _execute(connections[alias], _IMMEDIATE)
     keys = _keys(alias, rows)
     count, done, stopped_keys = 0, set[int](), set[str]()
     unwritable: dict[int, Error] = {}
