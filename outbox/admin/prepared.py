@@ -16,7 +16,7 @@ from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.models import PreparedMessage
-from outbox.operations import ASK_AGAIN, COMMIT_THEM, ROLL_THEM_BACK
+from outbox.operators.operations import ASK_AGAIN, COMMIT_THEM, ROLL_THEM_BACK
 from outbox.states import UNDECIDED, State
 
 

@@ -20,7 +20,7 @@ from exactly_once.sql.now import DatabaseTime
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
 from outbox.models import ScheduledMessage
-from outbox.operations import CANCEL_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM
+from outbox.operators.operations import CANCEL_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM
 from outbox.states import State
 
 

@@ -16,7 +16,7 @@ from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.dead_letters import letters
 from outbox.models import TrailEntry
-from outbox.operations import operations
+from outbox.operators.operations import operations
 from outbox.states import State
 from outbox.store import heartbeats, history, pausing, pending_callbacks, preparing
 

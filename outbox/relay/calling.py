@@ -27,6 +27,7 @@ from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
+from outbox.store.dialect import begin_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
     began_at = monotonic()
     try:
         with transaction.atomic(using=call.alias, durable=True):
-            pending_callbacks.bound_call(call.alias, options.CALLBACK_TIMEOUT)
+            begin_bounded(call.alias, options.CALLBACK_TIMEOUT)
             registry.call(call.callback, pending_callbacks.begin_call(call))
             pending_callbacks.finish_call(call)
     except BaseException as error:

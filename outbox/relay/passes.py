@@ -29,12 +29,12 @@ from outbox.conf import OutboxOptions
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
-from outbox.relay.outgoing import outgoing
-from outbox.relay.waves import waves
 from outbox.store import claiming, lease, settling
 from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
+from outbox.store.outgoing import outgoing
 from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import UnwritableRows
+from outbox.store.waves import waves
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import NOW_AFTER, now
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import FIRST_DAY, HOLDING_KEY
-from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of, live
+from outbox.store.dialect import (
+    HISTORY,
+    LIVE_PART,
+    LOCK_SPACE,
+    PAUSED_TOPICS,
+    READ_COMMITTED,
+    TABLE,
+    any_of,
+    array_of,
+    begin_bounded,
+    live,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -401,19 +412,12 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
     Raises:
         django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
-    # In the transaction of a test the settings would remain after the pass.
-    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
-        return
-    milliseconds = int(longest.total_seconds() * 1000)
-    for_a_lock = min(milliseconds, _LONGEST_WAIT_FOR_A_LOCK)
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; "
-            f"SET LOCAL statement_timeout = {milliseconds}; SET LOCAL lock_timeout = {for_a_lock}; "
-            "SET LOCAL enable_seqscan = off; "
-            f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
-        )
+    for_a_lock = min(int(longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
+    then = (
+        f"SET LOCAL lock_timeout = {for_a_lock}; SET LOCAL enable_seqscan = off; "
+        f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
+    )
+    begin_bounded(alias, longest, first=READ_COMMITTED, then=then)
 
 
 def claim_ready(

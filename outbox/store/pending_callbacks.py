@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now
 from exactly_once.sql.rows import value_of
@@ -122,18 +122,6 @@ def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection
             attempts=F("attempts") + 1, available_at=DatabaseTime(lease)
         )
     return claimed
-
-
-def bound_call(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction if it is idle, or executes one statement, for this long."""
-    # In the transaction of a test the settings would remain after the call.
-    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
-        return
-    milliseconds = int(longest.total_seconds() * 1000)
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}"
-        )
 
 
 def begin_call(call: DueCall) -> SettledMessage:

@@ -6,15 +6,11 @@ A second restore finds nothing to restore, and a restore that was killed is cont
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import NamedTuple
 
 from django.db import IntegrityError, OperationalError, transaction
-from django.db.models import Count, Min, QuerySet
 
 from exactly_once.sql.faults import is_collision
 from outbox.expressions import IS_AHEAD
@@ -31,39 +27,6 @@ OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
 def restored_by_default(*, by_id: bool) -> Collection[State]:
     """The states to restore by default: those without an automatic next step, and with `by_id` retrying messages as well."""
     return RESTORE.sources if by_id else _ENDED
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The messages to restore: those in one of the `states` that meet all given conditions.
-
-    Attributes:
-        since, until: limits of the instant at which they were cancelled, expired or became dead; `until` is exclusive.
-    """
-
-    positions: Collection[int] | None = None
-    message_ids: Collection[uuid.UUID] | None = None
-    topic: str | None = None
-    biz_id: str | None = None
-    states: Collection[str] = _ENDED
-    since: datetime | None = None
-    until: datetime | None = None
-
-
-class Restorable(NamedTuple):
-    """The messages of one topic and state that a restore would affect.
-
-    Attributes:
-        messages: their number.
-        overdue: the number of those whose delivery time has passed; once restored, they are sent at once.
-        oldest: when the first of them was cancelled, expired or became dead.
-    """
-
-    topic: str
-    state: str
-    messages: int
-    overdue: int
-    oldest: datetime | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +48,6 @@ class Restored:
     @property
     def left(self) -> Mapping[str, int]:
         return Counter(self.unchanged.values())
-
-
-def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
-    """The messages that a restore would affect, by topic and state. They are not locked, so the result may be outdated."""
-    groups = _chosen(alias, selection).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
-    return [
-        Restorable(topic, state, count, count - ahead, oldest)
-        for topic, state, count, ahead, oldest in groups.annotate(
-            Count("id"), ahead=Count("id", filter=IS_AHEAD), oldest=Min("settled_at")
-        )
-    ]
-
-
-def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
-    """The position and message id of the selected messages, the oldest first."""
-    return dict(_chosen(alias, selection).order_by("pk").values_list("pk", "message_id"))
-
-
-def restorable_positions(alias: str, selection: Selection) -> Iterator[int]:
-    """The positions of the selected messages, the oldest first, however many they are."""
-    return _chosen(alias, selection).order_by("pk").values_list("pk", flat=True).iterator(chunk_size=10_000)
 
 
 def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:
@@ -201,16 +143,3 @@ def _move_unless_replaced(
         _move_unless_replaced(alias, half, was, reason, may_wait=may_wait) for half in (positions[:middle], positions[middle:])
     )
     return first[0] + second[0], first[1] + second[1]
-
-
-def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:
-    wanted = {
-        "pk__in": selection.positions,
-        "message_id__in": selection.message_ids,
-        "topic": selection.topic,
-        "biz_id": selection.biz_id,
-        "settled_at__gte": selection.since,
-        "settled_at__lt": selection.until,
-    }
-    given = {field: value for field, value in wanted.items() if value is not None}
-    return OutboxMessage.objects.using(alias).filter(state__in=selection.states, **given)

@@ -20,7 +20,7 @@ from outbox import Draft, publish_many
 from outbox.expressions import Today
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import replaying
+from outbox.store import backfilling
 from outbox.store.claiming import read_published, shard_holders
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.aliases import the_default_at
@@ -214,7 +214,7 @@ def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_other
 
     def hand_over():
         with transaction.atomic():
-            replaying.stop_passes("default")
+            backfilling.stop_passes("default")
             read_published("default", [message.position for message in messages])
 
     server = FaultProxy("127.0.0.1", int(urlsplit(process_environment["DATABASE_URL"]).port))
