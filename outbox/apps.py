@@ -27,7 +27,7 @@ class OutboxConfig(AppConfig):
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.alerting import CONDITIONS
         from outbox.operators import dry_run, life
-        from outbox.relay.heartbeat import RELAYS
+        from outbox.operators.relays import RELAYS
 
         escape_log_lines()
         register_part("outbox", "outbox.management.part.OutboxPart")

@@ -25,6 +25,7 @@ from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.wire.text import describe
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
+from outbox.operators.callbacks import pending_calls
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
 from outbox.store.dialect import begin_bounded
@@ -70,7 +71,7 @@ class _Claims:
         return [_Callback(call, self._options, utcnow()) for call in claimed]
 
     def _report_unknown(self) -> None:
-        if unknown := pending_callbacks.pending_calls(self._alias).unknown:
+        if unknown := pending_calls(self._alias).unknown:
             logger.warning(
                 "%d pending callbacks have names that this process does not know. They stay pending until a process with these "
                 "callbacks calls them, or an operator discards them. Check whether a function was renamed without name=.",

@@ -70,12 +70,6 @@ def defer_check(alias: str, position: int, every: timedelta, said: str) -> bool:
     )
 
 
-def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
-    """The topics, other than these, that have undecided messages."""
-    others = OutboxMessage.objects.using(alias).filter(day=LIVE, state__in=UNDECIDED).exclude(topic__in=topics)
-    return sorted(others.values_list("topic", flat=True).distinct())
-
-
 def record_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
     """The number of messages per other topic whose check is overdue by `overdue`.
 
