@@ -235,14 +235,23 @@ class ActingAdmin(ReadOnlyAdmin):
     def permits(self, request: HttpRequest, action: Action) -> bool:
         return request.user.has_perm(action.codename(self.model))
 
-    def get_actions(self, request: HttpRequest) -> Any:
-        """Those that the user has the permission for. A project may have added others to its site, as functions."""
-        found: Any = super().get_actions(request)
-        return {name: each for name, each in found.items() if not isinstance(each[0], Action) or self.permits(request, each[0])}
+    def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
+        """Those that the user has the permission for. A project may have added others to its site, as functions.
+
+        Args:
+            action_location: given from Django 6.1 on.
+        """
+        found: Any = super().get_actions(request, *([] if action_location is None else [action_location]))
+        return {
+            name: each
+            for name, each in found.items()
+            if not isinstance(action := _function(each), Action) or self.permits(request, action)
+        }
 
     def permitted(self, request: HttpRequest) -> dict[str, Action]:
         """The declared actions that the user has the permission for, by name."""
-        return {name: action for name, (action, *_rest) in self.get_actions(request).items() if isinstance(action, Action)}
+        functions = {name: _function(each) for name, each in self.get_actions(request).items()}
+        return {name: action for name, action in functions.items() if isinstance(action, Action)}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
@@ -437,6 +446,11 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def own_url(self, pk: Any) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=[pk])
+
+
+def _function(action: Any) -> Any:
+    """The function of one of the admin's actions, which is a tuple before Django 6.1."""
+    return action[0] if isinstance(action, tuple) else action.func
 
 
 def by(request: HttpRequest, reason: str = "") -> str:

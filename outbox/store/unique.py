@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
-# The exact condition of the index, because SQLite infers a partial index only from the same text.
-UNLESS_FOUND = f"ON CONFLICT (topic, biz_id) WHERE is_unique AND NOT (state IN ({_GIVEN_UP})) DO NOTHING"
+# SQLite infers a partial index only from the text of its condition, which each version of Django writes in its own way. There
+# the message id is unique, too, and is new.
+UNLESS_FOUND = {
+    "postgresql": f"ON CONFLICT (topic, biz_id) WHERE is_unique AND NOT (state IN ({_GIVEN_UP})) DO NOTHING",
+    "sqlite": "ON CONFLICT DO NOTHING",
+}
 
 _PUBLISHED = (
     "SELECT current_setting('transaction_isolation') = 'read committed', EXISTS ("

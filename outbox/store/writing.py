@@ -126,7 +126,7 @@ def insert(alias: str, row: NewRow) -> int | None:
     connection = connections[alias]
     values, parameters = _values(connection, row)
     with connection.cursor() as cursor:
-        unless = UNLESS_FOUND if row.is_unique else ""
+        unless = UNLESS_FOUND[connection.vendor] if row.is_unique else ""
         cursor.execute(f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id", parameters)
         found = cursor.fetchone()
     if found and row.is_unique and is_published_already(alias, found):

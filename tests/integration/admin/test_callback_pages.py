@@ -73,29 +73,6 @@ class TestCallbackList:
     def test_empty_list_says_that_every_callback_has_returned(self):
         assert "every callback has returned" in self.page().text
 
-    @pytest.mark.parametrize("permission", [VIEW, VIEW_CALLBACKS])
-    def test_pages_require_the_permissions_to_view_callbacks_and_messages(self, permission):
-        row, client = pending(), staff_client(permission, RUN, DISCARD)
-        pages = [
-            client.get(reverse(CALLBACKS)),
-            client.get(reverse(CALLBACK, args=[row.pk])),
-            on_the_list(client, "discard", row),
-        ]
-
-        assert [page.status_code for page in pages] == [403, 403, 403]
-        assert not Page(client.get(reverse("admin:index"))).all("a", href=reverse(CALLBACKS))
-
-    def test_callback_text_adds_no_element(self):
-        shapes = []
-        for text in ("harm/less", NASTY):  # as often broken into lines
-            row = pending(text, message=a_message(State.DEAD, topic=text, settled_at=utcnow()), reason=text, last_error=text)
-            pages = [self.page(), Page(staff_client(VIEW, VIEW_CALLBACKS).get(reverse(CALLBACK, args=[row.pk])))]
-            assert all(text in page.text for page in pages)
-            shapes.append([page.shape for page in pages])
-            row.delete()
-
-        assert shapes[0] == shapes[1]
-
 
 def test_callback_page_links_to_its_message_and_offers_permitted_actions():
     row = pending()
@@ -151,12 +128,3 @@ def test_discard_from_the_callback_page_redirects_to_the_list():
     response = on_the_list(staff_client(VIEW, VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
 
     assert response.url == reverse(CALLBACKS)
-
-
-@pytest.mark.parametrize(("action", "other"), [("call_now", DISCARD), ("discard", RUN)])
-def test_callback_action_requires_its_own_permission(action, other):
-    row = pending()
-
-    on_the_list(staff_client(VIEW, VIEW_CALLBACKS, other), action, row, confirmed="yes")
-
-    assert PendingCallback.objects.get().available_at == row.available_at

@@ -68,14 +68,6 @@ def test_page_of_a_dead_message_offers_to_edit_it_with_the_permission_only(dead)
     assert offered(RETRY, SKIP) == {"retry", "skip"}
 
 
-def test_edit_without_the_permission_changes_nothing(dead):
-    row = dead()
-
-    edit(staff_client(VIEW, RETRY, SKIP), row, confirmed="yes", payload=GOOD, shown="anything")
-
-    assert (InboxMessage.objects.count(), the_row().state) == (1, State.DEAD)
-
-
 def test_form_holds_the_payload_as_json(dead):
     page = Page(edit(staff_client(VIEW, EDIT), dead({"order_id": 7, "amount": "fünf \u202e"})))
 

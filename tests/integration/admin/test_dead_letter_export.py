@@ -74,13 +74,3 @@ def test_page_of_a_dead_letter_has_the_button_and_others_do_not():
     for state, buttons in ((State.DEAD, 1), (State.RETRYING, 0)):
         page = Page(client.get(f"/admin/outbox/outboxmessage/{a_message(state).pk}/change/"))
         assert len(page.all("button", name="action", value="export")) == buttons
-
-
-@pytest.mark.parametrize("permissions", [[VIEW], [VIEW, "restore_outboxmessage", "export_auditentry"]])
-def test_export_needs_its_own_permission(permissions):
-    row = a_message(State.DEAD)
-    client = staff_client(*permissions)
-    response = act(client, "export", row)
-    assert not response.streaming
-    assert not AuditEntry.objects.exists()
-    assert "Export dead letters" not in Page(client.get("/admin/outbox/outboxmessage/")).text

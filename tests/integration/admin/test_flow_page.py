@@ -183,10 +183,6 @@ def test_only_the_app_whose_messages_the_user_may_view_is_shown(permission, seen
     assert "Users with the permission to view the messages of both apps see more of it." in text
 
 
-def test_page_is_refused_without_its_permission():
-    assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
-
-
 def test_ids_on_the_pages_of_messages_and_of_the_audit_log_lead_to_the_flow_if_the_user_may_view_it():
     placed, _ = an_order()
     received = InboxMessage.objects.filter(handler="stock.reserve").get()
@@ -243,18 +239,18 @@ def many():
     row, chained = a_publication("shop.order.placed"), a_publication("shop.order.placed", state=State.READY)
     for like in (row, chained):
         ids = [(like.message_id.int + number) % 2**128 for number in range(1, 10_001)]
-        OutboxMessage.objects.bulk_create(
-            OutboxMessage(
-                **{**{field.attname: getattr(like, field.attname) for field in OutboxMessage._meta.concrete_fields},
-                   "id": None, "message_id": uuid.UUID(int=name), "correlation_id": str(uuid.UUID(int=name))}
-            )
+        columns = {field.attname: getattr(like, field.attname) for field in OutboxMessage._meta.concrete_fields} | {"id": None}
+        published = (
+            OutboxMessage(**columns | {"message_id": uuid.UUID(int=name), "correlation_id": str(uuid.UUID(int=name))})
             for name in ids
-        )  # fmt: skip
-    InboxMessage.objects.bulk_create(
+        )
+        OutboxMessage.objects.bulk_create(published, batch_size=500)
+    received = (
         InboxMessage(handler="shop.handle", topic="t", biz_id=str(number), message_id=str(number), correlation_id=str(number),
                      state="done", body=b"", received_at=utcnow(), settled_at=utcnow())
         for number in range(20_000)
     )  # fmt: skip
+    InboxMessage.objects.bulk_create(received, batch_size=500)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE outbox_outboxmessage")
         cursor.execute("ANALYZE inbox_inboxmessage")

@@ -1,4 +1,4 @@
-"""Every page and every action of the admin is refused without its own permission; the groups that the commands create."""
+"""Every page and every action of the admin is refused without its own permission, and no row is changed but by actions."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ DECLARED = {(label, action.name): action for label, model_admin in OURS.items() 
 ACTIONS = list(DECLARED)
 ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 """Further permissions that a page needs, because it shows rows of another model."""
+ADDED = {"outbox.PausedTopic", "inbox.PausedHandler", "inbox_outgoing_webhooks.Endpoint"}
 VIEWED_WITH = {f"exactly_once.{model}": "view_outboxmessage" for model in ("Operation", "FailureNote")}
 """Pages about messages, which are viewed with the permission to view these."""
 CONFIRMED = {"confirmed": "yes", "reason": "x"}
@@ -194,6 +195,30 @@ def test_page_is_shown_with_the_view_permission_alone(label, a_row):
     assert client.get(url_of(label)).status_code == 200
     if row is not None:
         assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 200
+
+
+@pytest.mark.parametrize("label", sorted(ALSO))
+def test_page_about_messages_is_refused_without_either_of_its_permissions(label, a_row):
+    row = a_row(label)
+
+    for codename in (view_permission(label), *ALSO[label]):
+        client = staff_client(codename)
+        assert [client.get(url_of(label, *page)).status_code for page in ((), ("change", row.pk))] == [403, 403]
+
+
+@pytest.mark.parametrize("label", sorted(OURS))
+def test_row_is_changed_and_deleted_by_actions_only_and_added_only_where_there_is_a_form_for_it(label, a_row):
+    row = a_row(label)
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+
+    assert (client.get(url_of(label, "add")).status_code == 200) == (label in ADDED)
+    if row is not None:
+        before = values_of(row)
+        for page, given in (("change", dict.fromkeys(before, "changed")), ("delete", {"post": "yes"})):
+            response = client.post(url_of(label, page, row.pk), given)
+            assert response.status_code in {302, 403}, "a row of another page leads to that page"
+        assert values_of(row) == before
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])  # a dry run has a connection of its own

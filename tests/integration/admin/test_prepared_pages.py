@@ -18,7 +18,6 @@ from tests.support.admin_pages import (
     DECIDE,
     DETAIL,
     LIST,
-    NASTY,
     RESCHEDULE,
     RESTORE,
     VIEW,
@@ -92,20 +91,6 @@ class TestPreparedList:
     def test_empty_list_says_that_no_message_waits_for_a_decision(self):
         assert "No prepared message waits for a decision." in self.page().text
 
-    def test_list_requires_the_view_permission(self):
-        assert staff_client(DECIDE).get(reverse(PREPARED)).status_code == 403
-
-    def test_message_text_adds_no_element_to_the_prepared_list(self):
-        shapes = []
-        for text in ("harm/less", NASTY):  # as often broken into lines
-            row = undecided(**dict.fromkeys(("topic", "biz_id", "last_error"), text))
-            page = self.page()
-            assert text in page.text
-            shapes.append(page.shape)
-            row.delete()
-
-        assert shapes[0] == shapes[1]
-
     def test_message_list_warns_about_stuck_prepared_messages(self):
         undecided()
         everything = staff_client(VIEW)
@@ -154,16 +139,6 @@ class TestDecision:
             assert row.available_at <= utcnow()
         assert (stuck.attempts, prepared.attempts) == (0, 2)
         assert trail_of(stuck) == [(State.STUCK, State.PREPARED, f"by {User.objects.get().username} in the admin")]
-
-    @pytest.mark.parametrize("action", ["commit", "roll_back", "ask_again"])
-    def test_decision_requires_its_own_permission(self, action):
-        row = undecided(State.STUCK)
-        client = staff_client(VIEW, RESTORE, RESCHEDULE, CANCEL)
-
-        on_the_list(client, action, row, confirmed="yes")
-
-        assert state_of(row) == State.STUCK
-        assert not TrailEntry.objects.exists()
 
 
 class TestPreparedMessagePage:

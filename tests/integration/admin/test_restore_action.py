@@ -9,8 +9,6 @@ from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import (
-    CANCEL,
-    RESCHEDULE,
     RESTORE,
     VIEW,
     Page,
@@ -80,14 +78,6 @@ def test_restore_leaves_a_unique_message_that_was_replaced_and_says_so():
     [(level, words)] = said(response)
     assert level == "warning"
     assert words.endswith("it was published with unique=True, and so was a later message with its topic and biz-id")
-
-
-def test_restore_requires_its_own_permission():
-    row = cancelled()
-
-    act(staff_client(VIEW, RESCHEDULE, CANCEL), "restore", row, confirmed="yes", overdue="on")
-
-    assert state_of(row) == State.CANCELLED
 
 
 def test_search_finds_a_biz_id_in_every_topic():

@@ -117,17 +117,6 @@ class TestScheduledList:
         offered = {found.get("value") for found in Page(staff_client(VIEW, RESCHEDULE).get(reverse(SCHEDULED))).all("option")}
         assert offered == {"", "publish_now", "reschedule"}
 
-    def test_message_text_adds_no_element_to_the_scheduled_list(self):
-        shapes = []
-        for text in ("harm/less", NASTY):  # as often broken into lines
-            row = scheduled(**dict.fromkeys(("topic", "biz_id", "key"), text))
-            page = self.page()
-            assert text in page.text
-            shapes.append(page.shape)
-            row.delete()
-
-        assert shapes[0] == shapes[1]
-
 
 # The plan is that of PostgreSQL, so the test runs there only.
 @pytest.mark.parametrize("query", [{}, {"due": "hour"}], ids=["no filter", "due within an hour"])
@@ -178,14 +167,6 @@ class TestPublishNow:
         assert entry.reason == f"by {user.username} in the admin: customer called; due now"
         assert LogEntry.objects.get().change_message == "To be published now: customer called"
         assert client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk])).context["action_list"]
-
-    def test_publish_now_requires_the_reschedule_permission(self):
-        row = scheduled()
-
-        on_the_list(staff_client(VIEW, CANCEL), "publish_now", row, confirmed="yes")
-
-        assert state_of(row) == State.SCHEDULED
-        assert not TrailEntry.objects.exists()
 
 
 @every_database

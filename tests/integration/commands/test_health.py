@@ -15,8 +15,9 @@ from exactly_once.models import Process as ProcessRow
 from tests.support import mortal
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import InAThread, at_once
+from tests.support.open_transactions import OpenTransaction
 from tests.support.servers import FaultProxy
-from tests.support.waiting import wait_until
+from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import GROUP, Process, as_environment, migrate
 
 mortal_database = mortal.mortal_database
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 urlpatterns = [
     path("health/", include("exactly_once.health")),
 ]
+A_PROBE = 10.0
+"""Seconds: an answer takes two, and longer on a busy machine; a driver that waits for the database takes much longer."""
 COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}
 BOTH = pytest.mark.parametrize("app", sorted(COMMANDS))
 
@@ -201,7 +204,7 @@ def while_frozen(proxy, ask):
     proxy.freeze()
     with InAThread(ask) as asked:
         try:
-            wait_until(lambda: asked.ended)
+            wait_until(lambda: asked.ended, within=A_PROBE)
         finally:
             proxy.thaw()
     return asked.answer
@@ -215,6 +218,28 @@ def test_view_answers_503_while_the_database_is_frozen_and_recovers_with_it(app,
     assert while_frozen(database_behind_a_proxy, lambda: ready(client, app)) == {"database": "unavailable"}
 
     wait_until(lambda: ready(client, app) == {"database": "not migrated"})
+
+
+@override_settings(ROOT_URLCONF=__name__)
+@BOTH
+def test_view_answers_503_while_a_query_waits(app, client):
+    other = OpenTransaction()
+    try:
+        other.does(lock, ProcessRow._meta.db_table).result(A_WHILE)
+        with InAThread(lambda: ready(client, app)) as asked:
+            try:
+                wait_until(lambda: asked.ended, within=A_PROBE)
+            finally:
+                other.rolls_back()
+    finally:
+        other.ends()
+
+    assert asked.answer == {"database": "unavailable"}
+
+
+def lock(table):
+    with connection.cursor() as cursor:
+        cursor.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
 
 
 @override_settings(ROOT_URLCONF=__name__)

@@ -663,7 +663,8 @@ class TestHousekeeping:
 
         assert history.drop_day("default", today)
 
-        dead = execute("SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE relname LIKE %s", f"{HISTORY}%")
+        execute("SELECT pg_stat_force_next_flush()")
+        dead = execute("SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE relname LIKE %s", f"{TABLE}%")
         assert dead == [(0,)]
 
 

@@ -1,0 +1,43 @@
+"""Every page of the admin with a text from outside wherever one is stored: it is shown as text, and makes no element."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib import admin
+from django.db import transaction
+from django.urls import reverse
+
+from tests.support.admin_pages import NASTY, Page
+from tests.support.shop_day import hostile_rows
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
+MODELS = {model._meta.label: model for model in admin.site._registry if model._meta.app_label in APPS}
+HARMLESS = "harm/less"
+"""As often broken into lines."""
+WITHOUT_TEXTS = {"exactly_once.DatabaseHealth", "exactly_once.Flow", "inbox_joins.Run"}
+"""Pages of figures, of a chain that is searched for, and of rows that `hostile_rows` does not have."""
+
+
+def paths_of(model):
+    """The list, and the page of each row."""
+    page = f"admin:{model._meta.app_label}_{model._meta.model_name}"
+    yield reverse(f"{page}_changelist")
+    if model._meta.managed:
+        for row in model.objects.order_by("pk"):
+            yield reverse(f"{page}_change", args=[row.pk])
+
+
+@pytest.mark.parametrize("label", sorted(MODELS))
+def test_text_from_outside_adds_no_element_or_attribute(label, admin_client):
+    shapes = []
+    for text in (HARMLESS, NASTY):
+        with transaction.atomic():
+            hostile_rows(text)
+            pages = [Page(admin_client.get(path, follow=True)) for path in paths_of(MODELS[label])]
+            transaction.set_rollback(True)
+        assert label in WITHOUT_TEXTS or any(text in page.text for page in pages)
+        shapes.append(sorted([element for element in page.shape if element != ("wbr",)] for page in pages))
+
+    assert shapes[0] == shapes[1]
