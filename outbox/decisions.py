@@ -94,8 +94,7 @@ def reschedule(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
-    delay: timedelta | None = None,
-    delay_level: str | int | None = None,
+    delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
@@ -106,16 +105,16 @@ def reschedule(
     of its key still waits for that one.
 
     Args:
-        delay, delay_level, deliver_at: one of them, as for `publish`.
+        delay, deliver_at: one of them, as for `publish`.
         by: who decides, for the trail.
 
     Raises:
         UnknownMessage: see `cancel`.
         InvalidMessage: no time is given, more than one, or an invalid one.
     """
-    at = due(delay, delay_level, deliver_at)
+    at = due(delay, deliver_at)
     if at is None:
-        raise InvalidMessage("reschedule() needs a time: give delay, delay_level or deliver_at, or call publish_now().")
+        raise InvalidMessage("reschedule() needs a time: give delay or deliver_at, or call publish_now().")
     return _reschedule(named(message_id, topic, biz_id), at, using, f"reschedule() by {by}")
 
 

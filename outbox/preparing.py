@@ -40,8 +40,7 @@ def prepare(
     key: str = "",
     headers: Mapping[str, HeaderValue] | None = None,
     priority: int = 0,
-    delay: timedelta | None = None,
-    delay_level: str | int | None = None,
+    delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     expires_in: timedelta | None = None,
     using: str = DEFAULT_DB_ALIAS,
@@ -69,7 +68,6 @@ def prepare(
         headers=headers,
         priority=priority,
         delay=delay,
-        delay_level=delay_level,
         deliver_at=deliver_at,
         expires_in=expires_in,
     )

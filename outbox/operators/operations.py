@@ -164,7 +164,7 @@ class RescheduleForm(ReasonForm):
 def _must_be_near(at: timedelta | datetime) -> None:
     """Apply the limit of `publish`, whose error would name the arguments of `publish`."""
     try:
-        due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
+        due(*((at, None) if isinstance(at, timedelta) else (None, at)))
     except InvalidMessage as error:
         raise forms.ValidationError(gettext("This is too far in the future: the maximum is ten years.")) from error
 
