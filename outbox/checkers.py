@@ -102,8 +102,8 @@ def checker(topic: str) -> Callable[[Function], Function]:
     """Register the decorated function as the checker of `topic`. It is asked about messages that are not decided in time.
 
     It gets an `UndecidedMessage` and returns an `Answer`. It runs in a relay process, outside any transaction, and may be
-    called several times, also by several processes at once. If it raises, or returns anything other than an `Answer`, the relay logs
-    that, writes it to the message, does not count it, and asks again. An `async def` is run to its end.
+    called several times, also by several processes at once. If it raises, or returns anything other than an `Answer`, the
+    relay logs that, writes it to the message, does not count it, and asks again. An `async def` is run to its end.
 
     Raises:
         ValueError: the topic is invalid, or has another checker.
