@@ -109,7 +109,7 @@ def publish(
         headers: text, whole numbers, floats and booleans that travel beside the payload.
         priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
         delay: deliver no earlier than this long from now, by the database's clock; or a delay level, "2m", one of
-            `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. The instant is stored, so a later change of the levels moves no message.
+            `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. The instant is stored: a later change of levels moves no message.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
         unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is retained
