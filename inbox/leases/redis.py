@@ -142,7 +142,7 @@ class RedisLeases:
         raise self._keeps_losing_data()
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE
+        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
         alias, pk = lease.request.handler.using, lease.pk
         if extended and stopping and pk is not None:
             committed(lambda: leases.show_stopping(alias, pk), alias)
@@ -215,8 +215,10 @@ class RedisLeases:
                 return self._mark_row(lease, request.stored) if request.stored else lease
             case ["consumed", same, differs]:
                 return Consumed(counted=request.stored is None, cause=_cause(request, same), conflicting=bool(differs))
-            case ["held", same, differs, milliseconds, attempts]:
-                return Held(int(milliseconds) * _MILLISECONDS, int(attempts), _cause(request, same), conflicting=bool(differs))
+            case ["held", same, differs, milliseconds, attempts, stopping]:
+                cause, is_stopping = _cause(request, same), stopping == "1"
+                remaining = int(milliseconds) * _MILLISECONDS
+                return Held(remaining, int(attempts), cause, conflicting=bool(differs), stopping=is_stopping)
             case ["history lost"]:
                 return HistoryLost(_why_history_lost(self._where))
         return RowDecides()

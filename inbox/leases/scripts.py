@@ -11,7 +11,7 @@ even if it has more now. In both cases every script answers "lost" and does noth
 
 A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
 `message` (short hashes of body and message id), `row` (1: the message has a row in the database, which decides from then on),
-`under` (the incarnation of its last run), `step:…`.
+`under` (the incarnation of its last run), `stopping` (1: its process has been asked to stop), `step:…`.
 """
 
 _READ_META = """
@@ -74,7 +74,8 @@ local owner, duration, keep = ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local stored, attempt, fence_before, doubtful = ARGV[7] == '1', tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
 local digest, message, handler, cause = ARGV[11], ARGV[12], ARGV[13], ARGV[14]
 local under = string.sub(ARGV[1], 1, 8)
-local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'attempts', 'row', 'digest', 'message', 'under')
+local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'attempts', 'row', 'digest', 'message', 'under',
+  'stopping')
 local state, row = found[1], found[6] or '0'
 local differs = (state and found[7] ~= digest) and 1 or 0
 local same = (found[8] == message and (message ~= '' or cause == 'redelivery')) and 1 or 0
@@ -90,7 +91,7 @@ local running = state == 'running' and tonumber(found[4]) > now
 local mine = running and found[2] == owner
 if running and not mine then
   redis.call('HSET', KEYS[2], 'row', 1)
-  return {'held', written(), same, differs, instant(tonumber(found[4]) - now), found[5]}
+  return {'held', written(), same, differs, instant(tonumber(found[4]) - now), found[5], found[10]}
 end
 if state and not stored and row == '1' then return {'row decides', report()} end
 if doubtful and (not state or found[9] ~= under) then return {'history lost', report()} end
@@ -101,7 +102,7 @@ if not mine then
   attempts = stored and attempt or attempts + 1
 end
 redis.call('HSET', KEYS[2], 'state', 'running', 'owner', owner, 'fence', fence, 'until', instant(now + duration),
-  'attempts', attempts, 'row', stored and 1 or row, 'digest', digest, 'message', message, 'under', under)
+  'attempts', attempts, 'row', stored and 1 or row, 'digest', digest, 'message', message, 'under', under, 'stopping', 0)
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEYS[2]) or {}}
 """
@@ -111,7 +112,7 @@ EXTEND = (
     _OURS
     + """
 if not ours then return {'refused', report()} end
-redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[7])))
+redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[7])), 'stopping', ARGV[8])
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'done', written()}
 """

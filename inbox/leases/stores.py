@@ -129,12 +129,14 @@ class Held:
         attempts: attempts so far, that one included.
         cause: why this is a duplicate.
         conflicting: the running message has other content under the same biz-id.
+        stopping: the process of the owner has been asked to stop.
     """
 
     remaining: timedelta
     attempts: int = 0
     cause: DuplicateCause = DuplicateCause.BUSINESS
     conflicting: bool = False
+    stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class LeaseStore(Protocol):
         """Move its end to `by` from now. False: the lease is no longer ours.
 
         Args:
-            stopping: record in its row, if it has one, that its process has been asked to stop.
+            stopping: record that its process has been asked to stop.
         """
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:

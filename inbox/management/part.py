@@ -178,7 +178,8 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
 
 
 def _state(consumer: Any) -> Line:
-    return state_of(consumer, also=f": {', '.join(consumer.facts['handlers']) or _('no handler')}")
+    handlers = ", ".join(consumer.facts["handlers"]) or _("no handler")
+    return state_of(consumer, also=f": {handlers}")
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:

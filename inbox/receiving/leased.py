@@ -240,6 +240,7 @@ def _store_external(request: LeaseRequest, options: InboxOptions, held: Held, *,
         attempts=held.attempts,
         duplicate=held.cause if counting else None,
         conflicting=held.conflicting,
+        stopping=held.stopping,
     )
     return committed(store, request.handler.using)
 

@@ -216,10 +216,14 @@ def store_external(
     attempts: int,
     duplicate: DuplicateCause | None = None,
     conflicting: bool = False,
+    stopping: bool = False,
 ) -> bool:
     """∅ → running, for a message that runs under an external lease; the runner checks it when that lease ends.
 
-    False: the row exists. For the arguments and errors see `store_running`.
+    False: the row exists. For the other arguments and errors see `store_running`.
+
+    Args:
+        stopping: the process that runs it has been asked to stop.
     """
     stored = store_running(
         alias,
@@ -231,6 +235,8 @@ def store_external(
         duplicate=duplicate,
         conflicting=conflicting,
     )
+    if stored is not None and stopping:
+        show_stopping(alias, stored)
     return stored is not None
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from django.db import transaction
 
+from inbox.models import InboxMessage
+from outbox import publish
 from outbox.models import OutboxMessage
+from tests.support.admin_pages import act, staff_client
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.leased import LEASED_JOB
 from tests.support.crash.points import FENCED, FINISH, SEND, SETTLE
 from tests.support.servers import FaultProxy
 
@@ -63,6 +69,34 @@ def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(
         assert world.redelivered() > 0, "the broker never gave the message to another"
         assert relay.is_alive
         world.assert_nothing_went_wrong(world.drain())
+
+
+@pytest.mark.parametrize("store", ["database.DatabaseLeases", "redis.RedisLeases"])
+def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operators_retry(local_world, redis_url, store):
+    """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
+    world = local_world
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.leased.crash_settings"
+    world.inbox_options = {"LEASE_STORE": redis_url if "Redis" in store else "database"}
+    with transaction.atomic():
+        publish(LEASED_JOB, {"do": "wait for the word each time"}, biz_id="job")
+    frozen = world.relay(failpoint=f"stop before inbox.leases.{store}.acquire")
+    world.wait_until(lambda: frozen.is_stopped, "a process is frozen with a message that it has claimed")
+
+    operator = staff_client("view_inboxmessage", "retry_inboxmessage")
+    act(operator, "retry", InboxMessage.objects.get(), page="admin:inbox_inboxmessage_changelist", confirmed="yes")
+    world.relay()
+    world.wait_until(begun, "another process runs it")
+    frozen.wake()
+    world.end(frozen)
+
+    assert begun() == 1
+    Unique.objects.create(name="go job")
+    world.wait_until(world.is_quiet, "the message is handled")
+    assert (begun(), Effect.objects.filter(name="job").count(), world.inbox()) == (1, 1, {"done": 1})
+
+
+def begun():
+    return Effect.objects.filter(name="begun job").count()
 
 
 def settlements():

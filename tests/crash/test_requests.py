@@ -6,12 +6,13 @@ from datetime import timedelta
 
 import pytest
 from django.db import transaction
+from django.db.models import F
 
 from exactly_once.models import Lease
 from exactly_once.wire.context import Cause, caused_by
 from inbox.joins.models import Part
 from inbox.joins.store import TOPIC
-from inbox.models import InboxMessage
+from inbox.models import DUE, InboxMessage
 from inbox.testing import travel
 from outbox import publish, request
 from tests.support.apps.effects.models import Effect
@@ -79,3 +80,22 @@ def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_
     local.wait_until(lambda: InboxMessage.objects.filter(topic=ANSWERED, state="dead").exists(), "the late answer is visible")
 
     assert effects() == [("payment-1", "no answer")]
+
+
+@pytest.mark.parametrize("message", [1, 2], ids=["the request", "the answer"])
+def test_a_message_that_a_killed_process_had_claimed_is_not_missing_at_the_timeout(local, message):
+    """It arrived in time, and it is handled again only after the timeout."""
+    timeout = timedelta(seconds=6)
+    local.environment["TIMEOUT_SECONDS"] = str(timeout.total_seconds())
+    local.inbox_options = {"REDELIVERY_AFTER": 1.5 * timeout.total_seconds(), "CONCURRENCY": 1}
+    ask(is_answered=True)
+    local.dies_at(f"before {ADD_PART} {message}", local.relay)
+    local.relay()
+    messages = InboxMessage.objects.filter(topic__in=[ASKED, ANSWERED])
+    local.wait_until(lambda: messages.count() == 3 and not messages.filter(state__in=DUE).exists(), "all are handled")
+    assert messages.filter(settled_at__gt=F("received_at") + timeout).exists()
+    travel(timedelta(minutes=1))  # when the run looks again
+    local.wait_until(local.is_quiet, "the request has ended")
+
+    assert effects() == [("payment-1", "paid")]
+    assert ended() == {"done"}

@@ -118,6 +118,11 @@ class TestSlots:
 
 
 class TestSlotsOfAHandler:
+    @pytest.fixture(autouse=True)
+    def no_slots_of_other_tests(self, monkeypatch):
+        """A consumer of a later test would report the slots that are taken here."""
+        monkeypatch.setattr(slots_module, "_slots", {})
+
     def test_a_handler_without_concurrency_has_none(self):
         assert slots_of(a_handler("tests.unbounded")) is None
 

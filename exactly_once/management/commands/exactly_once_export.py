@@ -53,7 +53,8 @@ def _export(part: Part, options: dict[str, Any], output: Any) -> int:
         subject = Subject(kind="messages", name=f"{total} messages")
         parameters = {**given, "message_ids": message_ids, "output": options["output"]}
         record(part.app, alias, actor_of_command(__name__), "export", [subject], parameters)
-    with Progress(f"{part.app}: {_('exported')}", total) as progress:
+    exported = _("exported")
+    with Progress(f"{part.app}: {exported}", total) as progress:
         for line in part.letters.lines(rows):
             output.write(line)
             progress.advance(1)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 from datetime import timedelta
 
 import pytest
@@ -16,11 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once import display
-from exactly_once.admin import acting as acting_admin
-from exactly_once.admin.processes import ProcessAdmin
-from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
@@ -43,114 +38,12 @@ from tests.support.admin_pages import (
     staff_client,
     state_of,
 )
-from tests.support.heartbeats import a_relay, write_beat
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
 RELAYS, RELAY = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
 VIEW_RELAYS = "view_process"
 LONG_AGO = timedelta(days=1)
-
-
-class TestMessageList:
-    def test_list_shows_state_topic_age_attempts_and_first_line_of_the_error(self):
-        a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nsecond line")
-
-        text = Page(staff_client(VIEW).get(reverse(LIST))).text
-
-        for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "refused by broker"):
-            assert expected in text
-        assert "second line" not in text
-
-    def test_list_shows_the_time_until_due_and_the_exact_instant_on_hover(self):
-        row = a_message(State.SCHEDULED, due_ago=-timedelta(minutes=50, seconds=50))
-
-        page = Page(staff_client(VIEW).get(reverse(LIST)))
-
-        assert "due in 50 min" in page.text
-        assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
-
-    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
-        for _ in range(60):
-            a_message(State.DEAD)
-        client = staff_client(VIEW, RESTORE, CANCEL)
-        client.get(reverse(LIST))
-
-        # Session, user, permissions (2), what is stuck, count, rows; the classes of errors, topics and hosts to filter by; and
-        # the counts by state, on PostgreSQL in a savepoint with settings of its own.
-        looks = 6 if connection.vendor == "postgresql" else 1
-        with django_assert_num_queries(10 + looks) as queries:
-            client.get(reverse(LIST))
-
-        statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
-        assert len(statements) == 6
-        assert all("LIMIT" in statement for statement in statements)
-        assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
-
-    def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, monkeypatch):
-        monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
-        client = staff_client(VIEW)
-        for _ in range(3):
-            a_message()
-        assert "There are more" not in Page(client.get(reverse(LIST))).text
-
-        a_message()
-
-        assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
-
-
-class TestMessageSearch:
-    @pytest.mark.parametrize(
-        "form",
-        [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "],
-        ids=["dashes", "no dashes", "upper case with spaces"],
-    )
-    def test_search_finds_a_message_id_with_or_without_dashes(self, form):
-        row, _ = a_message(), a_message()
-
-        assert shown(staff_client(VIEW), q=form(row.message_id)) == {row.pk}
-
-    def test_search_finds_a_biz_id_that_looks_like_a_message_id(self):
-        row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
-
-        assert shown(staff_client(VIEW), q=row.biz_id) == {row.pk}
-
-    def test_search_matches_biz_ids_and_topics_exactly(self):
-        one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
-        client = staff_client(VIEW)
-
-        assert shown(client, q="order-1") == {one.pk}
-        assert shown(client, q="shop.order") == {ten.pk}
-        assert shown(client, q="order") == set()
-
-    def test_search_term_that_ends_with_a_star_matches_a_prefix(self):
-        one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
-        client = staff_client(VIEW)
-
-        assert shown(client, q="order-1*") == {one.pk, ten.pk}
-        assert shown(client, q="shop.*") == {one.pk, ten.pk}
-        assert shown(client, q="") == {one.pk, ten.pk, other.pk}
-
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
-            pytest.param("x" * 10_000, id="10,000 characters"),
-            pytest.param("x" * 10_000 + "*", id="10,000 characters and a star"),
-            *("0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
-        ],
-    )
-    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
-        a_message()
-
-        assert shown(staff_client(VIEW), q=odd) == set()
-
-    def test_search_for_a_null_character_is_refused_with_a_message(self):
-        a_message()
-
-        response = staff_client(VIEW).get(reverse(LIST), {"q": "a\x00b"})
-
-        assert "Null characters are not allowed" in Page(response).text
 
 
 class TestMessageFilters:
@@ -180,19 +73,6 @@ class TestMessageFilters:
 
         assert shown(client, stuck="overdue") == {overdue.pk}
         assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
-
-    def test_state_filter_selects_one_state_and_refuses_an_unknown_one(self):
-        dead, _ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
-        client = staff_client(VIEW)
-
-        assert shown(client, state="dead") == {dead.pk}
-        assert shown(client, state="waiting") == {waiting.pk}
-        assert shown(client, state="no such state\x00") == set()
-        assert "“state” has no value “no such state" in Page(client.get(reverse(LIST), {"state": "no such state"})).text
-
-    @pytest.mark.parametrize("lookup", ["biz_id", "body__contains", "last_error__regex"])
-    def test_column_lookups_in_the_query_string_are_refused(self, lookup):
-        assert staff_client(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
 
 
 class TestDetailPage:
@@ -566,91 +446,3 @@ def test_relative_time_is_shown_in_one_unit(distance, expected):
     now = utcnow()
 
     assert display.relative(now - distance, now) == expected
-
-
-class TestStateCounts:
-    def test_list_links_to_each_state_with_its_number_of_messages(self):
-        for state in (State.DEAD, State.DEAD, State.READY):
-            a_message(state)
-
-        page = Page(staff_client(VIEW).get(reverse(LIST)))
-
-        for state, words in (("dead", "Dead (2)"), ("ready", "Ready (1)"), ("published", "Published (0)")):
-            assert words in page.text
-            assert page.all("a", href=f"?state={state}")
-
-
-class TestRelayList:
-    def page(self):
-        return Page(staff_client(VIEW_RELAYS).get(reverse(RELAYS)))
-
-    def test_relay_list_shows_process_version_state_ages_and_rate(self):
-        a_relay()
-
-        text = self.page().text
-
-        for expected in ("relay-1:4711", "1.2.3", "Working", "5 h ago", "4 min ago", "1,234,567", "812.5"):
-            assert expected in text
-        assert "No relay is running" not in text
-
-    def test_relay_list_shows_what_a_relay_waits_for(self):
-        a_relay(waits_for="the broker: connection refused")
-
-        text = self.page().text
-
-        assert "Waiting" in text
-        assert "for the broker: connection refused" in text
-        assert "Working" not in text
-
-    def test_relay_is_shown_as_starting_without_a_pass_time_before_its_first_pass(self):
-        a_relay(last_pass_at=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
-
-        page = self.page()
-
-        assert "Starting" in page.text
-        assert "Working" not in page.text
-        assert len(page.all("time")) == 2, "started and last heartbeat, and no last pass"
-
-    def test_silent_relay_is_shown_as_silent_and_without_a_rate(self):
-        a_relay(silent_for=timedelta(minutes=3), waits_for="the broker", rate=812.5)
-
-        text = self.page().text
-
-        assert "Silent" in text
-        assert "for 3 min" in text
-        assert not {"Working", "Waiting", "812.5"} & set(text.split())
-
-    def test_relay_list_shows_silent_relays_last(self):
-        a_relay(host="silent-host", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
-        a_relay(host="live-host", running_for=timedelta(minutes=2))
-
-        text = self.page().text
-
-        assert text.index("live-host") < text.index("silent-host")
-
-    def test_relay_list_warns_when_no_relay_is_running(self):
-        a_message(State.READY)
-        assert "No relay is running. Messages that are ready: 1." in self.page().text
-
-        a_relay(silent_for=2 * SILENT_AFTER)
-        assert "No relay is running. Messages that are ready: 1." in self.page().text
-
-    def test_relay_list_query_count_does_not_grow_with_rows(self, django_assert_num_queries):
-        for pid in range(50):
-            a_relay(pid=pid)
-        client = staff_client(VIEW_RELAYS)
-        client.get(reverse(RELAYS))
-
-        # session, user, permissions (2), does one run, handlers without a consumer, count, rows
-        with django_assert_num_queries(8):
-            client.get(reverse(RELAYS))
-
-    @pytest.mark.django_db(databases=["default", "other"])
-    def test_relay_admin_of_another_database_lists_the_relays_of_that_database(self, rf):
-        class OtherAdmin(ProcessAdmin):
-            using = "other"
-
-        a_relay(host="here")
-        write_beat("other", host="there")
-
-        assert [row.host for row in OtherAdmin(Process, admin.site).get_queryset(rf.get("/"))] == ["there"]

@@ -69,9 +69,30 @@ def test_queue_with_a_delivery_limit_as_its_argument_is_not_received_from(handle
     assert "delete it" in complaint
 
 
+def test_quorum_queue_without_the_argument_has_the_limit_of_the_brokers_version(handles, rabbitmq_url, caplog):
+    handler, options = handles(the_effect), broker_options(rabbitmq_url)
+    declare_by_hand(rabbitmq_url, queue_name(handler, options), queue_type="quorum")
+    expected = "receiving from 1 queues"
+    if version_of(rabbitmq_url) >= 4:
+        expected = "drops a message that has been delivered 20 times"
+
+    with consuming([handler], options):
+        wait_until(lambda: expected in caplog.text)
+
+
+def version_of(url):
+    with closing(kombu.Connection(url)) as connection:
+        return int(connection.default_channel.connection.server_properties["version"].partition(".")[0])
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [{"queue_type": "quorum"}, {"queue_type": "quorum", "max_length": 1000}, {"queue_type": "classic", "max_length": 1000}, {}],
+    [
+        {"queue_type": "quorum", "delivery_limit": -1},
+        {"queue_type": "quorum", "delivery_limit": -1, "max_length": 1000},
+        {"queue_type": "classic", "max_length": 1000},
+        {},
+    ],
     ids=["quorum", "quorum with a maximum length", "classic with a maximum length", "classic"],
 )
 def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handles, rabbitmq_url, caplog, arguments):

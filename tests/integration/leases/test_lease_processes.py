@@ -190,7 +190,6 @@ class TestInterruptedRuns:
             process.until(lambda: self.have_begun(2))
             self.end_them(process, is_settled)
 
-    @pytest.mark.parametrize("lease_store", ["database"], indirect=True)
     def test_runs_that_a_stop_interrupted_begin_again_at_once(self, consumer, three_running, is_settled):
         hour = timedelta(hours=1)
         with consumer("a", REDELIVERY_AFTER=hour, SHUTDOWN_GRACE=SHORT) as process:

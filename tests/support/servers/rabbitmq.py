@@ -162,6 +162,7 @@ class RabbitServer(PrivateServer):
             "disk_free_limit.absolute": "50MB",
             "default_user": USER,
             "default_pass": USER,
+            "max_message_size": "134217728",  # the default before version 4
             **self._settings,
         }
         lines = [f"{key} = {value}\n" for key, value in configuration.items()]

@@ -1,5 +1,6 @@
 """The join: one row per run, and nothing in the database that would stop a second one. Likewise a request and its answer."""
 
+import os
 from datetime import timedelta
 
 from inbox import Message, idempotent_handler
@@ -7,6 +8,8 @@ from inbox.joins import Join, correlated
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import ANSWERED, ASKED, TOPICS
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_SECONDS", "3600")))
 
 
 @idempotent_handler(all_of=TOPICS, correlate="run_id", deadline=timedelta(hours=1))
@@ -25,6 +28,6 @@ def give_up(asked: Message) -> None:
     Effect.objects.create(name=asked.payload["payment"], detail="no answer")
 
 
-@correlated(request=ASKED, answer=ANSWERED, timeout=timedelta(hours=1), on_timeout=give_up)
+@correlated(request=ASKED, answer=ANSWERED, timeout=TIMEOUT, on_timeout=give_up)
 def settle(asked: Message, answered: Message) -> None:
     Effect.objects.create(name=asked.payload["payment"], detail=answered.payload["result"])

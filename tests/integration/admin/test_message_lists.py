@@ -1,5 +1,6 @@
-"""The filters and the search of both message lists, and what they leave out."""
+"""The lists of messages of both apps: what a row shows, the search, the filters, and what they leave out."""
 
+import re
 import uuid
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from exactly_once.admin import acting as acting_admin
 from exactly_once.admin import message_search
 from exactly_once.models import Operation, Process
 from exactly_once.process.clock import utcnow
@@ -16,7 +18,7 @@ from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client
+from tests.support.admin_pages import NASTY, RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -29,6 +31,19 @@ class Outbox:
     page = "admin:outbox_outboxmessage_changelist"
     model, trail, operation = OutboxMessage, TrailEntry, Operation
     action, dead, retrying, settled = "restore", State.DEAD, State.RETRYING, State.PUBLISHED
+    names = ()
+    statements = 6
+
+    def queries(self):
+        """Session, user, permissions (2), what is stuck, count, rows; classes of errors, topics and hosts to filter by; and the
+        counts by state, on PostgreSQL in a savepoint with settings of its own."""
+        return 10 + (6 if connection.vendor == "postgresql" else 1)
+
+    def due_in(self, duration):
+        return a_message(State.SCHEDULED, due_ago=-duration)
+
+    def due_at(self, row):
+        return row.available_at
 
     def message(self, state=State.DEAD, *, ago=timedelta(), **columns):
         return a_message(state, ago=ago, **columns)
@@ -46,6 +61,19 @@ class Inbox(Outbox):
     page = "admin:inbox_inboxmessage_changelist"
     model, trail, operation = InboxMessage, InboxTrailEntry, Operation
     action, dead, retrying, settled = "retry", InboxState.DEAD, InboxState.RETRYING, InboxState.DONE
+    names = ("shop.reserve_stock",)
+    statements = 4 + len(InboxState)
+
+    def queries(self):
+        """Session, user, permissions (2), count, rows; classes of errors and hosts to filter by; counts by state, and one of
+        deferred messages."""
+        return 9 + len(InboxState)
+
+    def due_in(self, duration):
+        return an_inbox_message(InboxState.RETRYING, next_ago=-duration)
+
+    def due_at(self, row):
+        return row.next_attempt_at
 
     def message(self, state=InboxState.DEAD, *, ago=timedelta(), **columns):
         return an_inbox_message(state, received_ago=ago, **columns)
@@ -70,6 +98,110 @@ def found(app, **query):
 
 def page(app, **query):
     return Page(app.client().get(reverse(app.page), query))
+
+
+class TestList:
+    def test_list_shows_state_names_age_attempts_and_first_line_of_the_error(self, app):
+        app.message(app.retrying, ago=timedelta(minutes=3), attempts=17, last_error="no answer\nsecond line")
+
+        text = page(app).text
+
+        for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "no answer", *app.names):
+            assert expected in text
+        assert "second line" not in text
+
+    def test_list_shows_the_time_until_due_and_the_exact_instant_on_hover(self, app):
+        row = app.due_in(timedelta(minutes=50, seconds=50))
+
+        shown = page(app)
+
+        assert "due in 50 min" in shown.text
+        assert app.due_at(row).isoformat() in [found["datetime"] for found in shown.all("time")]
+
+    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, app, django_assert_num_queries):
+        for _ in range(60):
+            app.message()
+        client = app.client()
+        client.get(reverse(app.page))
+
+        with django_assert_num_queries(app.queries()) as queries:
+            client.get(reverse(app.page))
+
+        statements = [query["sql"] for query in queries if app.model._meta.db_table in query["sql"]]
+        assert len(statements) == app.statements
+        assert all("LIMIT" in statement for statement in statements)
+        assert not any(re.search(r'"(body|headers|traceback)"', statement) for statement in statements)
+
+    def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, app, monkeypatch):
+        monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
+        for _ in range(3):
+            app.message()
+        assert "There are more" not in page(app).text
+
+        app.message()
+
+        assert "There are more: only the first 3" in page(app).text
+
+    def test_list_links_to_each_state_with_its_number_of_messages(self, app):
+        for state in (app.dead, app.dead, app.retrying):
+            app.message(state)
+
+        shown = page(app)
+
+        for state, number in ((app.dead, 2), (app.retrying, 1), (app.settled, 0)):
+            assert f"{state.label} ({number})" in shown.text
+            assert shown.all("a", href=f"?state={state}")
+            assert len(found(app, state=state)) == number
+
+
+class TestSearch:
+    @pytest.mark.parametrize(
+        "form",
+        [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "],
+        ids=["dashes", "no dashes", "upper case with spaces"],
+    )
+    def test_search_finds_a_message_id_with_or_without_dashes(self, app, form):
+        row, _ = app.message(), app.message()
+
+        assert found(app, q=form(uuid.UUID(str(row.message_id)))) == {row.pk}
+
+    def test_search_finds_a_biz_id_that_looks_like_a_message_id(self, app):
+        row, _ = app.message(biz_id=str(uuid.uuid4())), app.message()
+
+        assert found(app, q=row.biz_id) == {row.pk}
+
+    def test_search_matches_biz_ids_and_topics_exactly(self, app):
+        one, ten = app.message(biz_id="order-1"), app.message(biz_id="order-10", topic="shop.order")
+
+        assert found(app, q="order-1") == {one.pk}
+        assert found(app, q="shop.order") == {ten.pk}
+        assert found(app, q="order") == set()
+
+    def test_search_term_that_ends_with_a_star_matches_a_prefix(self, app):
+        one, ten, other = app.message(biz_id="order-1"), app.message(biz_id="order-10"), app.message(topic="a", biz_id="b")
+
+        assert found(app, q="order-1*") == {one.pk, ten.pk}
+        assert found(app, q="shop.order*") == {one.pk, ten.pk}
+        assert found(app, q="") == {one.pk, ten.pk, other.pk}
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
+            pytest.param("x" * 10_000, id="10,000 characters"),
+            pytest.param("x" * 10_000 + "*", id="10,000 characters and a star"),
+            *("0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
+        ],
+    )
+    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, app, odd):
+        app.message()
+
+        assert found(app, q=odd) == set()
+
+    def test_search_for_a_null_character_is_refused_with_a_message(self, app):
+        app.message()
+
+        assert "Null characters are not allowed" in page(app, q="a\x00b").text
 
 
 class TestErrors:
@@ -160,6 +292,17 @@ def test_search_finds_an_ordering_key(app):
 
 
 class TestFilters:
+    def test_state_filter_selects_one_state_and_refuses_an_unknown_one(self, app):
+        row, _ = app.message(app.dead), app.message(app.retrying)
+
+        assert found(app, state="dead") == {row.pk}
+        assert found(app, state="no such state\x00") == set()
+        assert "“state” has no value “no such state" in page(app, state="no such state").text
+
+    @pytest.mark.parametrize("lookup", ["biz_id", "body__contains", "last_error__regex"])
+    def test_column_lookups_in_the_query_string_are_refused(self, app, lookup):
+        assert app.client().get(reverse(app.page), {lookup: "a\x00"}).status_code == 400
+
     def test_topic_filter_selects_one_topic(self, app):
         row, _ = app.message(topic="shop.one"), app.message(topic="shop.other")
 

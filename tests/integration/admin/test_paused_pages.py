@@ -1,4 +1,4 @@
-"""Paused topics in the admin: the list, pausing a topic, resuming some."""
+"""Paused topics and paused handlers in the admin: the lists, pausing one, resuming some."""
 
 from datetime import timedelta
 from functools import partial
@@ -7,15 +7,21 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
+from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.now import DatabaseTime
+from inbox.models import PausedHandler
 from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, act, said, staff_client
+from tests.support.deliveries import the_effect
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
 TOPICS, TOPIC, ADD = (f"admin:outbox_pausedtopic_{page}" for page in ("changelist", "change", "add"))
 VIEW_TOPICS, PAUSE, RESUME = "view_pausedtopic", "pause_pausedtopic", "resume_pausedtopic"
+HANDLERS, HANDLER_ADD = "admin:inbox_pausedhandler_changelist", "admin:inbox_pausedhandler_add"
+VIEW_HANDLERS = "view_pausedhandler"
 BAD = "shop.stock.full"
 
 on_the_list = partial(act, page=TOPICS)
@@ -109,3 +115,56 @@ def test_page_of_a_topic_offers_to_resume_it():
 
     assert "and more" in page.text
     assert {found["value"] for found in page.all("button", name="action")} == {"resume"}
+
+
+on_handlers = partial(act, page=HANDLERS)
+
+
+class TestPausedHandlers:
+    @pytest.fixture(autouse=True)
+    def handler(self, handles):
+        return handles(the_effect, name="shop.reserve_stock")
+
+    def test_adding_a_handler_pauses_it_and_writes_the_audit_log(self):
+        client = staff_client(VIEW_HANDLERS, "pause_pausedhandler")
+        response = client.post(reverse(HANDLER_ADD), {"handler": "shop.reserve_stock", "reason": "defect"})
+
+        assert response.url == reverse(HANDLERS)
+        row = PausedHandler.objects.get()
+        assert (row.handler, row.reason, row.paused_by) == ("shop.reserve_stock", "defect", "staff0 in the admin")
+        entry = AuditEntry.objects.get()
+        assert (entry.action, entry.kind, entry.object_id) == ("pause", "handler", "shop.reserve_stock")
+        assert entry.parameters == {"handler": "shop.reserve_stock", "reason": "defect"}
+
+    def test_unknown_handler_is_refused_with_the_known_ones(self):
+        client = staff_client(VIEW_HANDLERS, "pause_pausedhandler")
+
+        page = Page(client.post(reverse(HANDLER_ADD), {"handler": "shop.missing"}))
+
+        assert "No handler is called 'shop.missing'." in page.text
+        assert "shop.reserve_stock" in page.text
+        assert not PausedHandler.objects.exists()
+
+    def test_list_shows_since_when_by_whom_and_why(self):
+        PausedHandler.objects.create(
+            handler="shop.reserve_stock",
+            paused_by="ada",
+            reason="defect\nand more",
+            paused_at=DatabaseTime(-timedelta(hours=2)),
+        )
+
+        text = Page(staff_client(VIEW_HANDLERS).get(reverse(HANDLERS))).text
+
+        assert [words for words in ("shop.reserve_stock", "ada", "defect", "2 h ago", "Paused") if words not in text] == []
+        assert "and more" not in text
+
+    def test_resuming_deletes_the_row_and_writes_the_audit_log(self):
+        row = PausedHandler.objects.create(handler="shop.reserve_stock", paused_by="ada", paused_at=DatabaseTime())
+        client = staff_client(VIEW_HANDLERS, "resume_pausedhandler")
+        assert "Resume these handlers?" in Page(on_handlers(client, "resume", row)).text
+
+        response = on_handlers(client, "resume", row, confirmed="yes")
+
+        assert said(response) == [("success", "Handler shop.reserve_stock: resumed")]
+        assert not PausedHandler.objects.exists()
+        assert AuditEntry.objects.get().action == "resume"

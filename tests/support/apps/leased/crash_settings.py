@@ -1,0 +1,6 @@
+"""The settings of processes that are killed or frozen at named points, with handlers that run under a lease."""
+
+from tests.support.crash.settings import *  # noqa: F403
+from tests.support.crash.settings import INSTALLED_APPS as _INSTALLED_APPS
+
+INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.leased"]
