@@ -7,11 +7,12 @@ relay has claimed the message, the call waits for the relay's pass and returns t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -139,8 +140,8 @@ apublish_now = sync_to_async(publish_now)
 """`publish_now` for async code, see `acancel`."""
 
 
-def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> operating.Find:
-    """A function that finds the messages: one by its id, or those with this topic and biz-id.
+def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> Mapping[str, Any]:
+    """The columns that identify the messages: one by its id, or those with this topic and biz-id.
 
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
@@ -152,10 +153,10 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             raise UnknownMessage(
                 f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
             ) from None
-        return operating.identified(name)
+        return {"message_id": name}
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
-        return operating.named(topic, biz_id)
+        return {"topic": topic, "biz_id": biz_id}
     raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
 
 
@@ -166,24 +167,24 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def _reschedule(find: operating.Find, at: timedelta | datetime, using: str, reason: str) -> Decision:
+def _reschedule(name: Mapping[str, Any], at: timedelta | datetime, using: str, reason: str) -> Decision:
     change = partial(operating.reschedule, using, at, reason=reason)
     with transaction.atomic(using=using):
-        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
+        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, name, using)
         if decision:
             doorbell.ring_if_soon(using, at)
     return decision
 
 
 def _decide(
-    change: Callable[..., set[int]], done: Outcome, open_states: Collection[str], find: operating.Find, using: str
+    change: Callable[..., set[int]], done: Outcome, open_states: Collection[str], name: Mapping[str, Any], using: str
 ) -> Decision:
     with transaction.atomic(using=using):
-        positions = find(using)
+        positions = operating.find(using, name)
         changed = change(*positions)
-        states = find(using)
+        states = operating.find(using, name)
         if not positions.keys() <= states.keys():
-            states = find(using, everywhere=True)  # some of them are history by now
+            states = operating.find(using, name, everywhere=True)  # some of them are history by now
         states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
         left = [state for position, state in states.items() if position not in changed and state in open_states]
         if changed and not left:

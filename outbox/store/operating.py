@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 from django.db import OperationalError, connections, transaction
@@ -102,24 +100,11 @@ def waiting_for_locks(alias: str, change: Callable[..., _Result]) -> _Result:
         return change(skip_locked=True)
 
 
-Find = Callable[..., dict[int, str]]
-"""Finds position and state of the messages of a name: `find(alias, everywhere=…)`.
+def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> dict[int, str]:
+    """Position and state of the messages that have these values in their columns, the oldest first.
 
-History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
-"""
-
-
-def named(topic: str, biz_id: str) -> Find:
-    """Finds the messages with this topic and biz-id."""
-    return partial(_find, topic=topic, biz_id=biz_id)
-
-
-def identified(message_id: uuid.UUID) -> Find:
-    """Finds the message with this id, if there is one."""
-    return partial(_find, message_id=message_id)
-
-
-def _find(alias: str, *, everywhere: bool = False, **name: Any) -> dict[int, str]:
+    History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
+    """
     chosen = OutboxMessage.objects.using(alias).filter(**name).order_by("pk").values_list("pk", "state")
     return (not everywhere and dict(chosen.filter(day=LIVE))) or dict(chosen)
 

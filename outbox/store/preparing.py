@@ -104,7 +104,7 @@ def record_no_answer(alias: str, position: int, error: str) -> bool:
 
 def state_of(alias: str, message_id: uuid.UUID) -> str:
     """The state of a message; of a deleted one its last, as its trail has it. "" if its trail has no decision either."""
-    for state in operating.identified(message_id)(alias).values():
+    for state in operating.find(alias, {"message_id": message_id}).values():
         return state
     decided = TrailEntry.objects.using(alias).filter(message_id=message_id).exclude(became__in=UNDECIDED)
     last = decided.order_by("-pk").values_list("became", flat=True).first() or ""
