@@ -55,9 +55,9 @@ class Contention:
     def record(self, claim: Claim) -> int:
         """Record the locks that a claim found, and report them if a report is due; return the number of skipped rows."""
         now = monotonic()
-        if claim.locked:
-            self._remember(claim.locked, now)
-        if claim.refused and now >= self._look_for_holders_at:
+        if claim.locked_rows:
+            self._remember(claim.locked_rows, now)
+        if claim.locked_shards and now >= self._look_for_holders_at:
             self._look_for_holders_at = now + self._longest_pass.total_seconds()
             self._report_shards(now)
         return len(self._locked)

@@ -54,8 +54,8 @@ class PassReport:
 
     Attributes:
         claimed: number of claimed rows; 0 means that there was nothing to do.
-        refused: number of shards that another session has locked.
-        locked: number of messages whose rows were found locked by other sessions.
+        locked_shards: number of shards that another session has locked.
+        locked_rows: number of messages whose rows were found locked by other sessions.
         skipped: number of such messages that are not read for a moment.
         unwritable: number of messages that are not read for some time, because the database refuses to change their rows.
         unconfirmed: number of messages that are not read, because the broker may still confirm them.
@@ -69,8 +69,8 @@ class PassReport:
     """
 
     claimed: int = 0
-    refused: int = 0
-    locked: int = 0
+    locked_shards: int = 0
+    locked_rows: int = 0
     skipped: int = 0
     unwritable: int = 0
     unconfirmed: int = 0
@@ -151,7 +151,12 @@ class Pass:
             batch = self._send(self._writable(claim.rows), begun_at)
             settled = self._settle(batch)
         report = self._report(batch, *settled)
-        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=self.contention.record(claim))
+        return replace(
+            report,
+            locked_shards=len(claim.locked_shards),
+            locked_rows=len(claim.locked_rows),
+            skipped=self.contention.record(claim),
+        )
 
     def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
         """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds."""

@@ -163,7 +163,7 @@ class Relay:
         if report is None:
             return None
         self._record(report)
-        is_held_elsewhere = report.refused or report.skipped or report.unconfirmed or report.waits_for
+        is_held_elsewhere = report.locked_shards or report.skipped or report.unconfirmed or report.waits_for
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
@@ -234,7 +234,7 @@ class Relay:
             report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
         finally:
             work.end(before)
-        self._share.record(report.refused)
+        self._share.record(report.locked_shards)
         self._floors.saw(report.highest)
         return report
 
@@ -288,7 +288,7 @@ class Relay:
         self._broker.wait(reason, self._stop, remedy=REFUSAL_REMEDY, describe_error=describe)
 
     def _wait(self, report: PassReport) -> None:
-        is_contended = bool(report.refused or report.skipped or report.unwritable or report.unconfirmed)
+        is_contended = bool(report.locked_shards or report.skipped or report.unwritable or report.unconfirmed)
         if not is_contended:
             self._contended.reset()
         if report.settled:
@@ -300,7 +300,7 @@ class Relay:
                 self._transport.idle()
             return
         self._transport.idle()
-        if report.locked:
+        if report.locked_rows:
             return  # the next pass reads the messages after them
         # Another relay soon ends its pass. Any other transaction may hold a shard or a row for a long time.
         wait = self._contended.next_seconds() if is_contended else min(self._poll_seconds, self._retry_in)

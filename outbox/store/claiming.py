@@ -313,13 +313,13 @@ class Claim:
 
     Attributes:
         rows: in the order to send them in. On PostgreSQL they are locked until the transaction ends, so they can be settled.
-        refused: shards that another relay, or another transaction, has locked.
-        locked: ready messages that were not claimed, because another session has locked their rows.
+        locked_shards: shards that another relay, or another transaction, has locked.
+        locked_rows: ready messages that were not claimed, because another session has locked their rows.
     """
 
     rows: Sequence[RelayedMessage] = ()
-    refused: Sequence[int] = ()
-    locked: Sequence[RelayedMessage] = ()
+    locked_shards: Sequence[int] = ()
+    locked_rows: Sequence[RelayedMessage] = ()
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
@@ -439,24 +439,24 @@ def claim_ready(
         most_bytes: of all bodies together. A larger one is claimed alone.
     """
     connection = connections[alias]
-    locked = _lock(connection, shards)
-    refused = [one.shard for one in shards if one not in locked]
-    if not locked:
-        return Claim(refused=refused)
-    each = -(-limit // len(locked))
-    rows = _read(connection, locked, each, skipped, most_bytes)
+    free_shards = _lock(connection, shards)
+    locked_shards = [one.shard for one in shards if one not in free_shards]
+    if not free_shards:
+        return Claim(locked_shards=locked_shards)
+    each = -(-limit // len(free_shards))
+    rows = _read(connection, free_shards, each, skipped, most_bytes)
     counted = Counter(row.shard for row in rows)
-    if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
+    if 2 * len(rows) < limit and (cut := [one for one in free_shards if counted[one.shard] >= each]):
         # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
         others = [row for row in rows if counted[row.shard] < each]
         rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped, most_bytes)
     rows = _within(most_bytes, sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
     free = _lock_rows(connection, rows)
-    rows_locked = [row for row in rows if row.position not in free]
-    if rows_locked:
+    locked_rows = [row for row in rows if row.position not in free]
+    if locked_rows:
         rows = in_order(rows, free)
     rows = [row if (body := free[row.position]) is None else row._replace(body=body, unread_bytes=None) for row in rows]
-    return Claim(rows=rows, refused=refused, locked=rows_locked)
+    return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows)
 
 
 def _within(most_bytes: int, rows: list[RelayedMessage]) -> list[RelayedMessage]:

@@ -367,7 +367,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
     (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
-    assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
+    assert (work_found, claim.locked_shards) == (same_work_found, same_claim.locked_shards)
     assert [row._replace(expires_in_seconds=None) for row in claim.rows] == [
         row._replace(expires_in_seconds=None) for row in same_claim.rows
     ]
