@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from demo_shop.reports.models import ReportLine
-from inbox import idempotent_handler
-from inbox.joins import Join
+from inbox.joins import Join, joined_handler
 
 
-@idempotent_handler(all_of=["payments.exported", "shipments.exported"], correlate="order", deadline=timedelta(hours=2))
+@joined_handler(all_of=["payments.exported", "shipments.exported"], correlate="order", deadline=timedelta(hours=2))
 def report_sale(join: Join) -> None:
     ReportLine.objects.create(order=join.run_id, amount=join["payments.exported"].payload["amount"])

@@ -17,7 +17,7 @@ from exactly_once.admin.attempts import attempts
 from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.redaction import Redaction
-from inbox.operators.dry_run import LONGEST, DryRun, DryRunRefused, dry_run, why_not
+from inbox.operators.dry_run import LONGEST, DryRun, NotRunDry, dry_run, why_not
 
 _OUTCOMES = {
     "handled": (_("It would be handled"), Tone.DONE),
@@ -86,7 +86,7 @@ def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given:
     (row,) = rows
     try:
         result = dry_run(model_admin.using, row.pk, timedelta(seconds=given.values["seconds"]))
-    except DryRunRefused as refused:
+    except NotRunDry as refused:
         words = _("Message %(message)s: not run: %(why)s") % {"message": model_admin.subject(row), "why": refused}
         model_admin.message_user(request, visible(words), messages.ERROR)
         return HttpResponseRedirect(model_admin.own_url(row.pk))

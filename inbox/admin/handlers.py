@@ -14,7 +14,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.operators import figures
+from inbox.operators import accounting
 
 _BACKLOG = (State.RECEIVED, State.WAITING, State.RUNNING)
 _read_depths = cache(QueueDepths)
@@ -22,7 +22,7 @@ _read_depths = cache(QueueDepths)
 
 def _names(alias: str, most: int) -> list[str]:
     known = [handler.name for handler in registry.all() if handler.using == alias]
-    return [*known, *(name for name, _topic in figures.handlers_with_topics(alias, most))]
+    return [*known, *(name for name, _topic in accounting.handlers_with_topics(alias, most))]
 
 
 def _depths() -> Mapping[str, int] | None:
@@ -50,7 +50,7 @@ register_traffic(
         kind="handler",
         title=_("Handlers"),
         backlog=_BACKLOG,
-        counts=partial(figures.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+        counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
         names=_names,
         minutes=Minutes("inbox"),
         done="handled",

@@ -58,10 +58,10 @@ from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
-from inbox.operators import figures
+from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
-from inbox.operators.groups import groups, notes
-from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, REFUSALS, RETRY, RUN_CONFLICTING, SKIP
+from inbox.operators.decisions import REFUSALS
+from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
 from inbox.store import heartbeats
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
@@ -240,7 +240,7 @@ class InboxMessageAdmin(MessageAdmin):
 
         The index of topics and biz-ids begins with the handler.
         """
-        handlers, topics = figures.handlers_and_topics(self.using)
+        handlers, topics = accounting.handlers_and_topics(self.using)
         by_name = Q(handler__in=handlers, topic=term) | Q(handler__in=handlers, topic__in=topics, biz_id=term)
         ids = {term}
         with suppress(ValueError):

@@ -34,9 +34,9 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
-from inbox.operators import figures
+from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
-from inbox.operators.groups import groups
+from inbox.operators.operations import groups
 from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)
@@ -51,7 +51,7 @@ def _topic_of(handler: str) -> str:
 
 
 def _read(alias: str) -> Reading:
-    counts, now = figures.counts(alias), database_time(alias)
+    counts, now = accounting.counts(alias), database_time(alias)
     alive = [process for process in consumers.rows(alias) if not process.silent]
     oldest = min((found for state in _OPEN if (found := counts[state].oldest)), default=None)
     paused = PausedHandler.objects.using(alias).count()
@@ -98,8 +98,8 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
 def _oldest(alias: str) -> list[OldestRow]:
     options = inbox_options()
     return [
-        OldestRow(name=_("Settled messages"), at=figures.oldest_settled(alias), kept=options.RETENTION),
-        OldestRow(name=_("Trail"), at=figures.oldest_entry(alias), kept=options.TRAIL_RETENTION),
+        OldestRow(name=_("Settled messages"), at=accounting.oldest_settled(alias), kept=options.RETENTION),
+        OldestRow(name=_("Trail"), at=accounting.oldest_entry(alias), kept=options.TRAIL_RETENTION),
     ]
 
 

@@ -77,6 +77,9 @@ def size_of(handler: Handler) -> int:
 def prefetch_of(handler: Handler, options: InboxOptions) -> int:
     """How many unanswered deliveries of one queue this process may have: the current load and the next."""
     size = size_of(handler)
+    if handler.is_stored_first:
+        # It takes fewer as well, and PREFETCH is what limits the memory that large messages take.
+        size = min(size, 2 * options.PREFETCH)
     return prefetch(handler, options) if size == 1 else max(prefetch(handler, options), 2 * size)
 
 

@@ -11,12 +11,10 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from functools import update_wrapper
-from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync
 from django.apps import apps
-from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.wire.text import why_no_topic, why_unfit
@@ -41,16 +39,10 @@ from inbox.handlers.registry import registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_JOINS = "inbox.joins"
-
 
 def idempotent_handler(
-    topic: str = "",
+    topic: str,
     *,
-    all_of: Sequence[str] = (),
-    correlate: BizId | str | None = None,
-    deadline: timedelta | None = None,
-    on_missing: Literal["dead", "call"] = "dead",
     publishes: Sequence[str] = (),
     biz_id: BizId | str | None = None,
     name: str | None = None,
@@ -67,20 +59,12 @@ def idempotent_handler(
 ) -> Callable[[Function], Function]:
     """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
 
-    With `all_of` instead of `topic` it is a join: the function gets an `inbox.joins.Join` of one message of each of these
-    topics, once per run id. Joins need "inbox.joins" in INSTALLED_APPS.
-
     The function runs in a transaction on `using` that also contains the inbox row. Returning means done. `RetryLater` defers
     the message, `Reject` makes it a dead letter, and any other exception is a failed attempt, which is retried. The decorator
     returns the function unchanged. An `async def` runs to completion on the thread that holds the transaction.
 
     Args:
         topic: the exact name of the topic.
-        all_of: the topics to wait for.
-        correlate: of a join, the run id of a message: a function of the message, or the path of a payload field.
-        deadline: of a join, how long to wait for the other messages, counted from the arrival of the first.
-        on_missing: of a join, what happens at the deadline: "dead" makes the run a dead letter, "call" calls the function with
-            what has come, and with the others in `Join.missing`.
         publishes: the topics that the function publishes, for the system check that refuses joins that wait for themselves.
         biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
             ("order_id", "order.id"); default: the message's own biz-id, else its id.
@@ -101,35 +85,16 @@ def idempotent_handler(
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
-        ImproperlyConfigured: `all_of` is given, but "inbox.joins" is not in INSTALLED_APPS.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
         ValueError: the topic is invalid, another handler has the name, an option is out of range, or two options contradict
             each other. A function that handles two topics needs two names.
     """
     require_count("group_commit", group_commit)
-    if all_of:
-        if topic or biz_id is not None or ordered or group_commit > 1 or shed is not None or start_from != "last":
-            raise ValueError("A join (all_of=) takes no topic, biz_id, ordered, group_commit, shed or start_from; remove them.")
-        return _joining()(
-            _topics("all_of", all_of),
-            correlate=correlate,
-            deadline=deadline,
-            on_missing=on_missing,
-            publishes=_topics("publishes", publishes),
-            name=_kept(name, renamed_from),
-            using=using,
-            timeout=timeout,
-            retry=retry,
-            rate_limit=rate_limit,
-            concurrency=concurrency,
-        )
-    if correlate is not None or deadline is not None or on_missing != "dead":
-        raise ValueError("correlate, deadline and on_missing are options of a join: set all_of= to the topics to wait for.")
     return registering(
         topic,
-        publishes=_topics("publishes", publishes),
+        publishes=require_topics("publishes", publishes),
         biz_id=biz_id,
-        name=_kept(name, renamed_from),
+        name=kept_name(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -173,7 +138,7 @@ def batch_handler(
     return registering(
         topic,
         biz_id=biz_id,
-        name=_kept(name, renamed_from),
+        name=kept_name(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -216,7 +181,7 @@ def leased_handler(
     return registering(
         topic,
         biz_id=biz_id,
-        name=_kept(name, renamed_from),
+        name=kept_name(name, renamed_from),
         using=using,
         timeout=timeout,
         retry=retry,
@@ -229,21 +194,15 @@ def leased_handler(
     )
 
 
-def _kept(name: str | None, renamed_from: str | None) -> str | None:
+def kept_name(name: str | None, renamed_from: str | None) -> str | None:
+    """The name that was given to a handler, or that it keeps; None for the default one."""
     if name and renamed_from:
         raise ValueError(f"A handler keeps its old name: remove name={name!r}, or renamed_from={renamed_from!r}.")
     return name or renamed_from
 
 
-def _joining() -> Callable[..., Callable[[Function], Function]]:
-    """The decorator of joins, which are an optional package."""
-    if not apps.is_installed(_JOINS):
-        raise ImproperlyConfigured(f"all_of= makes a handler a join: add {_JOINS!r} to INSTALLED_APPS and run migrate.")
-    joining: Callable[..., Callable[[Function], Function]] = import_module(f"{_JOINS}.registering").joining
-    return joining
-
-
-def _topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
+def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
+    """The topics of an option. Raises TypeError or ValueError if they are none."""
     if isinstance(topics, str):
         raise TypeError(f"{option} is {topics!r}: it must be a list of topics, such as [{topics!r}].")
     for topic in topics:

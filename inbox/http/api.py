@@ -1,8 +1,8 @@
-"""The endpoints."""
+"""The operations of the API: read, acknowledge, extend, release."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -15,7 +15,6 @@ from exactly_once.http_options import HttpOptions
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.http import reading
-from inbox.http.reading import Settled
 from inbox.http.schemas import Extension, LeasedMessage, LeasedMessages, Leases, Reading, Release, SettledLeases
 from inbox.http.subscribing import subscription
 from inbox.http.waiting import places_for, until_found
@@ -53,7 +52,7 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
         client=client_of(request).name,
         places=places_for(request, limits),
     )
-    return LeasedMessages(messages=[LeasedMessage.of(one) for one in leased])
+    return LeasedMessages(messages=[LeasedMessage.of(message) for message in leased])
 
 
 @api.post("/subscriptions/{name}/acknowledge", operation_id="acknowledge", response=answers({200: SettledLeases}, 404))
@@ -97,5 +96,7 @@ def _require_at_most(field: str, value: float, most: float) -> None:
         raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{field} is {value:g}, and the limit is {most:g}.")
 
 
-def _settled(outcome: Settled) -> SettledLeases:
-    return SettledLeases(settled=list(outcome.settled), ended=list(outcome.refused))
+def _settled(leases: Mapping[str, bool]) -> SettledLeases:
+    return SettledLeases(
+        settled=[name for name, done in leases.items() if done], ended=[name for name, done in leases.items() if not done]
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,11 +18,11 @@ from functools import partial, reduce
 from typing import Any
 
 from exactly_once.failures import DEFERRED
+from exactly_once.operators.minutes import MinuteWriter
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.http.statistics import write_statistics
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.execute import open_claimed
@@ -43,6 +44,8 @@ _NOT_JSON = (
     "deeply. Correct the payload."
 )
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
+_writing = threading.Lock()
+_writers: dict[str, MinuteWriter] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +54,6 @@ class Leased:
 
     lease: str
     message: Message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settled:
-    """Which leases were settled, and which had ended, so that nothing was changed."""
-
-    settled: Sequence[str]
-    refused: Sequence[str]
 
 
 def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[Leased]:
@@ -85,7 +80,7 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
     return claimed
 
 
-def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> Settled:
+def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> dict[str, bool]:
     """running → done. A repeated acknowledgement of the same lease is accepted."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
@@ -95,19 +90,21 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
             statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
         return done
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
-def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> Settled:
+def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> dict[str, bool]:
     """running → running, until `lease` from now."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
         return committed(partial(leases.extend, handler.using, stored.pk, stored.fence, lease), handler.using)
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
-def release(handler: Handler, names: Sequence[str], *, delay: timedelta | None, error: str, options: InboxOptions) -> Settled:
+def release(
+    handler: Handler, names: Sequence[str], *, delay: timedelta | None, error: str, options: InboxOptions
+) -> dict[str, bool]:
     """running → retrying, without an attempt, or with an `error` after a failed one; then dead if it was the last."""
 
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
@@ -118,7 +115,7 @@ def release(handler: Handler, names: Sequence[str], *, delay: timedelta | None, 
             announce(handler, stored.message_id, stored.biz_id, failure)
         return freed
 
-    return _each(handler, names, settle)
+    return _settle_each(handler, names, settle)
 
 
 def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
@@ -159,17 +156,17 @@ def _can_be_answered(payload: Any) -> bool:
     return True
 
 
-def _each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]) -> Settled:
-    """Settle each lease in its own commit, so that one that has ended does not keep the others."""
+def _settle_each(
+    handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]
+) -> dict[str, bool]:
+    """Settle each lease in its own commit, so that one that has ended does not keep the others. False: it had ended."""
     settled: dict[str, bool] = {}
     for name in names:
         pk, fence = map(int, name.split("."))
         stored = committed(partial(_find, handler, pk, fence), handler.using)
         settled[name] = stored is not None and settle(stored, _request(handler, stored))
-    write_statistics(handler.using)
-    return Settled(
-        settled=[name for name, done in settled.items() if done], refused=[name for name, done in settled.items() if not done]
-    )
+    _write_statistics(handler.using)
+    return settled
 
 
 def _find(handler: Handler, pk: int, fence: int) -> InboxMessage | None:
@@ -208,3 +205,15 @@ def _failure(handler: Handler, stored: InboxMessage, delay: timedelta | None, er
         attempts=stored.attempts,
     )
     return redacted(failure, options)
+
+
+def _write_statistics(alias: str) -> None:
+    """Write the statistics of a web process, which sends no heartbeats: with a request, at most once a minute."""
+    if not _writing.acquire(blocking=False):
+        return
+    try:
+        if alias not in _writers:
+            _writers[alias] = statistics.writer(alias)
+        _writers[alias].write_if_due()
+    finally:
+        _writing.release()

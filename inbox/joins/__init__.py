@@ -1,6 +1,6 @@
 """Joins: a handler that is called once when messages of several topics have come, matched by a run id.
 
-    @idempotent_handler(all_of=["orders.exported", "stock.exported"], correlate="run_id", deadline=timedelta(hours=2))
+    @joined_handler(all_of=["orders.exported", "stock.exported"], correlate="run_id", deadline=timedelta(hours=2))
     def build_report(join: Join) -> None:
         orders, stock = join["orders.exported"], join["stock.exported"]
 
@@ -24,16 +24,16 @@ from django.core.exceptions import ImproperlyConfigured
 from inbox.joins.join import Join
 
 if TYPE_CHECKING:
-    from inbox.joins.requests import correlated
+    from inbox.joins.decorators import correlated, joined_handler
 
-__all__ = ["Join", "correlated"]
+__all__ = ["Join", "correlated", "joined_handler"]
 
 
 def __getattr__(name: str) -> Any:
     # Looked up on first use, because Django imports this package before its models can be.
-    if name != "correlated":
+    if name not in __all__:
         raise AttributeError(f"module 'inbox.joins' has no attribute {name!r}")
     # Without the app Django would take its models for those of the app "inbox", and makemigrations would add them there.
     if not installed_apps.is_installed(__name__):
         raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
-    return import_module("inbox.joins.requests").correlated
+    return getattr(import_module("inbox.joins.decorators"), name)

@@ -61,10 +61,10 @@ def _never_published(join: Handler) -> Iterator[tuple[str, set[str]]]:
 def _after(join: Handler) -> list[Handler]:
     """The join, and the handlers of the messages that it publishes."""
     found = [join]
-    for one in found:
+    for earlier in found:
         found += [
             handler
             for handler in registry.all()
-            if handler not in found and {*one.publishes} & {handler.topic, *handler.all_of}
+            if handler not in found and {*earlier.publishes} & {handler.topic, *handler.all_of}
         ]
     return found

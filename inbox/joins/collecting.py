@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 from inbox.conf import inbox_options
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.message import Message
 from inbox.joins import store
-from inbox.joins.join import Join
+from inbox.joins.join import TOPIC, Definition, Join
 from inbox.joins.models import Part
 from inbox.models import DUE, State
 
@@ -29,36 +27,6 @@ _EARLY = timedelta(minutes=1)
 _LONGEST_OVERTIME = timedelta(hours=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Definition:
-    """What a join waits for.
-
-    Attributes:
-        name: of its handler.
-        using: the database alias of its runs.
-        topics: all of these.
-        deadline: after the first arrival of a message of the run.
-        on_missing: what happens then.
-        refuses_late: a message that comes when the run is over is a dead letter. Otherwise it is stored with the run.
-    """
-
-    name: str
-    using: str
-    topics: tuple[str, ...]
-    deadline: timedelta
-    on_missing: Literal["dead", "call"]
-    refuses_late: bool = False
-
-    def missing(self, topics: set[str]) -> tuple[str, ...]:
-        """Those of its topics that are not in `topics`."""
-        return tuple(topic for topic in self.topics if topic not in topics)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Its topics by the handlers that collect them."""
-        return {f"{self.name}/{topic}": topic for topic in self.topics}
-
-
 def collect(join: Definition, message: Message) -> None:
     """Store a message as a part of its run. The last one makes the run's inbox row due.
 
@@ -67,16 +35,22 @@ def collect(join: Definition, message: Message) -> None:
         Reject: the run is over, and the join refuses late messages.
     """
     alias, run_id = join.using, message.biz_id
-    run = store.lock(alias, join.name, run_id)
-    if run is None:
-        left = join.deadline - store.age(alias, run_id, join.parts)
-        run = store.open_run(alias, join.name, run_id, left, message)
-    # Another transaction has opened it in between.
-    run = run or store.lock(alias, join.name, run_id)
+    run = store.lock(alias, join.name, run_id) or _opened(join, message)
     if run is None:
         _late(join, message, "its run is over and was purged")
         return
-    store.add_part(alias, run, message)
+    store.add_part(
+        alias,
+        run,
+        message.topic,
+        message.payload,
+        message_id=message.id,
+        key=message.key,
+        headers=dict(message.headers),
+        correlation_id=message.correlation_id,
+        causation_id=message.causation_id,
+        created_at=message.created_at,
+    )
     state, attempts = store.state_of(alias, run)
     if state not in DUE:
         # An operator can still start a dead run, with this message.
@@ -93,6 +67,13 @@ def collect(join: Definition, message: Message) -> None:
         raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
 
 
+def _opened(join: Definition, first: Message) -> store.Locked | None:
+    """The run, opened by its first message, or by another transaction in between; None if its inbox row has had one."""
+    alias, run_id = join.using, first.biz_id
+    left = join.deadline - store.age(alias, run_id, join.collectors)
+    return store.open_run(alias, join.name, run_id, left, first) or store.lock(alias, join.name, run_id)
+
+
 def gather(join: Definition, given: Sequence[Message]) -> Join:
     """The messages of a run.
 
@@ -104,10 +85,10 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
         RetryLater: messages are missing, and the deadline has not passed, or one that is stored is not handled yet. For those
             it waits for as long as the deadline again, at least a minute and at most an hour.
     """
-    if given[0].topic != store.TOPIC:
+    if given[0].topic != TOPIC:
         return _joined(join, given[0], {message.topic: message for message in given})
     (of_the_run,) = given
-    found = store.collected(join.using, join.name, of_the_run.biz_id, join.parts)
+    found = store.collected(join.using, join.name, of_the_run.biz_id, join.collectors)
     if found is None:
         raise Reject(f"The messages of the run {of_the_run.biz_id} are not stored: its row was not made by this join.")
     joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in found.parts})
@@ -131,7 +112,7 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
 
 def finish(join: Definition, given: Sequence[Message]) -> None:
     """After the function, in its transaction: keep no payloads, if the inbox keeps none of messages that are done."""
-    if given[0].topic == store.TOPIC and not inbox_options().keeps_all_bodies:
+    if given[0].topic == TOPIC and not inbox_options().keeps_all_bodies:
         store.empty_parts(join.using, join.name, given[0].biz_id)
 
 
@@ -140,7 +121,7 @@ def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message])
         id=of_the_run.id,
         run_id=of_the_run.biz_id,
         messages={topic: by_topic[topic] for topic in join.topics if topic in by_topic},
-        missing=join.missing({*by_topic}),
+        missing=join.missing(by_topic),
         attempt=of_the_run.attempt,
     )
 

@@ -14,11 +14,10 @@ from django.db import transaction
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import InboxError
-from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.joins import store
 from inbox.joins.models import Run
-from inbox.operators.decisions import RETRYABLE
+from inbox.operators.decisions import RETRYABLE, retry
 
 
 class NotDecidable(InboxError):
@@ -37,8 +36,8 @@ def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bo
         if unknown := sorted({*payloads} - {*waits_for}):
             raise NotDecidable(f"It does not wait for {', '.join(unknown)}. It waits for: {', '.join(waits_for) or 'nothing'}.")
         for topic, payload in payloads.items():
-            store.add_part(alias, locked, _entered(run, topic, payload), entered_by=by[:NAME_LENGTH])
-        return bool({*waits_for} - {*payloads}) or store.retry(alias, locked, by=by)
+            store.add_part(alias, locked, topic, payload, message_id=str(new_message_id()), entered_by=by[:NAME_LENGTH])
+        return bool({*waits_for} - {*payloads}) or _run_now(alias, locked, by)
 
     return _decide(alias, pk, decide)
 
@@ -47,14 +46,27 @@ def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
     """Wait for the missing messages until `duration` from now; a dead run is open again. False: its state does not allow it."""
 
     def decide(run: Run, locked: store.Locked) -> bool:
-        return store.extend(alias, locked, duration, by=by) and (bool(missing(run)) or store.retry(alias, locked, by=by))
+        if not retry(alias, locked.row, reason=f"deadline extended {by}", after=duration):
+            return False
+        _, deadline_at = store.times_of(alias, locked.row)
+        Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=deadline_at)
+        return bool(missing(run)) or _run_now(alias, locked, by)
 
     return _decide(alias, pk, decide)
 
 
 def start(alias: str, pk: int, *, by: str) -> bool:
     """Call the function with what has come, without the missing messages. False: its state does not allow it."""
-    return _decide(alias, pk, lambda run, locked: store.start_without_missing(alias, locked, by=by[:NAME_LENGTH]))
+
+    def decide(run: Run, locked: store.Locked) -> bool:
+        Run.objects.using(alias).filter(pk=run.pk).update(started_by=by[:NAME_LENGTH])
+        return retry(alias, locked.row, reason=f"started without the missing messages {by[:NAME_LENGTH]}")
+
+    return _decide(alias, pk, decide)
+
+
+def _run_now(alias: str, run: store.Locked, by: str) -> bool:
+    return retry(alias, run.row, reason=f"the missing messages were entered {by}")
 
 
 def missing(run: Any) -> tuple[str, ...]:
@@ -72,19 +84,3 @@ def _decide(alias: str, pk: int, decide: Callable[[Run, store.Locked], bool]) ->
         if not decided:
             transaction.set_rollback(True, using=alias)
         return decided
-
-
-def _entered(run: Run, topic: str, payload: Any) -> Message:
-    return Message(
-        id=str(new_message_id()),
-        topic=topic,
-        key="",
-        biz_id=run.run_id,
-        payload=payload,
-        headers={},
-        created_at=None,
-        attempt=1,
-        redelivered=False,
-        correlation_id="",
-        causation_id="",
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -20,20 +20,19 @@ from django.db.models import Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
+from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, InboxMessage, State
-from inbox.operators import decisions
 from inbox.receiving.reading import UNDECIDED
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
-from inbox.store.rows import NewRow
+from inbox.store.rows import with_body_only
 from inbox.store.trail import record
 
-TOPIC = "inbox.join"
-"""The topic in the inbox rows of runs. No message is delivered for it."""
 _RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
 _DUE = "state IN ('received', 'retrying')"
 _WAITING = f"attempts = 0 AND {_DUE}"
@@ -97,21 +96,12 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
         ConcurrentDuplicate: another transaction is opening it and did not end in time.
     """
     body = json.dumps({"run_id": run_id}).encode()
-    row = NewRow(
-        handler=handler,
-        topic=TOPIC,
-        biz_id=run_id,
+    row = replace(
+        with_body_only(handler, TOPIC, run_id, body, digest=hashlib.sha256(body).hexdigest()),
         message_id=str(new_message_id()),
-        key="",
-        content_type="application/json",
-        body=body,
-        digest=hashlib.sha256(body).hexdigest(),
-        headers="{}",
-        source="",
+        content_type=JSON,
         correlation_id=first.correlation_id or first.id,
         causation_id=first.id,
-        traceparent="",
-        created_at=None,
     )
     insertion = Insertion(row=row, state=State.RECEIVED, due_after=deadline.total_seconds())
     inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
@@ -119,31 +109,20 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
         return None
     record(alias, inserted.rows, was="", matters=False)
     # By the same statement, so that the row is not due before the deadline.
-    opened_at, deadline_at = _due_at(alias, inserted.rows[0])
+    opened_at, deadline_at = times_of(alias, inserted.rows[0])
     run = Run(handler=handler, run_id=run_id, row_id=inserted.rows[0], opened_at=opened_at, deadline_at=deadline_at)
     run.save(using=alias, force_insert=True)
     return Locked(run.pk, inserted.rows[0])
 
 
-def _due_at(alias: str, row: int) -> tuple[datetime, Any]:
+def times_of(alias: str, row: int) -> tuple[datetime, Any]:
+    """When the row of a run was received, and when it is due."""
     return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row)
 
 
-def add_part(alias: str, run: Locked, message: Message, *, entered_by: str = "") -> None:
+def add_part(alias: str, run: Locked, topic: str, payload: Any, **columns: Any) -> None:
     """Add a message to its run, unless a message of this topic has come before."""
-    part = Part(
-        run_id=run.pk,
-        topic=message.topic,
-        message_id=message.id,
-        key=message.key,
-        body=json.dumps(message.payload).encode(),
-        headers=dict(message.headers),
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        created_at=message.created_at,
-        stored_at=DatabaseTime(),
-        entered_by=entered_by,
-    )
+    part = Part(run_id=run.pk, topic=topic, body=json.dumps(payload).encode(), stored_at=DatabaseTime(), **columns)
     Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
 
 
@@ -231,24 +210,6 @@ def empty_parts(alias: str, handler: str, run_id: str) -> None:
     """Remove the payloads of a run that is done."""
     parts = Part.objects.using(alias).filter(run__handler=handler, run__run_id=run_id)
     parts.update(body=b"", headers={})
-
-
-def start_without_missing(alias: str, run: Locked, *, by: str) -> bool:
-    """dead | retrying | received → retrying, due now; its function is called without the missing messages."""
-    Run.objects.using(alias).filter(pk=run.pk).update(started_by=by)
-    return decisions.retry(alias, run.row, reason=f"started without the missing messages {by}")
-
-
-def extend(alias: str, run: Locked, duration: timedelta, *, by: str) -> bool:
-    """dead | retrying | received → retrying, due at the new deadline, `duration` from now."""
-    if not decisions.retry(alias, run.row, reason=f"deadline extended {by}", after=duration):
-        return False
-    Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=_due_at(alias, run.row)[1])
-    return True
-
-
-def retry(alias: str, run: Locked, *, by: str) -> bool:
-    return decisions.retry(alias, run.row, reason=f"the missing messages were entered {by}")
 
 
 def delete_runs(alias: str, rows: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import State, TrailEntry
-from inbox.operators import accounting, figures, pausing, purging
+from inbox.operators import accounting, pausing, purging
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
 from inbox.store import heartbeats, starts
@@ -77,7 +77,7 @@ class InboxPart(Part):
             "edited": balance.edited,
             "delivered": balance.delivered,
             "quarantined": balance.quarantined,
-            "oldest_waiting": iso(figures.oldest_waiting(alias)),
+            "oldest_waiting": iso(accounting.oldest_waiting(alias)),
             "without_rows": _without_rows(),
             "consumers": [_as_json(consumer) for consumer in self.heartbeats(alias)],
             "unattended": unattended(alias),
@@ -144,7 +144,7 @@ def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
             Line([_("delivered, total"), f"{balance.delivered:,}"]),
             Line([_("duplicates with different content"), f"{duplicates.conflicting:,}"]),
             Line([_("dead, in quarantine"), f"{balance.quarantined:,}"]),
-            Line([_("oldest waiting"), age(figures.oldest_waiting(alias))]),
+            Line([_("oldest waiting"), age(accounting.oldest_waiting(alias))]),
             *_leased(),
         ]
     )

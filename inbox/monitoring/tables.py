@@ -8,7 +8,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.consumer.heartbeat import unattended
-from inbox.operators import accounting, figures
+from inbox.operators import accounting
 from inbox.store import heartbeats
 
 
@@ -20,6 +20,6 @@ def table_gauges(alias: str) -> TableGauges:
 def _read(alias: str) -> Iterator[Sample]:
     for state, count in accounting.open_states(alias).items():
         yield metrics.MESSAGES, (state,), count
-    yield metrics.OLDEST_DUE, (), seconds_since(figures.oldest_waiting(alias), utcnow())
+    yield metrics.OLDEST_DUE, (), seconds_since(accounting.oldest_waiting(alias), utcnow())
     yield from processes_by_state(metrics.CONSUMERS, heartbeats.consumers.rows(alias))
     yield metrics.UNATTENDED, (), len(unattended(alias))

@@ -1,140 +1,97 @@
-"""Operators' decisions about one message: retry, override, skip, replace."""
+"""Operators' decisions about stored messages: retry, override, skip. Of one message or of many, by the same guarded change.
+
+A decision locks a row, checks its state, changes it and records that, in one transaction. Many rows are changed by one
+statement for each state that they have. A row in an order, a running message and a Celery task are decided one by one:
+another row is promoted, a lease store is asked, or the task is sent again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from django.db import OperationalError
+from django.db import OperationalError, connections, transaction
 from django.db.models import F
 
-from exactly_once.sql.connections import lock_timeout
+from exactly_once.operators.operation_rows import RowOutcome, one_by_one
+from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, printable
-from inbox.errors import NotEditable
+from inbox.conf import inbox_options
+from inbox.errors import NotEditable, TaskNotSent
+from inbox.leases.opening import lease_store
+from inbox.leases.stores import LeaseStoreUnavailable, stored_row
 from inbox.models import InboxMessage, State
-from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.inserting import Insertion, insert_one
+from inbox.operators.resending import resend
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
-from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.store.trail import record
 
 OPERATORS_WAIT = timedelta(seconds=10)
-ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
+REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
+"""Exceptions with which an action on one message reports that it was refused."""
+LOCKED = "a process is working on it"
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
-SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
+SKIPPABLE = (*RETRYABLE, State.WAITING)
 """A running message only after its lease has ended."""
-TRIED_AGAIN: Mapping[str, Any] = {
-    "state": State.RETRYING,
-    "attempts": 0,
-    "fence": F("fence") + 1,
-    "next_attempt_at": DatabaseTime(),
-    "settled_at": None,
-}
+_NAMED = ("handler", "topic", "key", "ordered", "place", "state", "quarantined", "message_id", "biz_id")
 
 
-def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:
-    """dead | retrying | received → retrying, due `after` a delay, with a full set of attempts. False: in none of these states.
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A transition that an operator has decided.
 
-    running, past its lease → running, due now; its owner can settle nothing. False also if the maximum message age has
-    refused it, see `override_maximum_age`. While a handler is running the message, this waits for up to ten seconds. In an
-    order the message is `waiting` while another precedes it.
-
-    Args:
-        reason: for the trail: the operator.
+    Attributes:
+        sources: the states that allow it.
+        written: the columns that it changes.
+        reason: for the trail.
+        quarantined: whether the maximum message age must have refused the message; None: it does not matter.
     """
-    written = {**TRIED_AGAIN, "next_attempt_at": DatabaseTime(after)} if after else TRIED_AGAIN
-    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=written)
+
+    sources: Collection[str]
+    written: Mapping[str, Any]
+    reason: str
+    quarantined: bool | None = None
+
+    def why_not(self, message: InboxMessage) -> str:
+        """Why this message's state does not allow it; "" if it does."""
+        if message.state not in self.sources:
+            return f"it is {message.get_state_display().lower()} now"
+        if self.quarantined is not None and message.quarantined != self.quarantined:
+            return "it is in quarantine" if message.quarantined else "it is not in quarantine"
+        return ""
 
 
-def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead, refused by the maximum message age → retrying, due now. False: it is in another state.
+def retrying(reason: str, *, sources: Collection[str] = RETRYABLE, after: timedelta = timedelta()) -> Decision:
+    """See `retry`."""
+    return Decision(sources=sources, written=_due(after), reason=reason, quarantined=False)
 
-    The operator asserts that it has not been handled before. From then on it is a normal message, and further copies are
-    duplicates.
 
-    Args:
-        reason: for the trail: the operator and the reason.
-    """
+def overriding(reason: str) -> Decision:
+    """See `override_maximum_age`."""
     recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    return _decide(alias, row, [State.DEAD], recorded, quarantined=True, written={**TRIED_AGAIN, "quarantined": False})
+    return Decision(sources=[State.DEAD], written={**_due(), "quarantined": False}, reason=recorded, quarantined=True)
 
 
-def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
-    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
-
-    running, past its lease → skipped; its owner can settle nothing. An external lease may have been extended without a
-    change of the row: see `inbox.leases.operating`.
-
-    While a handler is running the message, this waits for up to ten seconds. In an order the next message is promoted.
-
-    Args:
-        reason: stored in the row and in the trail.
-        by: for the trail: the operator.
-    """
-    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=skipped(reason))
+def skipping(reason: str, *, by: str = "", sources: Collection[str] = SKIPPABLE) -> Decision:
+    """See `skip`."""
+    return Decision(sources=sources, written=skipped(reason), reason="; ".join(filter(None, (reason, by))))
 
 
-def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
-    """dead → skipped, and ∅ → received, due now, for the row that replaces it; its id. None: it is no longer dead.
-
-    Also None if the maximum message age has refused it, see `override_maximum_age`. An ordered message's new row has the
-    old row's place in the order; it is `waiting` while an earlier message of its key is open.
-
-    Args:
-        corrected: the message with its new payload and a biz-id that no other row has.
-        by: the operator, for the reason of the old row and for the trail of both.
-
-    Raises:
-        NotEditable: another transaction has locked the row and did not end in time, or another row has the new biz-id.
-    """
-    try:
-        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
-            found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
-            replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id", "fence").first()
-            return None if replaced is None else _replace(alias, replaced, corrected, by)
-    except ConcurrentDuplicate as error:
-        raise NotEditable(
-            f"Another transaction is storing a message with the biz-id {corrected.biz_id}, which the corrected message would "
-            "have. Nothing was changed. Try again later."
-        ) from error
-    except OperationalError as error:
-        if is_collision(error):
-            raise NotEditable(ROW_LOCKED.format(row)) from error
-        raise
-
-
-def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int:
-    place, waits = replaced.place or replaced.pk, False
-    if replaced.ordered:
-        hold_gates(alias, replaced.handler, [replaced.key])
-        waits = not is_head(alias, replaced.handler, replaced.key, place)
-    insertion = Insertion(
-        row=corrected,
-        state=State.WAITING if waits else State.RECEIVED,
-        due_after=0.0,
-        ordered=replaced.ordered,
-        place=place if replaced.ordered else None,
-        replaces_id=replaced.pk,
-        # Fencing tokens of the corrected message are greater than those of this one.
-        fence=replaced.fence,
-    )
-    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
-    if inserted is None:
-        raise NotEditable(
-            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
-            "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
-        )
-    (row,) = inserted.rows
-    reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
-    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**skipped(reason))
-    record(alias, [replaced.pk], was=State.DEAD, reason=reason)
-    origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
-    record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
-    return row
+def _due(after: timedelta = timedelta()) -> Mapping[str, Any]:
+    return {
+        "state": State.RETRYING,
+        "attempts": 0,
+        "fence": F("fence") + 1,
+        "next_attempt_at": DatabaseTime(after),
+        "settled_at": None,
+    }
 
 
 def skipped(reason: str) -> Mapping[str, Any]:
@@ -146,28 +103,143 @@ def skipped(reason: str) -> Mapping[str, Any]:
     }
 
 
-def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, written: Mapping[str, Any], **only: Any) -> bool:
+def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:
+    """dead | retrying | received → retrying, due `after` a delay, with a full set of attempts. False: in none of these states.
+
+    running, past its lease → running, due now; its owner can settle nothing. False also if the maximum message age has
+    refused it, see `override_maximum_age`. While a handler is running the message, this waits for up to ten seconds. In an
+    order the message is `waiting` while another precedes it. A Celery task is sent again, because the inbox does not run it.
+
+    Args:
+        reason: for the trail: the operator.
+
+    Raises:
+        TaskNotSent, LeaseStoreUnavailable: nothing was changed.
+    """
+    return decide(alias, row, retrying(reason, after=after))
+
+
+def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
+    """dead, refused by the maximum message age → retrying, due now. False: it is in another state.
+
+    The operator asserts that it has not been handled before. From then on it is a normal message, and further copies are
+    duplicates.
+
+    Args:
+        reason: for the trail: the operator and the reason.
+
+    Raises:
+        TaskNotSent: nothing was changed.
+    """
+    return decide(alias, row, overriding(reason))
+
+
+def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
+    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
+
+    running, past its lease → skipped; its owner can settle nothing. While a handler is running the message, this waits for up
+    to ten seconds. In an order the next message is promoted.
+
+    Args:
+        reason: stored in the row and in the trail.
+        by: for the trail: the operator.
+
+    Raises:
+        LeaseStoreUnavailable: nothing was changed.
+    """
+    return decide(alias, row, skipping(reason, by=by))
+
+
+def decide(alias: str, row: int, decision: Decision) -> bool:
+    """Make the transition of one message. False: its state does not allow it, or a process is working on it."""
+    if _is_leased(alias, row):
+        return False
     try:
-        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
-            found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
-            found = found.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-            message = found.select_for_update().only("handler", "key", "ordered", "place", "state").first()
-            if message is not None:
-                _write(alias, message, written)
-                record(alias, [row], was=message.state, reason=reason)
-            return message is not None
+        with waiting_for_locks(alias):
+            rows = (
+                InboxMessage.objects.using(alias)
+                .filter(pk=row)
+                .exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
+            )
+            message = rows.select_for_update().only(*_NAMED).first()
+            if message is None or decision.why_not(message):
+                return False
+            _write(alias, message, decision.written)
+            record(alias, [row], was=message.state, reason=decision.reason)
+            if decision.written["state"] == State.RETRYING and _is_task(message):
+                resend(alias, row)
+            return True
     except OperationalError as error:
         if is_collision(error):
             return False
         raise
 
 
+def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
+    """Make the transition of these messages. Those that another transaction has locked are not waited for."""
+    messages = InboxMessage.objects.using(alias).filter(pk__in=rows).only(*_NAMED).order_by("pk")
+    changed: dict[str, list[int]] = {}
+    unchanged: dict[int, str] = {}
+    one_at_a_time: list[int] = []
+    with transaction.atomic(using=alias):
+        found = {message.pk: message for message in messages.select_for_update(skip_locked=is_postgresql(connections[alias]))}
+        for row, message in found.items():
+            if why := decision.why_not(message):
+                unchanged[row] = why
+            elif message.state == State.RUNNING or message.ordered or _is_task(message):
+                one_at_a_time.append(row)
+            else:
+                changed.setdefault(message.state, []).append(row)
+        for state, together in changed.items():
+            InboxMessage.objects.using(alias).filter(pk__in=together).update(**decision.written)
+            record(alias, together, was=state, reason=decision.reason)
+    if missing := [row for row in rows if row not in found]:
+        locked = {message.pk: message for message in messages.filter(pk__in=missing)}
+        unchanged |= {row: LOCKED if row in locked else "it no longer exists" for row in missing}
+        found |= locked
+    names = {row: _name(message) for row, message in found.items()}
+    outcomes = [RowOutcome(row, names[row]) for together in changed.values() for row in together]
+    outcomes += [RowOutcome(row, names.get(row, f"number {row}"), why) for row, why in unchanged.items()]
+    return outcomes + one_by_one(alias, one_at_a_time, partial(_decide_named, alias, names, decision), refusals=REFUSALS)
+
+
+def _decide_named(alias: str, names: Mapping[int, str], decision: Decision, row: int) -> RowOutcome:
+    if decide(alias, row, decision):
+        return RowOutcome(row, names[row])
+    message = InboxMessage.objects.using(alias).filter(pk=row).only("state").first()
+    now = message and f"it is {message.get_state_display().lower()} now, and a process may be working on it"
+    return RowOutcome(row, names[row], now or "it no longer exists")
+
+
+def _name(message: InboxMessage) -> str:
+    return f"{message.message_id} ({message.topic} {message.biz_id}, {message.handler})"
+
+
+def _is_task(message: InboxMessage) -> bool:
+    return message.handler == message.topic and message.topic.startswith(CELERY_TOPICS)
+
+
+def _is_leased(alias: str, row: int) -> bool:
+    """Is it running, under a lease that has not ended according to its store? That may have extended it without the row.
+
+    A run that begins after this changes the row's time, which the decision checks.
+    """
+    running = InboxMessage.objects.using(alias).filter(pk=row, state=State.RUNNING).first()
+    return running is not None and lease_store(inbox_options()).is_held(alias, stored_row(running))
+
+
+@contextmanager
+def waiting_for_locks(alias: str) -> Iterator[None]:
+    """The transaction of a decision, which waits for a row for up to ten seconds."""
+    with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
+        yield
+
+
 def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
     row = InboxMessage.objects.using(alias).filter(pk=message.pk)
-    if message.state == State.RUNNING:
+    if message.state == State.RUNNING and written["state"] == State.RETRYING:
         # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
-        state = State.RUNNING if written["state"] == State.RETRYING else written["state"]
-        written = {**written, "state": state}
+        written = {**written, "state": State.RUNNING}
     if not message.ordered or message.state == State.WAITING:
         # The holder of the gate may be waiting for a waiting row, which is not the head.
         row.update(**written)

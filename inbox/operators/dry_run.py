@@ -45,13 +45,13 @@ LONGEST = timedelta(seconds=30)
 _WRITES = re.compile(
     r"\s*(insert|update|delete|merge|truncate|copy|with\b.*\b(insert|update|delete))\b", re.IGNORECASE | re.DOTALL
 )
-_OURS = re.compile(r"\b(?:outbox|inbox)_\w+")
+_TABLES_OF_OURS = re.compile(r"\b(?:outbox|inbox)_\w+")
 _MOST_WRITES = 100
 _WRITE_LENGTH = 2_000
 _GRACE_SECONDS = 1.0
 
 
-class DryRunRefused(InboxError):
+class NotRunDry(InboxError):
     """The handler is not run, for this reason."""
 
 
@@ -114,17 +114,17 @@ def dry_run(alias: str, pk: int, limit: timedelta) -> DryRun:
         limit: the handler is interrupted after this time.
 
     Raises:
-        DryRunRefused: it was not run.
+        NotRunDry: it was not run.
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk).first()
     if stored is None:
-        raise DryRunRefused("it no longer exists")
+        raise NotRunDry("it no longer exists")
     if reason := why_not(stored):
-        raise DryRunRefused(reason)
+        raise NotRunDry(reason)
     handler = registry.get(stored.handler)
     assert handler is not None  # noqa: S101 - why_not() has looked
     if handler.using != alias:
-        raise DryRunRefused("its handler works on another database")
+        raise NotRunDry("its handler works on another database")
     run = _Run(handler, stored, min(limit, LONGEST))
     return run.result()
 
@@ -138,7 +138,7 @@ class _Run:
         self._stored = stored
         self._limit = limit
         self._result = DryRun()
-        self._refused: DryRunRefused | None = None
+        self._why_not: NotRunDry | None = None
         self._over = False
 
     def result(self) -> DryRun:
@@ -148,8 +148,8 @@ class _Run:
         if thread.is_alive():
             self._interrupt(thread)
             thread.join(_GRACE_SECONDS)
-        if self._refused is not None:
-            raise self._refused
+        if self._why_not is not None:
+            raise self._why_not
         if thread.is_alive():
             # The database ends its transaction.
             return DryRun(outcome="timed out", writes=[*self._result.writes])
@@ -162,8 +162,8 @@ class _Run:
     def _work(self) -> None:
         try:
             self._run()
-        except DryRunRefused as refused:
-            self._refused = refused
+        except NotRunDry as refused:
+            self._why_not = refused
         except BaseException as error:  # noqa: BLE001 - no exception of user code may be lost in a thread
             self._failed(error)
         finally:
@@ -259,7 +259,7 @@ class _Run:
         """Lock the row, so that no process runs the message at the same time."""
         rows = InboxMessage.objects.using(alias).filter(pk=self._stored.pk, state=self._stored.state)
         if not rows.select_for_update(skip_locked=is_postgresql(connections[alias])).values_list("pk", flat=True):
-            raise DryRunRefused("a process is working on it, or its state has changed")
+            raise NotRunDry("a process is working on it, or its state has changed")
 
     def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection, text = context["connection"], sql if isinstance(sql, str) else str(sql)
@@ -268,7 +268,7 @@ class _Run:
             raise TransactionControl(
                 f"The handler executed {statement.strip()[:40]!r}, which would end the dry run's transaction."
             )
-        if _WRITES.match(text) and not _OURS.search(text):
+        if _WRITES.match(text) and not _TABLES_OF_OURS.search(text):
             if len(self._result.writes) < _MOST_WRITES:
                 self._result.writes.append(_write(text, params))
             else:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from django.db.models import F
 
 from exactly_once.difference import difference
 from exactly_once.display import as_editable
-from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.body import Undecodable, decode_payload
@@ -32,10 +32,13 @@ from inbox.models import InboxMessage, State
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_undecided, message_of, stored_envelope, why_undecodable
 from inbox.store import ordering
+from inbox.store.dialect import LONGEST_LOCK_WAIT
+from inbox.store.inserting import Insertion, insert_one
 from inbox.store.intake import Incoming, store_incoming
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail import record
 
+ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
 _STEPS_NAMED = 5
 
 
@@ -93,16 +96,67 @@ def correct(stored: InboxMessage, text: str) -> Correction:
 
 
 def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
-    """Replace a dead message by a row with the payload in `text`, due now; return its number. None: it is no longer dead.
+    """dead → skipped, and ∅ → received, due now, for a row with the payload in `text`; its number. None: it is no longer dead.
+
+    Also None if the maximum message age has refused it. An ordered message's new row has the old row's place in the order; it
+    is `waiting` while an earlier message of its key is open.
 
     Args:
-        by: the operator, for the trail.
+        by: the operator, for the reason of the old row and for the trail of both.
 
     Raises:
-        NotEditable: see `correct` and `decisions.replace`.
+        NotEditable: see `correct`; or another transaction has locked the row and did not end in time, or another row has the
+            new biz-id.
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
-    return None if stored is None else decisions.replace(alias, pk, correct(stored, text).row, by=by)
+    if stored is None:
+        return None
+    corrected = correct(stored, text).row
+    with locked_is_not_editable(pk), decisions.waiting_for_locks(alias):
+        found = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD, quarantined=False)
+        replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id", "fence").first()
+        return None if replaced is None else _replace(alias, replaced, corrected, by)
+
+
+@contextmanager
+def locked_is_not_editable(pk: int) -> Iterator[None]:
+    """Another transaction that has locked the row, or stores a message with its new biz-id, is a reason not to edit it."""
+    try:
+        yield
+    except (ConcurrentDuplicate, OperationalError) as error:
+        if isinstance(error, OperationalError) and not is_collision(error):
+            raise
+        raise NotEditable(ROW_LOCKED.format(pk)) from error
+
+
+def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int:
+    place, waits = replaced.place or replaced.pk, False
+    if replaced.ordered:
+        ordering.hold_gates(alias, replaced.handler, [replaced.key])
+        waits = not ordering.is_head(alias, replaced.handler, replaced.key, place)
+    insertion = Insertion(
+        row=corrected,
+        state=State.WAITING if waits else State.RECEIVED,
+        due_after=0.0,
+        ordered=replaced.ordered,
+        place=place if replaced.ordered else None,
+        replaces_id=replaced.pk,
+        # Fencing tokens of the corrected message are greater than those of this one.
+        fence=replaced.fence,
+    )
+    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    if inserted is None:
+        raise NotEditable(
+            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
+            "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
+        )
+    (row,) = inserted.rows
+    reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
+    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**decisions.skipped(reason))
+    record(alias, [replaced.pk], was=State.DEAD, reason=reason)
+    origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
+    record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
+    return row
 
 
 def conflict_token(stored: InboxMessage) -> str:
@@ -124,41 +178,36 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
     Raises:
         NotEditable: it cannot be run as its own message, or is another one by now, for this reason.
     """
-    try:
-        with ordering.deciding(alias), lock_timeout(alias, decisions.OPERATORS_WAIT):
-            found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
-            first = found.select_for_update().first()
-            if first is None:
-                return False
-            if conflict_token(first) not in confirmed:
-                raise NotEditable(
-                    "Another duplicate with different content has arrived meanwhile. Compare again, and confirm again."
-                )
-            row = conflicting_row(first)
-            if reason := _why_not_by_itself(row):
-                raise NotEditable(reason)
-            handler = registry.get(row.handler)
-            incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
-            (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
-            if not taken.state and taken.earlier is None:
-                raise NotEditable(decisions.ROW_LOCKED.format(pk))
-            # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
-            counted = int(first.conflicting_id != first.message_id)
-            InboxMessage.objects.using(alias).filter(pk=pk).update(
-                conflicting_attributes=None,
-                conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
-                conflicts=F("conflicts") - 1,
-                duplicates=F("duplicates") - counted,
+    with locked_is_not_editable(pk), decisions.waiting_for_locks(alias):
+        found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
+        first = found.select_for_update().first()
+        if first is None:
+            return False
+        if conflict_token(first) not in confirmed:
+            raise NotEditable(
+                "Another duplicate with different content has arrived meanwhile. Compare again, and confirm again."
             )
-            if not taken.state:
-                return False
-            new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-            record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
-            return True
-    except (ConcurrentDuplicate, OperationalError) as error:
-        if isinstance(error, ConcurrentDuplicate) or is_collision(error):
-            raise NotEditable(decisions.ROW_LOCKED.format(pk)) from error
-        raise
+        row = conflicting_row(first)
+        if reason := _why_not_by_itself(row):
+            raise NotEditable(reason)
+        handler = registry.get(row.handler)
+        incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
+        (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
+        if not taken.state and taken.earlier is None:
+            raise NotEditable(ROW_LOCKED.format(pk))
+        # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
+        counted = int(first.conflicting_id != first.message_id)
+        InboxMessage.objects.using(alias).filter(pk=pk).update(
+            conflicting_attributes=None,
+            conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
+            conflicts=F("conflicts") - 1,
+            duplicates=F("duplicates") - counted,
+        )
+        if not taken.state:
+            return False
+        new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+        record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
+        return True
 
 
 def _why_not_by_itself(row: NewRow) -> str:

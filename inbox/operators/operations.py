@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from django import forms
@@ -15,21 +14,22 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.difference import as_html
+from exactly_once.failures import without_line
 from exactly_once.operators.actions import Action, ActionForm, Canary, Given, Judgement, by_name, reason_field
-from exactly_once.operators.operation_rows import OperationTable, RowOutcome, one_by_one
+from exactly_once.operators.failure_groups import FailureGroups, Notes
+from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import Operations
-from inbox.errors import NotEditable, TaskNotSent
+from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
-from inbox.leases.operating import once_ended
-from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import InboxMessage, State
-from inbox.operators import bulk, decisions
+from inbox.models import SETTLED, InboxMessage, State
+from inbox.operators import decisions
 from inbox.operators.editing import conflict_token, correct, editable, replace_message, run_conflicting
-from inbox.operators.resending import Transition, resending
+from inbox.store.dialect import TABLE
 
 operations = OperationTable("inbox")
-REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
-"""Exceptions with which an action on one message reports that it was refused."""
+groups = FailureGroups(InboxMessage, lambda connection: TABLE, place="error_place", who="handler")
+"""The failed messages by exception class and place in the code."""
+notes = Notes("inbox")
 _LARGEST_EDITED = 256 * 1024
 """In characters. A larger form may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE after encoding."""
 
@@ -38,41 +38,35 @@ def retry(
     alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
 ) -> Sequence[RowOutcome]:
     """Make messages due now, with a full set of attempts."""
-    told = _told(by, reason)
-    decided = bulk.retry_some(alias, rows, sources=sources, reason=told)
-    return _completed(alias, decided, once_ended(resending(partial(decisions.retry, reason=told))))
+    recorded = f"{by}: {reason}" if reason else by
+    return decisions.decide_many(alias, rows, decisions.retrying(recorded, sources=sources))
 
 
 def skip(
     alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
 ) -> Sequence[RowOutcome]:
     """Skip messages: their effect will not happen."""
-    decided = bulk.skip_some(alias, rows, sources=sources, reason=reason, by=by)
-    return _completed(alias, decided, once_ended(partial(decisions.skip, reason=reason, by=by)))
+    return decisions.decide_many(alias, rows, decisions.skipping(reason, by=by, sources=sources))
 
 
-def _told(by: str, reason: str) -> str:
-    return f"{by}: {reason}" if reason else by
-
-
-def _completed(alias: str, decided: bulk.Decided, transition: Transition) -> list[RowOutcome]:
-    """The outcomes of a set-based decision, with a transition of its own for each remaining row."""
-
-    def change(row: int) -> RowOutcome:
-        if transition(alias, row):
-            return RowOutcome(row, decided.names[row])
-        state = bulk.state_of(alias, row)
-        why = f"it is {State(state).label.lower()} now, and a process may be working on it" if state else "it no longer exists"
-        return RowOutcome(row, decided.names[row], why)
-
-    outcomes = [RowOutcome(row, decided.names[row]) for row in decided.changed]
-    outcomes += [RowOutcome(row, decided.names.get(row, f"number {row}"), why) for row, why in decided.unchanged.items()]
-    return outcomes + one_by_one(alias, decided.remaining, change, refusals=REFUSALS)
+def _failures(alias: str, rows: Sequence[int]) -> dict[int, str]:
+    """What these rows failed with, without the line in the code, which an unrelated change moves."""
+    found = InboxMessage.objects.using(alias).filter(pk__in=rows)
+    return {
+        row: f"{kind} {without_line(place)}".strip()
+        for row, kind, place in found.values_list("pk", "error_class", "error_place")
+    }
 
 
 def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
-    since = bulk.since(alias, rows, instant)
-    return Judgement(pending=since.pending, succeeded=since.succeeded, failed=since.failed)
+    """What has become of these rows since `instant`, by the database's clock. A deleted row has succeeded."""
+    messages = InboxMessage.objects.using(alias).filter(pk__in=rows)
+    states = dict(messages.values_list("pk", "state"))
+    failed = messages.filter(failed_at__gte=instant, state__in=[State.RETRYING, State.DEAD]).values_list("pk", flat=True)
+    failures = _failures(alias, list(failed))
+    succeeded = [row for row in rows if states.get(row, State.DONE) in SETTLED]
+    decided = {*succeeded, *failures}
+    return Judgement(pending=[row for row in rows if row not in decided], succeeded=succeeded, failed=failures)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forms
@@ -182,12 +176,12 @@ RETRY = Action(
     label=_("Retry now"),
     done=_("due for a retry now"),
     sources=decisions.RETRYABLE,
-    run=lambda alias, pk, given: once_ended(resending(partial(decisions.retry, reason=given.text)))(alias, pk),
+    run=lambda alias, pk, given: decisions.retry(alias, pk, reason=given.text),
     offered=_is_known,
     why_not=_why_not_retried,
     perform=retry,
     condition=Q(quarantined=False),
-    canary=Canary(failures=bulk.failures_of, judge=_judge),
+    canary=Canary(failures=_failures, judge=_judge),
 )
 EDIT = Action(
     name="edit",
@@ -206,7 +200,7 @@ SKIP = Action(
     label=_("Skip"),
     done=_("skipped"),
     sources=decisions.SKIPPABLE,
-    run=lambda alias, pk, given: once_ended(partial(decisions.skip, reason=given.reason, by=given.by))(alias, pk),
+    run=lambda alias, pk, given: decisions.skip(alias, pk, given.reason, by=given.by),
     offered=_is_not_leased,
     question=_("Skip these messages? Their effect will not happen."),
     button=_("Skip the messages"),
@@ -219,7 +213,7 @@ OVERRIDE = Action(
     done=_("due now, past the maximum message age"),
     permission="override",
     sources=(State.DEAD,),
-    run=lambda alias, pk, given: resending(partial(decisions.override_maximum_age, reason=given.text))(alias, pk),
+    run=lambda alias, pk, given: decisions.override_maximum_age(alias, pk, reason=given.text),
     offered=lambda row: bool(row.quarantined),
     why_not=_why_not_overridden,
     question=_("Run these messages although they may have been handled before?"),

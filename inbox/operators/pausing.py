@@ -86,8 +86,8 @@ def alias_of(name: str, using: str | None = None) -> str:
 
 def paused_handlers(alias: str) -> QuerySet[PausedHandler]:
     """The paused handlers, annotated with the number of their stored `messages` that are not settled."""
-    of_it = InboxMessage.objects.filter(handler=OuterRef("handler"), state__in=DUE).order_by()
-    counted = Subquery(of_it.values("handler").annotate(messages=Count("pk")).values("messages"))
+    stored = InboxMessage.objects.filter(handler=OuterRef("handler"), state__in=DUE).order_by()
+    counted = Subquery(stored.values("handler").annotate(messages=Count("pk")).values("messages"))
     rows = PausedHandler.objects.using(alias).order_by("handler")
     return rows.annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from inbox.handlers.registry import may_exist, registry
-from inbox.operators.figures import handlers_with_topics
+from inbox.operators.accounting import handlers_with_topics
 
 
 class NameWithoutCode(NamedTuple):
@@ -28,7 +28,7 @@ def names_without_code(alias: str) -> list[NameWithoutCode]:
     for name, topic in pairs:
         here = [handler.name for handler in registry.for_topic(topic) if handler.using == alias]
         if here and not may_exist(name):
-            found.append(NameWithoutCode(name, topic, tuple(one for one in here if one not in having)))
+            found.append(NameWithoutCode(name, topic, tuple(handler for handler in here if handler not in having)))
     return found
 
 

@@ -1,41 +1,19 @@
-"""An operator's retry of a stored message. The inbox does not run Celery tasks, so their retry is sent to Celery."""
+"""The retry of a Celery task by an operator. The inbox does not run tasks, so it is sent to Celery again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from django.db import transaction
-
-from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import describe
 from inbox.errors import TaskNotSent
 from inbox.models import InboxMessage
 
-Transition = Callable[[str, int], bool]
 
-
-def resending(transition: Transition) -> Transition:
-    """`transition`; for the row of a Celery task, also send the task again in the same transaction.
-
-    A task that arrives before the commit waits for it. If the task cannot be sent, the transition is rolled back.
+def resend(alias: str, row: int) -> None:
+    """Send the task of this row again, in the transaction that made the row due. A task that arrives before the commit waits.
 
     Raises:
-        TaskNotSent: the task cannot be sent.
+        TaskNotSent: it cannot be sent.
     """
-
-    def decide(alias: str, row: int) -> bool:
-        with transaction.atomic(using=alias):
-            if not transition(alias, row):
-                return False
-            stored = InboxMessage.objects.using(alias).get(pk=row)
-            if stored.handler == stored.topic and stored.topic.startswith(CELERY_TOPICS):
-                _send(stored)
-            return True
-
-    return decide
-
-
-def _send(stored: InboxMessage) -> None:
+    stored = InboxMessage.objects.using(alias).get(pk=row)
     try:
         from celery import current_app  # noqa: PLC0415 - Celery is optional; such a row exists only with it
 

@@ -39,7 +39,7 @@ _REDIRECTS = range(300, 400)
 _SHOWN = 500
 
 
-class Refused(Exception):
+class ErrorAnswer(Exception):
     """The endpoint has answered with an error."""
 
 
@@ -98,7 +98,7 @@ def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
     Raises:
         RetryLater: the endpoint has asked for a pause.
         Reject: the endpoint wants no more messages.
-        Refused: any other error.
+        ErrorAnswer: any other error.
     """
     if answer.status in SUCCESS:
         endpoints.succeeded(alias, endpoint)
@@ -111,7 +111,7 @@ def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
         endpoints.asked_to_wait(alias, endpoint, pause, reason)
         raise RetryLater(pause, reason)
     endpoints.failed(alias, endpoint, reason)
-    raise Refused(reason)
+    raise ErrorAnswer(reason)
 
 
 def retry_after(headers: Mapping[str, str]) -> timedelta | None:

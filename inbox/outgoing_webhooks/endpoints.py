@@ -75,7 +75,7 @@ def succeeded(alias: str, endpoint: Endpoint) -> None:
     """
     if not endpoint.failures:
         return
-    _of(alias, endpoint.pk).filter(state=State.ACTIVE).update(**_RECOVERED)
+    _row(alias, endpoint.pk).filter(state=State.ACTIVE).update(**_RECOVERED)
     if endpoint.failures >= FAILURES:
         logger.info("webhooks: endpoint %s answers again; its messages are sent.", endpoint.name)
 
@@ -86,7 +86,7 @@ def failed(alias: str, endpoint: Endpoint, reason: str) -> None:
     Requests that were running when it was paused or disabled are not counted: many at once would make the next pause an hour.
     """
     with transaction.atomic(using=alias):
-        row = _of(alias, endpoint.pk).filter(state=State.ACTIVE)
+        row = _row(alias, endpoint.pk).filter(state=State.ACTIVE)
         if not row.update(failures=F("failures") + 1, reason=_stored(reason)):
             return
         failures = row.values_list("failures", flat=True).get()
@@ -122,31 +122,31 @@ def resume_due(alias: str) -> None:
 
 def disable(alias: str, pk: int, reason: str) -> bool:
     """active | paused → disabled. False: it is disabled."""
-    return _disable(_of(alias, pk), reason)
+    return _disable(_row(alias, pk), reason)
 
 
 def gone(alias: str, endpoint: Endpoint, reason: str) -> None:
     """active | paused → disabled, unless an operator has given it another URL since the request was sent."""
-    _disable(_of(alias, endpoint.pk).filter(url=endpoint.url), reason)
+    _disable(_row(alias, endpoint.pk).filter(url=endpoint.url), reason)
 
 
 def enable(alias: str, pk: int) -> bool:
     """paused | disabled → active. False: it is active."""
-    return _to(_of(alias, pk), [State.PAUSED, State.DISABLED], State.ACTIVE, **_RECOVERED)
+    return _to(_row(alias, pk), [State.PAUSED, State.DISABLED], State.ACTIVE, **_RECOVERED)
 
 
 def edit(alias: str, pk: int, **changes: Any) -> bool:
     """Change the URL, the topics or the concurrency. False: it does not exist."""
-    return bool(_of(alias, pk).update(**changes)) if changes else _of(alias, pk).exists()
+    return bool(_row(alias, pk).update(**changes)) if changes else _row(alias, pk).exists()
 
 
 def rotate(alias: str, pk: int) -> bool:
     """Give it a new secret; requests are signed with the old one, too, for `OLD_SECRET`. False: it does not exist."""
-    return bool(_of(alias, pk).update(old_secret=F("secret"), old_secret_until=DatabaseTime(OLD_SECRET), secret=new_secret()))
+    return bool(_row(alias, pk).update(old_secret=F("secret"), old_secret_until=DatabaseTime(OLD_SECRET), secret=new_secret()))
 
 
 def _pause(alias: str, pk: int, pause: timedelta, reason: str) -> bool:
-    return _to(_of(alias, pk), [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=_stored(reason))
+    return _to(_row(alias, pk), [State.ACTIVE], State.PAUSED, probe_at=DatabaseTime(pause), reason=_stored(reason))
 
 
 def _disable(row: Any, reason: str) -> bool:
@@ -162,5 +162,5 @@ def _to(row: Any, states: Sequence[State], became: State, **columns: Any) -> boo
     return bool(row.filter(state__in=states).update(state=became, state_since=DatabaseTime(), **columns))
 
 
-def _of(alias: str, pk: int) -> Any:
+def _row(alias: str, pk: int) -> Any:
     return Endpoint.objects.using(alias).filter(pk=pk)

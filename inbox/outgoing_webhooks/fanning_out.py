@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from datetime import datetime
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -16,6 +17,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import new_message_id
 from inbox.handlers.decorator import registering
@@ -23,11 +25,11 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import State as MessageState
-from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.endpoints import subscribed
 from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_many
-from inbox.store.rows import NewRow
+from inbox.store.rows import NewRow, with_body_only
 from inbox.store.trail import record
 
 Payload = Callable[[Message], Any]
@@ -38,13 +40,6 @@ _FAN_OUTS = "webhooks/"
 _AT_ONCE, _BYTES_AT_ONCE = 500, 8 * 1024 * 1024
 """Rows of one statement, and the bytes of their bodies."""
 _BODIES = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FanOut:
-    payload: Payload | None
-    to: Wanted | None
-    using: str
 
 
 def send_webhooks(
@@ -73,7 +68,7 @@ def send_webhooks(
         if registry.get(f"{_FAN_OUTS}{topic}"):
             raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
         register = registering(topic, biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
-        register(update_wrapper(partial(_fan_out, _FanOut(payload=payload, to=to, using=using)), _fan_out))
+        register(update_wrapper(partial(_fan_out, payload, to, using), _fan_out))
 
 
 def fan_outs() -> list[Handler]:
@@ -91,50 +86,17 @@ def handler_name(endpoint: Endpoint) -> str:
     return f"{WEBHOOK_HANDLERS}{endpoint.name}"
 
 
-def _fan_out(fan_out: _FanOut, message: Message) -> None:
-    wanting = [
-        one for one in endpoints.subscribed(fan_out.using, message.topic) if fan_out.to is None or fan_out.to(message, one)
-    ]
-    if not wanting:
-        return
-    body = _body(message, message.payload if fan_out.payload is None else fan_out.payload(message))
-    insert(fan_out.using, wanting, message, body)
-
-
-def insert(alias: str, to: Sequence[Endpoint], message: Message, body: bytes) -> None:
-    """∅ → received, due now, for a message to these endpoints; nothing for those that have it already.
-
-    Raises:
-        ConcurrentDuplicate: another transaction is inserting it and did not end in time. The inbox runs the message again.
-    """
-    row = NewRow(
-        handler="",
-        topic=message.topic,
-        biz_id=message.biz_id,
-        message_id=message.id,
-        key="",
-        content_type="application/json",
-        body=body,
-        digest=hashlib.sha256(body).hexdigest(),
-        headers="{}",
-        source="",
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        traceparent="",
-        created_at=message.created_at,
-    )
-    size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(body)))
-    for first in range(0, len(to), size):
-        insertions = [
-            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
-            for endpoint in to[first : first + size]
-        ]
-        record(alias, insert_many(alias, insertions, LONGEST_LOCK_WAIT).ids, was="", matters=False)
-
-
-def _body(message: Message, data: Any) -> bytes:
-    """The body of the requests, as Standard Webhooks recommends it."""
-    return _BODIES.encode({"type": message.topic, "timestamp": message.created_at or utcnow(), "data": data}).encode()
+def _fan_out(payload: Payload | None, to: Wanted | None, using: str, message: Message) -> None:
+    endpoints = [endpoint for endpoint in subscribed(using, message.topic) if to is None or to(message, endpoint)]
+    if endpoints:
+        body = _body(message.topic, message.created_at, message.payload if payload is None else payload(message))
+        row = replace(
+            _row(message.topic, message.biz_id, message.id, body),
+            correlation_id=message.correlation_id,
+            causation_id=message.causation_id,
+            created_at=message.created_at,
+        )
+        insert(using, endpoints, row)
 
 
 def send_test(alias: str, pk: int) -> bool:
@@ -142,19 +104,32 @@ def send_test(alias: str, pk: int) -> bool:
     endpoint = Endpoint.objects.using(alias).exclude(state=State.DISABLED).filter(pk=pk).first()
     if endpoint is None:
         return False
-    message_id = str(new_message_id())
-    message = Message(
-        id=message_id,
-        topic=TEST,
-        key="",
-        biz_id=message_id,
-        payload={},
-        headers={},
-        created_at=utcnow(),
-        attempt=1,
-        redelivered=False,
-        correlation_id=message_id,
-        causation_id="",
-    )
-    insert(alias, [endpoint], message, _body(message, message.payload))
+    message_id, now = str(new_message_id()), utcnow()
+    row = _row(TEST, message_id, message_id, _body(TEST, now, {}))
+    insert(alias, [endpoint], replace(row, correlation_id=message_id, created_at=now))
     return True
+
+
+def _body(topic: str, created_at: datetime | None, data: Any) -> bytes:
+    """The body of the requests, as Standard Webhooks recommends it."""
+    return _BODIES.encode({"type": topic, "timestamp": created_at or utcnow(), "data": data}).encode()
+
+
+def _row(topic: str, biz_id: str, message_id: str, body: bytes) -> NewRow:
+    row = with_body_only("", topic, biz_id, body, digest=hashlib.sha256(body).hexdigest())
+    return replace(row, message_id=message_id, content_type=JSON)
+
+
+def insert(alias: str, to: Sequence[Endpoint], row: NewRow) -> None:
+    """∅ → received, due now, for a message to these endpoints; nothing for those that have it already.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting it and did not end in time. The inbox runs the message again.
+    """
+    size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(row.body)))
+    for first in range(0, len(to), size):
+        insertions = [
+            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
+            for endpoint in to[first : first + size]
+        ]
+        record(alias, insert_many(alias, insertions, LONGEST_LOCK_WAIT).ids, was="", matters=False)

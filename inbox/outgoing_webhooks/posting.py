@@ -144,8 +144,8 @@ def _exchanged(parts: SplitResult, addresses: Sequence[str], body: bytes, header
         if limit.is_over:
             # To the client, headers that were cut off by the end of the connection look complete.
             raise TimeoutError
-        headers_of_it = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(status=response.status, headers=headers_of_it, beginning=_beginning(response))
+        received = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(status=response.status, headers=received, beginning=_beginning(response))
 
 
 def _beginning(response: http.client.HTTPResponse) -> bytes:
@@ -159,7 +159,7 @@ def _beginning(response: http.client.HTTPResponse) -> bytes:
 
 def _connected(addresses: Sequence[str], port: int, limit: _Limit) -> socket.socket:
     """A socket that is connected to the first address that answers."""
-    refused: OSError | None = None
+    failure: OSError | None = None
     for address in addresses:
         seconds = min(_CONNECT_SECONDS, limit.seconds_left)
         if seconds <= 0:
@@ -167,11 +167,11 @@ def _connected(addresses: Sequence[str], port: int, limit: _Limit) -> socket.soc
         try:
             connected = socket.create_connection((address, port), seconds)
         except OSError as error:
-            refused = error
+            failure = error
         else:
             connected.settimeout(max(0.1, limit.seconds_left))
             return connected
-    raise refused or TimeoutError()
+    raise failure or TimeoutError()
 
 
 @cache

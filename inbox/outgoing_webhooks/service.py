@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 from exactly_once.process.clock import monotonic
@@ -21,8 +20,8 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.service import run_on_threads
 from inbox.handlers.handler import Handler
-from inbox.outgoing_webhooks import endpoints
 from inbox.outgoing_webhooks.delivering import handler_of
+from inbox.outgoing_webhooks.endpoints import next_due, resume_due
 from inbox.outgoing_webhooks.models import Endpoint
 from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -42,64 +41,67 @@ class EndpointHandlers:
     """
 
     def __init__(self, aliases: Sequence[str]) -> None:
-        self._windows = {alias: _Window() for alias in aliases}
-        self._errors = Reminder()
+        self._windows = [_Window(alias) for alias in aliases]
 
     def all(self) -> list[Handler]:
-        for alias, window in self._windows.items():
-            # One thread reads: a database that hangs must not stop the endpoints of the others.
-            if window.is_over and window.reading.acquire(blocking=False):
-                try:
-                    self._read(alias, window)
-                finally:
-                    window.reading.release()
-            window.turns -= 1
+        for window in self._windows:
+            window.take_turn()
         return self.shown()
 
     def shown(self) -> list[Handler]:
         """The present ones."""
-        return [handler for window in self._windows.values() for handler in window.few]
+        return [handler for window in self._windows for handler in window.handlers]
 
     def refresh(self) -> None:
         """Read the next ones. While a database is unavailable, the present ones stay, and it is asked once a second."""
-        for alias, window in self._windows.items():
-            with window.reading:
-                self._read(alias, window)
-
-    def _read(self, alias: str, window: _Window) -> None:
-        window.turns, window.read_at = inf, monotonic()
-        try:
-            read = committed(partial(_next_due, alias, window.after), alias)
-        except DatabaseUnavailable as error:
-            if self._errors.is_due():
-                logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", alias, error)
-            return
-        except Exception:
-            if self._errors.is_due():
-                logger.exception("webhooks: unexpected error. The endpoints on %r are read again later.", alias)
-            return
-        window.few = [handler_of(alias, endpoint) for endpoint in read]
-        window.after = read[-1].name if len(read) == _FEW else ""
-        window.turns = len(read)
+        for window in self._windows:
+            window.move()
 
 
 class _Window:
     """The present few of one database."""
 
-    def __init__(self) -> None:
-        self.few: list[Handler] = []
-        self.after = ""
-        self.turns, self.read_at = 0.0, -inf
-        self.reading = threading.Lock()
+    def __init__(self, alias: str) -> None:
+        self.handlers: list[Handler] = []
+        self._alias = alias
+        self._after = ""
+        self._turns, self._read_at = 0.0, -inf
+        self._reading = threading.Lock()
+        self._errors = Reminder()
 
-    @property
-    def is_over(self) -> bool:
-        return self.turns <= 0 or monotonic() - self.read_at >= _REFRESH_SECONDS
+    def take_turn(self) -> None:
+        is_over = self._turns <= 0 or monotonic() - self._read_at >= _REFRESH_SECONDS
+        # One thread reads: a database that hangs must not stop the endpoints of the others.
+        if is_over and self._reading.acquire(blocking=False):
+            try:
+                self._read()
+            finally:
+                self._reading.release()
+        self._turns -= 1
 
+    def move(self) -> None:
+        with self._reading:
+            self._read()
 
-def _next_due(alias: str, after: str) -> list[Endpoint]:
-    endpoints.resume_due(alias)
-    return endpoints.next_due(alias, after, _FEW) or (endpoints.next_due(alias, "", _FEW) if after else [])
+    def _read(self) -> None:
+        self._turns, self._read_at = inf, monotonic()
+        try:
+            endpoints = committed(self._next_due, self._alias)
+        except DatabaseUnavailable as error:
+            if self._errors.is_due():
+                logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", self._alias, error)
+            return
+        except Exception:
+            if self._errors.is_due():
+                logger.exception("webhooks: unexpected error. The endpoints on %r are read again later.", self._alias)
+            return
+        self.handlers = [handler_of(self._alias, endpoint) for endpoint in endpoints]
+        self._after = endpoints[-1].name if len(endpoints) == _FEW else ""
+        self._turns = len(endpoints)
+
+    def _next_due(self) -> list[Endpoint]:
+        resume_due(self._alias)
+        return next_due(self._alias, self._after, _FEW) or (next_due(self._alias, "", _FEW) if self._after else [])
 
 
 def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS, stop: StopRequest | None = None) -> None:

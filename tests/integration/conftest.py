@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 from django.db import connection
+from django.utils.module_loading import import_string
 
-from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
@@ -35,7 +35,7 @@ def joins():
 
     def register(function, *, topics=TOPICS, name=NAME, **arguments):
         arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
-        return idempotent_handler(all_of=topics, name=name, **arguments)(function)
+        return import_string("inbox.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
 
     yield register
     for handler in registry.all():

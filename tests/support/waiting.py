@@ -20,3 +20,11 @@ def wait_until(condition, within=A_WHILE):
         assert waited < within, f"waited {within} s in vain"
         time.sleep(min(max(waited / 20, shortest), longest))
     return answer
+
+
+def wait_until_reached(goal, count, within=A_WHILE):
+    """Wait until `count()` is `goal` or more; `within` is for each step on the way, however small."""
+    reached = count()
+    while reached < goal:
+        before = reached
+        reached = wait_until(lambda before=before: (now := count()) > before and now, within)

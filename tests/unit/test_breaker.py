@@ -109,30 +109,6 @@ class TestRefusals:
         assert (reason, seconds) == (WHY, FIRST_PAUSE)
         assert FIRST_PAUSE / 2 <= probe_after <= FIRST_PAUSE
 
-    def test_a_fully_refused_batch_pauses_its_topic_and_no_other(self, topics, stored):
-        refuse(topics, 500, taken=[GOOD])
-
-        assert [*stored.paused] == [BAD]
-
-    def test_each_success_resets_the_count_of_refusals(self, topics, stored):
-        for _ in range(5):
-            refuse(topics, REFUSALS - 1)
-            refuse(topics, 0, taken=[BAD])
-
-        assert not stored.paused
-
-    def test_a_topic_is_not_paused_when_part_of_its_batch_was_accepted(self, topics, stored):
-        """A full queue accepts one message whenever a consumer has acknowledged one."""
-        refuse(topics, 499, taken=[BAD])
-
-        assert not stored.paused
-
-    def test_the_success_of_another_topic_does_not_reset_the_count_of_refusals(self, topics, stored):
-        refuse(topics, 10, taken=[GOOD] * 300)
-        refuse(topics, 10, taken=[GOOD] * 300)
-
-        assert BAD in stored.paused
-
     def test_forbidden_topic_is_paused_at_the_first_refusal(self, topics, stored):
         forbid(topics)
 

@@ -19,15 +19,6 @@ def outcomes(tracker):
     return {position: verdict.outcome for position, verdict in tracker.collect().items()}
 
 
-def test_an_ack_confirms_the_publish_of_that_tag_only():
-    tracker = sent(70, 80, 90)
-
-    tracker.acked(2, False)
-
-    assert outcomes(tracker) == {80: PublishOutcome.CONFIRMED}
-    assert tracker.waiting
-
-
 def test_confirmed_messages_are_forgotten_while_others_are_open():
     tracker = sent(70, 80)
 
@@ -49,105 +40,6 @@ def test_message_sent_again_at_another_position_is_returned_although_its_first_p
     tracker.acked(2, False)
 
     assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.RETURNED}
-
-
-def test_acks_may_come_out_of_order():
-    tracker = sent(70, 80)
-
-    tracker.acked(2, False)
-    tracker.acked(1, False)
-
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
-    assert not tracker.waiting
-
-
-def test_a_multiple_ack_confirms_all_up_to_its_tag():
-    tracker = sent(70, 80, 90)
-
-    tracker.acked(2, True)
-
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
-
-
-def test_a_multiple_ack_of_tag_zero_confirms_all_so_far():
-    tracker = sent(70, 80)
-
-    tracker.acked(0, True)
-
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
-
-
-def test_a_multiple_nack_applies_only_to_publishes_that_are_still_open():
-    tracker = sent(70, 80, 90)
-
-    tracker.acked(2, False)
-    tracker.nacked(3, True)
-
-    assert outcomes(tracker) == {70: PublishOutcome.NACKED, 80: PublishOutcome.CONFIRMED, 90: PublishOutcome.NACKED}
-
-
-def test_a_returned_message_is_not_confirmed_by_its_ack():
-    tracker = sent(70, 80)
-
-    tracker.returned("m70", "unroutable")
-    tracker.acked(2, True)
-
-    verdicts = tracker.collect()
-    assert (verdicts[70].outcome, verdicts[70].reason) == (PublishOutcome.RETURNED, "unroutable")
-    assert verdicts[80].outcome is PublishOutcome.CONFIRMED
-
-
-def test_a_return_without_an_ack_leaves_the_publish_open():
-    tracker = sent(70)
-
-    tracker.returned("m70", "unroutable")
-
-    assert outcomes(tracker) == {}
-    assert tracker.waiting
-
-
-def test_unsolicited_answers_change_nothing():
-    tracker = sent(70)
-
-    tracker.acked(99, False)
-    tracker.nacked(0, False)
-    tracker.returned("never sent", "unroutable")
-    assert outcomes(tracker) == {}
-
-    tracker.acked(1, False)
-    tracker.nacked(1, False)
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED}
-
-
-def test_an_answer_is_collected_once():
-    tracker = sent(70)
-    tracker.acked(1, False)
-
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED}
-    assert outcomes(tracker) == {}
-
-
-def test_delivery_tags_continue_from_batch_to_batch():
-    tracker = sent(70)
-    tracker.acked(1, False)
-    tracker.collect()
-    tracker.sent(80, "m80")
-
-    tracker.acked(1, False)
-    assert outcomes(tracker) == {}
-    tracker.acked(2, False)
-    assert outcomes(tracker) == {80: PublishOutcome.CONFIRMED}
-
-
-def test_a_late_ack_is_credited_to_its_own_publish_and_not_to_the_next():
-    tracker = sent(70)
-    tracker.collect()
-    tracker.sent(80, "m80")
-
-    tracker.acked(1, False)
-    tracker.nacked(2, False)
-
-    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.NACKED}
 
 
 class TrackerAgainstModel(RuleBasedStateMachine):

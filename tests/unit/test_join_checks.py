@@ -10,6 +10,7 @@ from django.test import override_settings
 
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
+from inbox.joins import joined_handler
 from inbox.joins.checks import check_cycles, check_tables
 
 
@@ -22,7 +23,7 @@ def declare():
             decorator = idempotent_handler(topics[0], name=name, publishes=publishes)
         else:
             arguments = {"deadline": timedelta(hours=1), **arguments}
-            decorator = idempotent_handler(all_of=topics, correlate="run_id", name=name, publishes=publishes, **arguments)
+            decorator = joined_handler(all_of=topics, correlate="run_id", name=name, publishes=publishes, **arguments)
         decorator(lambda given: None)
 
     yield declare

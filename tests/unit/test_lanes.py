@@ -310,6 +310,9 @@ class TestPrefetch:
 
         assert (size_of(handler), prefetch_of(handler, InboxOptions())) == (size, prefetch)
 
+    def test_fewer_deliveries_of_an_ordered_handler_are_fetched_if_prefetch_is_lower(self):
+        assert prefetch_of(a_handler(ordered=Ordered()), InboxOptions(PREFETCH=5)) == 20
+
 
 class TestLargeBodies:
     @pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)

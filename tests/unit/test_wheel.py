@@ -28,23 +28,6 @@ def test_an_entry_is_due_after_exactly_its_ticks_also_at_multiples_of_the_ring_s
     assert not wheel
 
 
-def test_an_entry_that_is_put_again_is_due_once_at_its_new_tick():
-    wheel = TimingWheel(4)
-    wheel.put("a", 2)
-    wheel.put("a", 9)
-
-    assert [tick for tick in range(1, 20) if wheel.tick()] == [9]
-
-
-def test_a_discarded_entry_is_never_due():
-    wheel = TimingWheel(4)
-    wheel.put("a", 2)
-    wheel.discard("a")
-    wheel.discard("never put")
-
-    assert not any(wheel.tick() for _ in range(10))
-
-
 def test_ticks_to_next_counts_the_ticks_to_the_next_occupied_slot():
     wheel = TimingWheel(4)
     assert wheel.ticks_to_next() is None

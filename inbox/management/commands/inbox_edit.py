@@ -1,23 +1,19 @@
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, OperationalError, transaction
+from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import refuse_unknown
 from exactly_once.operators.audit import Subject, actor_of_command, record
-from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import require_schema
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
-from inbox.operators.decisions import ROW_LOCKED
-from inbox.operators.editing import correct, editable, replace_message
+from inbox.operators.editing import correct, editable, locked_is_not_editable, replace_message
 
 
 class Command(TranslatedCommand):
@@ -53,7 +49,8 @@ class Command(TranslatedCommand):
             self.stdout.write(_("Row %(row)s would be replaced.") % {"row": stored.pk})
             return
         alias, actor = options["database"], actor_of_command(__name__)
-        with _locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
+        # On SQLite the transaction itself waits for the lock, and not the statement in it.
+        with locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
             row = replace_message(alias, stored.pk, text, by=f"by {actor.name} with {actor.place}")
             if row is not None:
                 subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
@@ -62,17 +59,6 @@ class Command(TranslatedCommand):
             raise CommandError(_("Nothing was changed: the message in row %(row)s is no longer dead.") % {"row": stored.pk})
         words = _("Row %(row)s is replaced by row %(new)s, which is due now.")
         self.stdout.write(words % {"row": stored.pk, "new": row})
-
-
-@contextmanager
-def _locked_is_not_editable(row: int) -> Iterator[None]:
-    """On SQLite the transaction itself waits for the lock, and not the statement in it."""
-    try:
-        yield
-    except OperationalError as error:
-        if is_collision(error):
-            raise NotEditable(ROW_LOCKED.format(row)) from error
-        raise
 
 
 def _the_message(options: dict[str, Any]) -> InboxMessage:

@@ -1,6 +1,5 @@
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -14,13 +13,10 @@ from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.operators.operations import BATCH
 from exactly_once.plurals import ngettext
 from exactly_once.sql.schema import require_schema
-from inbox.errors import TaskNotSent
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
-from inbox.operators.bulk import LOCKED
-from inbox.operators.operations import retry as bulk_retry
-from inbox.operators.resending import resending
+from inbox.operators.decisions import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +68,11 @@ class Command(TranslatedCommand):
         unsent: list[str] = []
         with Progress(_("retried"), left) as progress:
             for chunk in _chunks([row for row in rows if not row[1]]):
-                progress.advance(_retry(alias, chunk, states, given, unsent))
-            for pk, quarantined, message_id, handler in rows:
-                if quarantined and pk not in held_back:
-                    subject = Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
-                    progress.advance(_override(alias, pk, subject, given, unsent))
+                retrying = decisions.retrying("inbox_retry", sources=states)
+                progress.advance(_decide(alias, chunk, "retry", retrying, given, unsent))
+            for chunk in _chunks([row for row in rows if row[1] and row[0] not in held_back]):
+                overriding = decisions.overriding("inbox_retry")
+                progress.advance(_decide(alias, chunk, "override_maximum_age", overriding, given, unsent))
         due = ngettext("%(count)s message is due now.", "%(count)s messages are due now.", progress.done)
         self.stdout.write(due + _about(held_back))
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
@@ -93,51 +89,35 @@ class Command(TranslatedCommand):
             raise CommandError(words)
 
 
-def _audited(
-    transition: Callable[[str, int], bool], alias: str, pk: int, action: str, subject: Subject, given: Mapping[str, Any]
-) -> bool:
-    """Make the transition and write it into the audit log, in one transaction."""
-    with transaction.atomic(using=alias):
-        done = transition(alias, pk)
-        if done:
-            record("inbox", alias, actor_of_command(__name__), action, [subject], given)
-    return done
-
-
 def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
     return (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
 
 
-def _retry(alias: str, rows: Sequence[_Row], states: Collection[str], given: Mapping[str, Any], unsent: list[str]) -> int:
-    """Retry some messages in one transaction; those that another transaction has locked, one by one; how many were."""
+def _decide(
+    alias: str, rows: Sequence[_Row], action: str, decision: Decision, given: Mapping[str, Any], unsent: list[str]
+) -> int:
+    """Decide about some messages in one transaction, and about those that are locked in one each; how many were changed."""
     subjects = {
-        pk: Subject(kind="message", id=message_id, name=f"{message_id} ({handler})") for pk, _, message_id, handler in rows
+        pk: Subject(kind="message", id=message_id, name=f"{message_id or 'without id'} ({handler})")
+        for pk, _, message_id, handler in rows
     }
+
+    def audit(changed: Sequence[int]) -> int:
+        record("inbox", alias, actor_of_command(__name__), action, [subjects[row] for row in changed], given)
+        if decision.quarantined:
+            for row in changed:  # to explain later why an effect happened twice
+                logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subjects[row].name)
+        return len(changed)
+
     with transaction.atomic(using=alias):
-        outcomes = bulk_retry(alias, list(subjects), sources=states, given={}, by="inbox_retry", reason="")
-        done = [outcome.row for outcome in outcomes if not outcome.unchanged]
-        record("inbox", alias, actor_of_command(__name__), "retry", [subjects[row] for row in done], given)
+        outcomes = decisions.decide_many(alias, list(subjects), decision)
+        changed = audit([outcome.row for outcome in outcomes if not outcome.unchanged])
     unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
-    waited = 0
     for outcome in outcomes:
-        if outcome.unchanged == LOCKED:
-            retry = partial(decisions.retry, reason="inbox_retry")
-            waited += _audited(resending(retry), alias, outcome.row, "retry", subjects[outcome.row], given)
-    return len(done) + waited
-
-
-def _override(alias: str, pk: int, subject: Subject, given: Mapping[str, Any], unsent: list[str]) -> int:
-    """Retry a message in quarantine; 1 if it was."""
-    transition = resending(partial(decisions.override_maximum_age, reason="inbox_retry"))
-    try:
-        done = _audited(transition, alias, pk, "override_maximum_age", subject, given)
-    except TaskNotSent as error:
-        unsent.append(str(error))
-        return 0
-    if done:
-        # To explain later why an effect happened twice.
-        logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subject.name)
-    return int(done)
+        if outcome.unchanged == decisions.LOCKED:
+            with transaction.atomic(using=alias):
+                changed += decisions.decide(alias, outcome.row, decision) and audit([outcome.row])
+    return changed
 
 
 def _about(held_back: Collection[int]) -> str:

@@ -21,6 +21,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
 from inbox.models import InboxMessage, State
 from inbox.models import TrailEntry as InboxTrail
+from inbox.operators import decisions
 from inbox.operators import operations as inbox_operations
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
@@ -163,13 +164,13 @@ class TestExecution:
         dead_rows(5)
         operation = planned(staff_client(VIEW, RETRY), "retry", rate="2")
         sizes = []
-        perform = inbox_operations.bulk.retry_some
+        perform = decisions.decide_many
 
-        def counting(alias, rows, **given):
+        def counting(alias, rows, decision):
             sizes.append(len(rows))
-            return perform(alias, rows, **given)
+            return perform(alias, rows, decision)
 
-        monkeypatch.setattr(inbox_operations.bulk, "retry_some", counting)
+        monkeypatch.setattr(decisions, "decide_many", counting)
         operate()
         operation.refresh_from_db()
         assert sizes == [2, 2, 1]
@@ -181,14 +182,14 @@ class TestExecution:
         client = staff_client(VIEW, RETRY)
         operation = planned(client, "retry")
         url = reverse("admin:exactly_once_operation_cancel", args=[operation.pk])
-        perform = inbox_operations.bulk.retry_some
+        perform = decisions.decide_many
 
-        def cancelling(alias, rows, **given):
-            answer = perform(alias, rows, **given)
+        def cancelling(alias, rows, decision):
+            answer = perform(alias, rows, decision)
             Operation.objects.filter(pk=operation.pk).update(cancelled_by="someone")
             return answer
 
-        monkeypatch.setattr(inbox_operations.bulk, "retry_some", cancelling)
+        monkeypatch.setattr(decisions, "decide_many", cancelling)
         assert client.get(url).status_code == 405
         assert staff_client(VIEW, SKIP).post(url).status_code == 403
         operate()
@@ -207,7 +208,7 @@ class TestExecution:
         def fail(*args, **given):
             raise DatabaseError("the index is damaged")
 
-        monkeypatch.setattr(inbox_operations.bulk, "retry_some", fail)
+        monkeypatch.setattr(decisions, "decide_many", fail)
         executor = inbox_operations.executor()
 
         def is_stopped():

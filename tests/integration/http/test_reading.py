@@ -630,7 +630,7 @@ def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(ord
 
 @pytest.mark.django_db(transaction=True)
 def test_web_process_writes_what_it_has_counted(orders, monkeypatch):
-    monkeypatch.setattr("inbox.http.statistics._writers", {})
+    monkeypatch.setattr("inbox.http.reading._writers", {})
     arrive(orders)
     settle("acknowledge", read()[0])
 

@@ -18,9 +18,9 @@ from exactly_once.models import AuditEntry
 from exactly_once.operators.dead_letters import Refused
 from exactly_once.operators.dead_letters import read as read_dead_letter
 from inbox.errors import NotCallable, NotEditable
-from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.joins import deciding, store
+from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters, store_dead
@@ -120,7 +120,7 @@ class TestAllCome:
             drain()
 
         assert effects() == [("nightly", ALL)]
-        assert set(InboxMessage.objects.exclude(topic=store.TOPIC).values_list("conflicts", flat=True)) == {1}
+        assert set(InboxMessage.objects.exclude(topic=TOPIC).values_list("conflicts", flat=True)) == {1}
 
     def test_message_without_run_id_is_a_dead_letter_and_no_part(self, joins):
         joins(report)
@@ -232,7 +232,7 @@ class TestAtTheSameMoment:
 
         def hold():
             with transaction.atomic():
-                InboxMessage.objects.select_for_update().get(topic=store.TOPIC)
+                InboxMessage.objects.select_for_update().get(topic=TOPIC)
                 held.set()
                 release.wait(A_WHILE)
 
@@ -515,7 +515,7 @@ class TestWithTheHelpersForTests:
 
     def test_nothing_can_be_published_to_the_topic_of_the_runs(self, joins):
         joins(report)
-        assert registry.for_topic(store.TOPIC) == []
+        assert registry.for_topic(TOPIC) == []
 
     def test_delivered_messages_reach_the_join(self, joins):
         joins(report)
@@ -540,17 +540,12 @@ class TestDeclaring:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            ({"correlate": None}, "needs correlate="),
-            ({"deadline": None}, "needs deadline="),
             ({"deadline": timedelta()}, "longer than zero"),
             ({"topics": [TOPICS[0], TOPICS[0]]}, "each may be listed once"),
             ({"topics": ["orders.*"]}, "wildcard"),
-            ({"topics": [store.TOPIC]}, "topic of the runs"),
+            ({"topics": [TOPIC]}, "topic of the runs"),
             ({"on_missing": "ignore"}, "must be 'dead' or 'call'"),
-            ({"ordered": True}, "takes no topic, biz_id, ordered"),
-            ({"group_commit": 5}, "takes no topic, biz_id, ordered"),
-            ({"biz_id": "id"}, "takes no topic, biz_id, ordered"),
-            ({"start_from": "first"}, "takes no topic, biz_id, ordered"),
+            ({"topics": []}, "has one message of each topic"),
         ],
     )
     def test_invalid_options_are_refused(self, joins, arguments, words):
@@ -563,6 +558,13 @@ class TestDeclaring:
             joins(report, topics="orders.exported")
         with pytest.raises(TypeError, match="timedelta"):
             joins(report, deadline=7200)
+        with pytest.raises(TypeError, match="correlate is None"):
+            joins(report, correlate=None)
+
+    @pytest.mark.parametrize("option", [{"ordered": True}, {"group_commit": 5}, {"biz_id": "id"}, {"start_from": "first"}])
+    def test_join_does_not_take_options_of_other_handlers(self, joins, option):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            joins(report, **option)
 
     def test_generator_function_is_refused(self, joins):
         def generates(join):
@@ -570,10 +572,6 @@ class TestDeclaring:
 
         with pytest.raises(NotCallable):
             joins(generates)
-
-    def test_options_of_joins_are_refused_without_all_of(self):
-        with pytest.raises(ValueError, match="options of a join"):
-            idempotent_handler("orders.exported", correlate="run_id")
 
     def test_join_without_the_app_is_refused(self, joins, settings):
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]

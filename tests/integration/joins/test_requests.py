@@ -13,7 +13,7 @@ from inbox.handlers.registry import registry
 from inbox.joins import correlated, store
 from inbox.joins.models import Run
 from inbox.models import InboxMessage
-from inbox.operators.decisions import skip
+from inbox.operators.decisions import retry, skip
 from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.receiving.outcomes import Received
 from inbox.testing import make_message, run_handler, travel
@@ -252,7 +252,7 @@ class TestTimeout:
         run_to_the_end()
         assert effects() == []
         with transaction.atomic():
-            store.retry("default", store.lock("default", NAME, "chain-1"), by="by anna")
+            retry("default", store.lock("default", NAME, "chain-1").row)
         drain()
         assert effects() == [("payment-1", "paid")]
 

@@ -24,7 +24,6 @@ from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
-from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, LeaseMemory, State, Step
 from inbox.operators import decisions, purging
@@ -506,7 +505,6 @@ class TestOperator:
             assert slow.begun.wait(A_WHILE)
             deliver(handler, envelope, given=given)  # so that there is a row with every store
             assert not decide("default", the_row().pk)
-            assert not once_ended(decide)("default", the_row().pk)
             slow.go_on.set()
 
         assert (the_row().state, the_row().attempts, slow.runs) == (State.DONE, 1, 1)
@@ -539,7 +537,7 @@ class TestOperator:
             assert slow.begun.wait(A_WHILE)
             deliver(handler, envelope, given=given)  # so that there is a row with every store
             let_leases_end(given)
-            assert once_ended(decide)("default", the_row().pk)
+            assert decide("default", the_row().pk)
             slow.go_on.set()
         assert "its outcome was not stored" in caplog.text
         return handler, envelope, slow, first
@@ -553,7 +551,7 @@ class TestOperator:
             assert slow.begun.wait(A_WHILE)
             deliver(handler, envelope, given=given)
             InboxMessage.objects.update(next_attempt_at=DatabaseTime())
-            assert not once_ended(decide)("default", the_row().pk)
+            assert not decide("default", the_row().pk)
             slow.go_on.set()
 
         assert (the_row().state, slow.runs) == (State.DONE, 1)
@@ -568,7 +566,7 @@ class TestOperator:
             redis_server.flush()
             slow.go_on.set()
         InboxMessage.objects.update(next_attempt_at=DatabaseTime())
-        assert once_ended(decisions.retry)("default", the_row().pk)
+        assert decisions.retry("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
@@ -581,7 +579,7 @@ class TestOperator:
         with InAThread(lambda: drain(given)):
             assert slow.begun.wait(A_WHILE)
             let_leases_end(given)
-            assert once_ended(self.DECISIONS[1])("default", the_row(biz_id="head").pk)
+            assert self.DECISIONS[1]("default", the_row(biz_id="head").pk)
             slow.go_on.set()
 
         assert [the_row(biz_id=name).state for name in ("head", "next")] == [State.SKIPPED, State.DONE]
@@ -598,7 +596,7 @@ class TestOperator:
         InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
         redis_server.stop()
         with pytest.raises(LeaseStoreUnavailable):
-            once_ended(decisions.retry)("default", the_row().pk)
+            decisions.retry("default", the_row().pk)
         redis_server.start()
 
         assert the_row().state == State.RUNNING
@@ -943,11 +941,15 @@ class TestUnavailableStore:
         plain = handles(the_effect, name="tests.plain")
         for handler in (held, plain):
             declare(handler, given)
-            for number in range(8):
-                send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
-        with frozen(redis_server), consuming([held, plain], given):
-            wait_until(lambda: effects() == 8)
-            assert "Timeout" not in caplog.text, "before a thread has given up"
+        with consuming([held, plain], given):
+            send(rabbitmq_url, held.topic, {}, message_id="before")
+            wait_until(lambda: effects() == 1)
+            with frozen(redis_server):
+                for number in range(8):
+                    for handler in (held, plain):
+                        send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
+                wait_until(lambda: effects() == 9)
+                assert "Timeout" not in caplog.text, "before a thread has given up"
 
     def test_unavailable_lease_store_uses_no_attempt_of_stored_messages(self, leased, redis_server, redis_url):
         given = in_redis(redis_url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import kombu
 import pytest
@@ -14,7 +13,7 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
-from tests.support.waiting import A_WHILE
+from tests.support.waiting import A_WHILE, wait_until_reached
 from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -39,10 +38,6 @@ def send_large(url, count, megabytes):
                 message_id=f"{number:06}",
                 headers={"cloudEvents:orderingkey": f"key-{number % 10}"},
             )
-
-
-def are_done(count):
-    return InboxMessage.objects.filter(state=State.DONE).count() >= count
 
 
 @pytest.mark.timeout(400)
@@ -70,8 +65,8 @@ def test_ordered_queue_with_large_bodies_is_handled_in_bounded_memory(
     send_large(rabbitmq_url, count, megabytes)
 
     with consumer as process:
-        for handled in range(1, count + 1):  # a busy machine needs minutes for all of them
-            process.until(partial(are_done, handled))
+        # A busy machine needs minutes for all of them.
+        wait_until_reached(count, lambda: InboxMessage.objects.filter(state=State.DONE).count())
         peak = process.peak_megabytes()
 
     names = list(Effect.objects.order_by("id").values_list("name", "detail"))

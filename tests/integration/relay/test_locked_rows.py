@@ -200,7 +200,9 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
             wait_until(waiting_for_their_client)
             with relaying(peer.url, BATCH_DEADLINE=deadline):
                 wait_until(lambda: published_so_far() == len(messages))
-            assert reports(caplog, "did not read what the database sent")
+            [report] = reports(caplog, "did not read what the database sent")
+            # The documented limit is 6 s: twice the deadline, and 4 s. A loaded machine may take as long again.
+            assert int(re.search(r"for (\d+) s", report)[1]) <= 12
 
             proxy.thaw()
             last = published()

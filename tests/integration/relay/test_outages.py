@@ -34,7 +34,7 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_reached
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -280,7 +280,7 @@ class TestLateConfirms:
                 wait_until(lambda: len(peer.published) > 20)
                 with transaction.atomic():
                     publish_many([Draft(TOPIC, {}) for _ in range(100)])
-                wait_until(lambda: relay.published == 100)
+                wait_until_reached(100, lambda: relay.published)
                 stuck = [message for message in peer.published if message.routing_key != TOPIC]
                 assert len(stuck) == len(set(ids(stuck)))
 

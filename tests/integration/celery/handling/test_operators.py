@@ -15,7 +15,6 @@ from inbox.errors import NotEditable, TaskNotSent
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
 from inbox.operators.editing import replace_message
-from inbox.operators.resending import resending
 from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
@@ -71,7 +70,7 @@ def test_retry_sends_the_task_with_its_arguments_headers_and_chain(dead_letter, 
     follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
     row = dead_letter(chain=[follow], root_id="root", parent_id="p", timelimit=[20, 10], tenant="acme", expires="2020-01-01")
 
-    assert resending(decisions.retry)("default", row.pk)
+    assert decisions.retry("default", row.pk)
 
     [message] = sent()
     assert message.headers["task"] == "tests.task"
@@ -155,7 +154,7 @@ def test_retry_of_a_row_without_stored_headers_sends_its_arguments(local_app, cu
     current(local_app)
     row = a_row(body=json.dumps({"order_id": "o-1"}).encode(), content_type="application/json")
 
-    assert resending(decisions.retry)("default", row.pk)
+    assert decisions.retry("default", row.pk)
 
     [message] = sent()
     assert (message.headers["id"], message.payload[1]) == ("t-1", {"order_id": "o-1"})
@@ -166,7 +165,7 @@ def test_retry_of_a_row_whose_arguments_were_not_json_is_refused(local_app, curr
     row = a_row(body=b"{'order_id': <object>}", content_type="text/plain")
 
     with pytest.raises(TaskNotSent, match="its arguments were not JSON"):
-        resending(decisions.retry)("default", row.pk)
+        decisions.retry("default", row.pk)
 
     assert the_row().state == State.DEAD
 
@@ -180,7 +179,7 @@ def test_retry_of_a_skipped_row_sends_nothing(dead_letter, sent):
     row = dead_letter()
     decisions.skip("default", row.pk, "no")
 
-    assert not resending(decisions.retry)("default", row.pk)
+    assert not decisions.retry("default", row.pk)
 
     assert sent() == []
 
@@ -197,7 +196,7 @@ def test_resent_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, loca
         with pytest.raises(SystemExit):
             deliver(task, "o-1", task_id="t-1", redelivered=True)
     deliver(task, "o-1", task_id="t-1", redelivered=True)
-    assert resending(decisions.retry)("default", the_row().pk)
+    assert decisions.retry("default", the_row().pk)
     raised[0] = ValueError("out of stock")
 
     assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
@@ -217,7 +216,7 @@ def test_resent_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, loca
 def test_resent_task_that_autoretry_does_not_retry_is_a_dead_letter(a_task, local_app, current, sent, options):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(decisions.retry)("default", the_row().pk)
+    decisions.retry("default", the_row().pk)
     sent()
 
     def fail(order_id):
@@ -234,7 +233,7 @@ def test_resent_task_that_autoretry_does_not_retry_is_a_dead_letter(a_task, loca
 def test_resent_task_that_raises_ignore_or_reject_is_a_dead_letter(a_task, local_app, current, raised, state):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(decisions.retry)("default", the_row().pk)
+    decisions.retry("default", the_row().pk)
 
     def stop(order_id):
         raise raised
@@ -247,7 +246,7 @@ def test_resent_task_that_raises_ignore_or_reject_is_a_dead_letter(a_task, local
 def test_resent_task_whose_reject_is_retried_by_autoretry_stays_retrying(a_task, local_app, current, sent):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(decisions.retry)("default", the_row().pk)
+    decisions.retry("default", the_row().pk)
     sent()
 
     def stop(order_id):
@@ -273,7 +272,7 @@ def test_retry_of_a_task_that_committed_its_transaction_sends_it_with_headers_an
     follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
     deliver(task, "o-1", task_id="t-1", chain=[follow], tenant="acme")
 
-    assert resending(decisions.retry)("default", the_row().pk)
+    assert decisions.retry("default", the_row().pk)
 
     [message] = sent()
     args, _, embedded = message.payload
@@ -284,7 +283,7 @@ def test_retry_of_a_task_that_committed_its_transaction_sends_it_with_headers_an
 def test_resent_task_that_celery_retries_stays_retrying(a_task, local_app, current, by_autoretry):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
-    resending(decisions.retry)("default", the_row().pk)
+    decisions.retry("default", the_row().pk)
 
     def again(self, order_id):
         if self.request.retries:
@@ -307,18 +306,18 @@ def test_retry_of_a_message_of_a_handler_sends_no_task(handles, sent):
 
     deliver_message(handles(fail), an_envelope())
 
-    assert resending(decisions.retry)("default", the_row().pk)
+    assert decisions.retry("default", the_row().pk)
     assert sent() == []
 
 
 def test_retrying_rows_of_tasks_are_not_orphans(dead_letter):
-    resending(decisions.retry)("default", dead_letter().pk)
+    decisions.retry("default", dead_letter().pk)
 
     assert due.orphans("default", []) == {}
 
 
 def test_message_handler_named_like_a_task_does_not_claim_its_rows(dead_letter, handles):
     handler = handles(the_effect, name="tests.task")
-    resending(decisions.retry)("default", dead_letter().pk)
+    decisions.retry("default", dead_letter().pk)
 
     assert claims.claim_due("default", [handler.name], OPTIONS.REDELIVERY_AFTER) is None

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 from inbox import Message, idempotent_handler
-from inbox.joins import Join, correlated
+from inbox.joins import Join, correlated, joined_handler
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import ANSWERED, ASKED, TOPICS
@@ -12,7 +12,7 @@ from tests.support.apps.joined import ANSWERED, ASKED, TOPICS
 TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_SECONDS", "3600")))
 
 
-@idempotent_handler(all_of=TOPICS, correlate="run_id", deadline=timedelta(hours=1))
+@joined_handler(all_of=TOPICS, correlate="run_id", deadline=timedelta(hours=1))
 def report(join: Join) -> None:
     Effect.objects.create(name=join.run_id, detail=",".join(join.messages))
 
