@@ -9,6 +9,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.operators.heartbeat_table import ProcessKind
+from exactly_once.plurals import number
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from outbox.models import SHARDS, OutboxMessage
@@ -19,7 +20,7 @@ from outbox.store import heartbeats
 def _counts(row: Any) -> Sequence[str]:
     shards = row.facts["shards"]
     return [
-        gettext("{} published").format(f"{row.facts['published']:,}"),
+        gettext("{} published").format(number(row.facts["published"])),
         gettext("shards {}").format(f"{shards} / {SHARDS}" if shards else "-"),
     ]
 
