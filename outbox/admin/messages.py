@@ -55,7 +55,9 @@ from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.dead_letters import letters
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
-from outbox.operations import (
+from outbox.operators import figures
+from outbox.operators.groups import groups, notes
+from outbox.operators.operations import (
     ACTIONS,
     ASK_AGAIN,
     CANCEL_THEM,
@@ -66,10 +68,9 @@ from outbox.operations import (
     ROLL_THEM_BACK,
     is_overdue,
 )
-from outbox.relay.replaying import REPLAY
+from outbox.operators.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, heartbeats, operating, unique
-from outbox.store.groups import groups, notes
+from outbox.store import heartbeats, operating, unique
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY

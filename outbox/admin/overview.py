@@ -32,9 +32,10 @@ from exactly_once.sql.counts import Count
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
+from outbox.operators import figures
+from outbox.operators.groups import groups
 from outbox.states import State
-from outbox.store import figures, heartbeats, operating
-from outbox.store.groups import groups
+from outbox.store import heartbeats, operating
 
 _MOST_NAMED = 5
 _BACKLOG = (State.READY, State.WAITING, State.PAUSED)

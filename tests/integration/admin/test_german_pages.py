@@ -37,8 +37,8 @@ LISTS = sorted(
     f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in LABELS
 )
 SENTENCE = re.compile(r"[A-Za-z]{2,}[ ,]+[A-Za-z]{2,}")
-SAME = {"Name, URL", "Exactly once"}
-"""The same words in both languages."""
+SAME = {"Name, URL", "Exactly once", "- Select an option -"}
+"""The same words in both languages, and a text that Django 6.1 does not translate."""
 
 
 def entries(app):
