@@ -21,7 +21,7 @@ from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
 from inbox.operators import accounting
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
@@ -46,11 +46,11 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 every_database = pytest.mark.every_database
 
 HANDLED, DUPLICATE, STORED, DEAD, DEFERRED = (
-    Received.HANDLED,
-    Received.DUPLICATE,
-    Received.STORED,
-    Received.DEAD,
-    Received.DEFERRED,
+    Outcome.HANDLED,
+    Outcome.DUPLICATE,
+    Outcome.STORED,
+    Outcome.DEAD,
+    Outcome.DEFERRED,
 )
 POISON = {"poison": True}
 
