@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import redis
 from django.db import transaction
-from exactly_once.operators.trail import life_of
 
+from exactly_once.operators.trail import life_of
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
