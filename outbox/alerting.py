@@ -8,7 +8,7 @@ from exactly_once.operators.alert_table import Key
 from exactly_once.operators.alerts import Conditions
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.store import alerting
+from outbox.operators import alerting
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:

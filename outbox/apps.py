@@ -26,8 +26,8 @@ class OutboxConfig(AppConfig):
         from exactly_once.process.logs import escape_log_lines
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.alerting import CONDITIONS
-        from outbox.relay.heartbeat import RELAYS
-        from outbox.store import dry_run, life
+        from outbox.operators import dry_run, life
+        from outbox.operators.relays import RELAYS
 
         escape_log_lines()
         register_part("outbox", "outbox.management.part.OutboxPart")

@@ -15,7 +15,7 @@ from exactly_once.operators.audit import Subject
 from exactly_once.operators.dead_letters import Letters, Refused
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
-from outbox.store import dead_letters
+from outbox.operators import dead_letters
 
 
 class OutboxLetters(Letters):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from http import HTTPStatus
 from inspect import iscoroutinefunction
 from typing import Any
 
 from django.contrib.auth.decorators import login_not_required
 from django.db import connections
 from django.db.transaction import non_atomic_requests
-from django.http import Http404, HttpRequest
+from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 from django.views.decorators.cache import never_cache
@@ -19,7 +18,7 @@ from django.views.decorators.csrf import csrf_exempt
 from ninja import NinjaAPI
 from ninja.openapi.schema import OpenAPISchema
 
-from exactly_once.http.problems import ProblemDetails, as_problem, documented, problem_of
+from exactly_once.http.problems import HANDLERS, ProblemDetails, as_problem, documented, unknown
 from exactly_once.http.tokens import BearerToken
 from exactly_once.http_options import HttpOptions
 
@@ -35,7 +34,7 @@ class Api(NinjaAPI):
         name: namespace of its URLs.
         options: the option `HTTP` of the app.
         body_limit: maximum size of a request's body in bytes.
-        statuses: of exceptions, see `problem_of`.
+        answered: what answers further exceptions, by their class.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Api(NinjaAPI):
         description: str,
         options: Callable[[], HttpOptions],
         body_limit: Callable[[], int],
-        statuses: Mapping[type[Exception], HTTPStatus],
+        answered: Mapping[type[Exception], Callable[..., Any]],
     ) -> None:
         super().__init__(
             title=title,
@@ -56,11 +55,8 @@ class Api(NinjaAPI):
             auth=BearerToken(options, body_limit),
             docs_url=None,
         )
-        self._statuses = statuses
-
-    def on_exception(self, request: HttpRequest, exc: Any) -> Any:
-        """The answer to an exception of a view."""
-        return problem_of(request, exc, self._statuses).response
+        for kind, answer in {**HANDLERS, **answered}.items():
+            self.add_exception_handler(kind, answer)
 
     def get_openapi_schema(self, **given: Any) -> OpenAPISchema:
         """The OpenAPI document."""
@@ -75,9 +71,9 @@ class Api(NinjaAPI):
         """For a URLconf whose `app_name` is the name of this API."""
         own = [pattern for pattern in self.urls[0] if isinstance(pattern, URLPattern)]
         for pattern in own:
-            # Ninja's own view of the root raises Http404 outside of `on_exception`.
-            pattern.callback = _guarded(_unknown if pattern.name == "api-root" else pattern.callback)
-        return [*own, re_path("", _guarded(_unknown))]
+            # Ninja's own view of the root raises Http404 outside of its handlers.
+            pattern.callback = _guarded(unknown if pattern.name == "api-root" else pattern.callback)
+        return [*own, re_path("", _guarded(unknown))]
 
 
 def _guarded(view: _View) -> _View:
@@ -104,7 +100,3 @@ def answers(given: Mapping[int, type], *problems: int) -> dict[int, type]:
         problems: statuses of errors that not every operation has.
     """
     return {**given, **dict.fromkeys(sorted({*_ALWAYS, *problems}), ProblemDetails)}
-
-
-def _unknown(request: HttpRequest) -> HttpResponseBase:
-    return problem_of(request, Http404(), {}).response

@@ -17,7 +17,7 @@ from ninja.responses import Status
 
 from exactly_once.http.api import Api, answers
 from exactly_once.http.fields import Name
-from exactly_once.http.problems import Problem
+from exactly_once.http.problems import Problem, with_status
 from exactly_once.http.tokens import client_of, require
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
@@ -42,9 +42,10 @@ from outbox.http.schemas import (
     Statuses,
 )
 from outbox.models import OutboxMessage
-from outbox.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
-from outbox.store.replaying import plan_alone
-from outbox.store.restoring import Selection, restorable_positions, restored_by_default
+from outbox.operators.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
+from outbox.operators.replaying import plan_alone
+from outbox.store.restoring import restored_by_default
+from outbox.store.selecting import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,10 @@ api = Api(
     description="Publish messages, and decide about those that are not published yet.",
     options=_options,
     body_limit=lambda: outbox_options().BODY_LIMIT_BYTES,
-    statuses={
-        PayloadTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        InvalidMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
-        UnknownMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
+    answered={
+        PayloadTooLarge: with_status(HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+        InvalidMessage: with_status(HTTPStatus.UNPROCESSABLE_ENTITY),
+        UnknownMessage: with_status(HTTPStatus.UNPROCESSABLE_ENTITY),
     },
 )
 
@@ -209,7 +210,7 @@ def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
         for found in same.filter(selection=plan.selection):
             if (found.sources, found.given) == (states, plan.given):
                 return OperationStatus.of(found)
-        rows = restorable_positions(alias, Selection(topic=topic, states=states))
+        rows = Selection(topic=topic, states=states).positions(alias)
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
     logger.info(
         "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic

@@ -16,9 +16,11 @@ from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.dead_letters import letters
 from outbox.models import TrailEntry
-from outbox.operations import operations
+from outbox.operators.callbacks import PendingCalls, pending_calls
+from outbox.operators.counts import count_states, topics_unchecked
+from outbox.operators.operations import operations
 from outbox.states import State
-from outbox.store import heartbeats, history, pausing, pending_callbacks, preparing
+from outbox.store import heartbeats, history, pausing
 
 _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW, State.PAUSED: YELLOW}
 _COLUMNS = (
@@ -40,7 +42,7 @@ class OutboxPart(Part):
         return list(heartbeats.relays.rows(alias))
 
     def status(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
-        counts, calls = history.count_states(alias), pending_callbacks.pending_calls(alias)
+        counts, calls = count_states(alias), pending_calls(alias)
         return {
             "states": counts.states,
             "estimated": sorted(counts.estimated),
@@ -59,7 +61,7 @@ class OutboxPart(Part):
         return list(self._tables(alias, rates))
 
     def _tables(self, alias: str, rates: Callable[[str, int], str]) -> Iterator[Table]:
-        counted = history.count_states(alias)
+        counted = count_states(alias)
         states = counted.states
         lines = [Line(["outbox", alias], BOLD)]
         for state, count in states.items():
@@ -67,7 +69,7 @@ class OutboxPart(Part):
             style = _STYLES.get(State(state), "") if count else ""
             lines.append(Line([state, f"{about}{count:,}", rates(f"outbox {state}", count)], style))
         yield Table([*lines, Line([_("oldest waiting"), age(counted.oldest_waiting)])])
-        calls = pending_callbacks.pending_calls(alias)
+        calls = pending_calls(alias)
         if calls.pending:
             yield _calls(calls)
         if paused := list(pausing.paused_topics(alias)):
@@ -77,7 +79,7 @@ class OutboxPart(Part):
             yield sentence(words % {"dates": ", ".join(str(history.date_of(day)) for day in days)})
         if states[State.STUCK]:
             yield sentence(_stuck(states[State.STUCK]), RED)
-        if unchecked := preparing.topics_unchecked(alias, checkers.topics()):
+        if unchecked := topics_unchecked(alias, checkers.topics()):
             words = _("No checker is registered for prepared messages of: %(topics)s.")
             yield sentence(words % {"topics": ", ".join(unchecked)}, RED)
         relays = self.heartbeats(alias)
@@ -87,7 +89,7 @@ class OutboxPart(Part):
             yield sentence(_none_runs(states[State.READY]), RED)
 
 
-def _calls(calls: pending_callbacks.PendingCalls) -> Table:
+def _calls(calls: PendingCalls) -> Table:
     lines = [
         Line([_("callbacks")], BOLD),
         Line([_("pending"), f"{calls.pending:,}"]),

@@ -1,0 +1,129 @@
+"""The outbox's account of one message: its trail, and the facts of its row."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+
+from exactly_once.operators.trail import Account, ChainRow, Moment, Standing, moment_of
+from exactly_once.process.clock import utcnow
+from outbox.conf import outbox_options
+from outbox.models import CHAINED, OutboxMessage, TrailEntry
+from outbox.states import State
+
+ENTRIES = TrailEntry
+NOT_HERE = "It is not in the outbox: it was published elsewhere, or its row and its trail have been purged."
+_HERE = "outbox"
+_OF_A_CHAIN = (
+    *("message_id", "correlation_id", "causation_id", "topic", "biz_id"),
+    *("state", "created_at", "settled_at", "attempts", "last_error"),
+)
+_GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
+"""States with an automatic next step, due at the row's `available_at`."""
+_NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
+"""States that no message enters after a relay has claimed it. A cancelled message, for example, may have been sent before."""
+
+
+def account_of(alias: str, message_id: str) -> Account:
+    """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
+    if (name := _as_id(message_id)) is None:  # the outbox's ids are UUIDs
+        return Account()
+    row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
+    entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
+    unknown = []
+    kept_since = utcnow() - outbox_options().TRAIL_RETENTION
+    if row is not None and row.created_at < kept_since:
+        unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
+    if row is None and entries:
+        unknown.append("Its row in the outbox has been purged; only its trail is left.")
+    return Account(
+        moments=list(_moments(alias, row, entries)),
+        standings=[] if row is None else [_standing(alias, row)],
+        unknown=unknown,
+        never_left=row is not None and row.state in _NEVER_SENT,
+    )
+
+
+def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
+    """See `exactly_once.operators.trail`."""
+    rows = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id).order_by("pk")
+    return [str(message_id) for message_id in rows.values_list("message_id", flat=True)]
+
+
+def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
+    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    rows, name = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN), _as_id(correlation_id)
+    found = [] if name is None else list(rows.filter(message_id=name))
+    found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most - len(found)]
+    return [
+        ChainRow(
+            app="outbox",
+            pk=row.pk,
+            message_id=str(row.message_id),
+            correlation_id=row.correlation_id,
+            causation_id=row.causation_id,
+            topic=row.topic,
+            biz_id=row.biz_id,
+            where=_HERE,
+            state=row.state,
+            began_at=row.created_at,
+            settled_at=row.settled_at,
+            published_at=row.created_at,
+            attempts=row.attempts,
+            error=row.last_error,
+            database=alias,
+        )
+        for row in found
+    ]
+
+
+def correlation_of(alias: str, message_id: str) -> str:
+    """See `exactly_once.operators.trail`."""
+    if (name := _as_id(message_id)) is None:
+        return ""
+    return OutboxMessage.objects.using(alias).filter(message_id=name).values_list("correlation_id", flat=True).first() or ""
+
+
+def _as_id(message_id: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(message_id)
+    except ValueError:
+        return None
+
+
+def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+    if row is not None and not (entries and entries[0].was == ""):
+        yield Moment(at=row.created_at, where=_HERE, was="", became=_began_as(row, entries), database=alias)
+    yield from (moment_of(entry, _HERE, alias) for entry in entries)
+    if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
+        return
+    # Only a ready message becomes published. For other states the previous state was not recorded.
+    was = State.READY.value if row.state == State.PUBLISHED else ""
+    yield Moment(at=row.settled_at, where=_HERE, was=was, became=row.state, database=alias)
+
+
+def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
+    first = entries[0].was if entries else row.state
+    if first in {State.PREPARED, State.STUCK, State.ROLLED_BACK}:
+        return State.PREPARED.value
+    if first == State.SCHEDULED or (row.deliver_at is not None and not entries):
+        return State.SCHEDULED.value
+    # It has had `deliver_at` from the beginning, unless a transition in the trail set it.
+    given_before = row.deliver_at is not None and row.deliver_at <= entries[0].at if entries else False
+    if given_before and entries[0].became not in {State.SCHEDULED, State.READY}:
+        return State.SCHEDULED.value
+    return State.READY.value
+
+
+def _standing(alias: str, row: OutboxMessage) -> Standing:
+    return Standing(
+        where=_HERE,
+        state=row.state,
+        topic=row.topic,
+        biz_id=row.biz_id,
+        attempts=row.attempts,
+        due=row.available_at if row.state in _GOES_ON else None,
+        error=row.last_error,
+        also=f"in the order of key {row.key!r}" if row.key else "",
+        database=alias,
+    )
