@@ -395,47 +395,43 @@ class TestFailingMessage:
         assert list(rows) == [(name, State.RETRYING, 1, "SystemExit: bye") for name in "ab"]
 
 
+def swallow_a_database_error():
+    with contextlib.suppress(IntegrityError):
+        Unique.objects.create(name="taken")
+
+
+def close_the_connection():
+    connection.close()
+
+
+def commit_by_sql():
+    with connection.cursor() as cursor:
+        cursor.execute("COMMIT")
+
+
 @every_database
 class TestBadHandlers:
-    def test_message_whose_handler_swallows_a_database_error_fails_alone(self, together):
+    @pytest.mark.parametrize(
+        ("misbehave", "reason"),
+        [
+            (swallow_a_database_error, "can no longer commit"),
+            (close_the_connection, "closed the database connection"),
+            (commit_by_sql, "must commit together"),
+        ],
+    )
+    def test_message_whose_handler_leaves_no_usable_transaction_fails_alone(self, together, misbehave, reason):
         Unique.objects.create(name="taken")
 
         def handle(message):
             the_effect(message)
             if message.payload.get("poison"):
-                with contextlib.suppress(IntegrityError):
-                    Unique.objects.create(name="taken")
+                misbehave()
 
         became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
-        assert "can no longer commit" in the_row(biz_id="b").last_error
-
-    def test_message_whose_handler_closes_the_connection_fails_alone(self, together):
-        def handle(message):
-            the_effect(message)
-            if message.payload.get("poison"):
-                connection.close()
-
-        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
-
-        assert became == [HANDLED, STORED, HANDLED]
-        assert effects_by_name() == {"a": 1, "c": 1}
-        assert "closed the database connection" in the_row(biz_id="b").last_error
-
-    def test_message_whose_handler_commits_by_sql_fails_alone(self, together):
-        def handle(message):
-            the_effect(message)
-            if message.payload.get("poison"):
-                with connection.cursor() as cursor:
-                    cursor.execute("COMMIT")
-
-        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
-
-        assert became == [HANDLED, STORED, HANDLED]
-        assert effects_by_name() == {"a": 1, "c": 1}
-        assert "must commit together" in the_row(biz_id="b").last_error
+        assert reason in the_row(biz_id="b").last_error
 
     def test_commit_through_the_driver_makes_the_whole_load_dead_letters(self, together):
         """It committed effects of the other messages as well, and it cannot be known how far each of them was."""

@@ -697,23 +697,16 @@ class TestSteps:
         assert "no answer" in row.last_error
         assert "Check whether it has happened" in row.last_error
 
-    def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given):
-        taken = []
-
-        def charge():
-            taken.append("try")
-            if len(taken) == 1:
-                raise OSError("no answer")
-
-        deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-        assert the_row().state == State.DEAD
-        decisions.retry("default", the_row().pk)
-        drain(given)
-
-        assert (the_row().state, len(taken)) == (State.DONE, 2)
-
-    @pytest.mark.parametrize("error", [RetryLater(timedelta(hours=1)), Reject("closed")], ids=["RetryLater", "Reject"])
-    def test_unrepeatable_step_that_raises_retry_later_or_reject_is_taken_again(self, leased, given, error):
+    @pytest.mark.parametrize(
+        ("error", "becomes"),
+        [
+            (OSError("no answer"), State.DEAD),
+            (RetryLater(timedelta(hours=1)), State.RETRYING),
+            (Reject("closed"), State.DEAD),
+        ],
+        ids=["error", "RetryLater", "Reject"],
+    )
+    def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given, error, becomes):
         taken = []
 
         def charge():
@@ -722,6 +715,7 @@ class TestSteps:
                 raise error
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
+        assert the_row().state == becomes
         decisions.retry("default", the_row().pk)
         drain(given)
 
