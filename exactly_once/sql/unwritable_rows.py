@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 
 from exactly_once.process.clock import monotonic
@@ -31,25 +32,25 @@ def why_unwritable(error: BaseException, alias: str, table: str) -> str:
 
 @dataclass
 class _Skipped:
-    """An unwritable row, and the instant of its next try (monotonic)."""
+    """An unwritable row, and the instants (monotonic) of its next try, and of forgetting it if it is not tried until then."""
 
     key: str
     pause: Pause = field(default_factory=lambda: Pause(_FIRST_SKIP_SECONDS, LONGEST_SKIP_SECONDS))
     again_at: float = 0.0
+    forgotten_at: float = inf
 
 
 class UnwritableRows:
     """The rows that the database has recently refused to change, in the memory of one loop or process.
 
     Args:
-        at_once: maximum number of due rows to try together; None tries all. A row that is refused again must be identified
-            again.
+        at_once: maximum number of due rows to try together. A row that is refused again must be identified again.
     """
 
-    def __init__(self, at_once: int | None = None) -> None:
+    def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._rows: dict[int, _Skipped] = {}
-        self._due: list[int] = []
+        self._due: set[int] = set()
 
     @property
     def count(self) -> int:
@@ -59,12 +60,19 @@ class UnwritableRows:
         return position in self._rows
 
     def skipped(self) -> Mapping[int, str]:
-        """The positions of the rows that are not tried now, with the keys of their messages."""
+        """The positions of the rows that are not tried now, with the keys of their messages.
+
+        The rows of a key are tried together: each one that is skipped would hold back the others.
+        """
         now = monotonic()
-        # A row that was not tried since it was due has changed, or belongs to another process.
-        self._rows = {at: row for at, row in [*self._rows.items()] if now < row.again_at + LONGEST_SKIP_SECONDS}
-        due = sorted((row.again_at, position) for position, row in self._rows.items() if row.again_at <= now)
-        self._due = [position for _, position in due[: self._at_once]]
+        self._rows = {at: row for at, row in [*self._rows.items()] if now < row.forgotten_at}
+        due = sorted((row.again_at, position) for position, row in self._rows.items() if row.again_at <= now)[: self._at_once]
+        for row in (self._rows[position] for _, position in due):
+            row.again_at = now + _FIRST_SKIP_SECONDS  # others are tried meanwhile, if this one is not
+            # Then it has changed, or belongs to another process.
+            row.forgotten_at = min(row.forgotten_at, now + LONGEST_SKIP_SECONDS)
+        keys = {self._rows[position].key for _, position in due} - {""}
+        self._due = {position for _, position in due} | {position for position, row in self._rows.items() if row.key in keys}
         return {position: row.key for position, row in self._rows.items() if position not in self._due}
 
     def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
@@ -72,7 +80,7 @@ class UnwritableRows:
         now = monotonic()
         for position in refused:
             row = self._rows.setdefault(position, _Skipped(keys.get(position, "")))
-            row.again_at = now + row.pause.next_seconds()
+            row.again_at, row.forgotten_at = now + row.pause.next_seconds(), inf
 
     def forget_due(self, tried: Collection[int] | None = None) -> None:
         """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""

@@ -33,7 +33,7 @@ from outbox.store import claiming, lease, settling
 from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
 from outbox.store.outgoing import outgoing
 from outbox.store.settling import Failure, Settlement
-from outbox.store.unwritable_rows import UnwritableRows
+from outbox.store.unwritable_rows import Changed, UnwritableRows
 from outbox.store.waves import waves
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Pass:
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
-        self._unwritable = UnwritableRows(alias, purpose="settled", at_once=None)
+        self._unwritable = UnwritableRows(alias, purpose="settled")
         # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
@@ -159,21 +159,28 @@ class Pass:
         )
 
     def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
-        """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds."""
-        known = [row.position for row in rows if row.position in self._unwritable]
-        if not known:
+        """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds.
+
+        After many such rows it may be that no row can be settled. Then all are rehearsed, so that not all are sent in vain.
+        """
+        doubtful = [row.position for row in rows if self._unwritable.are_many or row.position in self._unwritable]
+        if not doubtful:
             return rows
-        rehearsed = settling.rehearse(self._alias, known)
+        rehearsed = settling.rehearse(self._alias, doubtful)
         self._unwritable.forget_due(rehearsed.done)
-        self._unwritable.record(rehearsed.unwritable, rehearsed.keys)
-        left = set(known).difference(rehearsed.done or ())
+        self._record_unwritable(rehearsed)
+        left = set(doubtful).difference(rehearsed.done or ())
         return claiming.in_order(rows, {row.position for row in rows} - left)
 
     def _settle(self, batch: _Batch) -> tuple[Settlement, int]:
         """Store the outcomes, without those of rows that the database refuses to change; and the number of changed rows."""
         settlement, changed = settling.settle_writable(self._alias, self._decide(batch))
-        self._unwritable.record(changed.unwritable, changed.keys)
+        self._record_unwritable(changed)
         return settlement, changed.count
+
+    def _record_unwritable(self, changed: Changed) -> None:
+        """Record rows that have not been tried alone, too: they may have been sent, and the rows after them are read next."""
+        self._unwritable.record({**changed.unwritable, **changed.untried}, changed.keys)
 
     @property
     def _longest(self) -> timedelta:

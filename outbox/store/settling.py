@@ -36,7 +36,7 @@ from outbox.store.dialect import any_of, live
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, count_moved, delete, move
-from outbox.store.unwritable_rows import Changed, Rows, UnwritableRows, change_each, change_writable
+from outbox.store.unwritable_rows import Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
@@ -147,9 +147,9 @@ def settle_writable(alias: str, settlement: Settlement) -> tuple[Settlement, Cha
 
 
 def rehearse(alias: str, positions: Sequence[int]) -> Changed:
-    """The result of settling these messages as published, each alone; rolled back."""
+    """The result of settling these messages as published; rolled back."""
     with transaction.atomic(using=alias):
-        changed = change_each(alias, positions, partial(_settle_some, alias, Settlement(published=positions)))
+        changed = change_in_parts(alias, positions, partial(_settle_some, alias, Settlement(published=positions)))
         transaction.set_rollback(True, using=alias)
     return changed
 

@@ -1,7 +1,8 @@
 """Rows that the database refuses to change, because a trigger, a constraint or a damaged index raises for them.
 
-A change of many rows that failed because of one of them is repeated row by row, so that the others are changed. Unwritable rows
-are skipped for some time, longer after each try, and reported once a minute. Later rows of their keys wait for them.
+A change of many rows that failed because of some of them is repeated in halves, and these in halves again, so that the others
+are changed. Unwritable rows are skipped for some time, longer after each try, and reported once a minute. Later rows of their
+keys wait for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from django.db import Error, connections, transaction
 
+from exactly_once.process.clock import monotonic
 from exactly_once.process.reminder import Reminder
 from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import is_postgresql
@@ -20,7 +22,7 @@ from exactly_once.sql.faults import is_canceled
 from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
 from outbox.models import OutboxMessage
 from outbox.states import LIVE
-from outbox.store.dialect import TABLE
+from outbox.store.dialect import TABLE, chunks
 from outbox.store.transitions import Found
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ Change = Callable[[Rows], int]
 _IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE; "
 """A deferred constraint would raise when the transaction commits, and not for a row."""
 _MANY = 100
-_RETRIED_AT_ONCE = 10
+_RETRIED_AT_ONCE = 25
+_LONGEST_SEARCH_SECONDS = 0.5
+"""In one change. All other messages wait for the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +50,19 @@ class Changed:
         count: the number of changed rows.
         done: the positions that `change` took; None for all rows of a query.
         unwritable: by position, the error of each row that the database refused to change.
+        untried: the same for rows that a long search has not tried alone; the error is that of another row.
         keys: those of the messages, by position; known if some are unwritable.
     """
 
     count: int
     done: Collection[int] | None = None
     unwritable: Mapping[int, Error] = field(default_factory=dict)
+    untried: Mapping[int, Error] = field(default_factory=dict)
     keys: Mapping[int, str] = field(default_factory=dict)
 
 
 def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
-    """Call `change` with all rows or, if the database refuses that because of one of them, with each row alone.
+    """Call `change` with all rows or, if the database refuses that because of some of them, with the others.
 
     Raises:
         django.db.Error: an error that these rows do not cause.
@@ -78,30 +84,39 @@ def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
         transaction.set_rollback(False, using=alias)
         _execute(connection, "ROLLBACK TO SAVEPOINT writable")
     with transaction.atomic(using=alias):
-        return change_each(alias, rows, change)
+        return change_in_parts(alias, rows, change)
 
 
-def change_each(alias: str, rows: Rows, change: Change) -> Changed:
-    """Call `change` with each row alone; see `change_writable`. Inside an open transaction."""
+def change_in_parts(alias: str, rows: Rows, change: Change) -> Changed:
+    """Call `change` with all rows, and with the halves of each part that the database refuses. Inside an open transaction."""
     if is_postgresql(connections[alias]):
         _execute(connections[alias], _IMMEDIATE)
     keys = _keys(alias, rows)
     count, done, stopped_keys = 0, set[int](), set[str]()
     unwritable: dict[int, Error] = {}
-    for position, key in keys.items():
-        if key in stopped_keys:
+    untried: dict[int, Error] = {}
+    parts, until = [list(keys)], monotonic() + _LONGEST_SEARCH_SECONDS
+    while parts:
+        part = [position for position in parts.pop() if keys[position] not in stopped_keys]
+        if unwritable and monotonic() > until:
+            untried.update(dict.fromkeys(part, next(iter(unwritable.values()))))
             continue
         try:
             with transaction.atomic(using=alias):
-                count += change([position])
+                count += change(part) if part else 0
         except Error as error:
             if not _may_be_of_one(error, keys):
                 raise
-            unwritable[position] = error
-            stopped_keys.update([key] if key else [])
+            if len(part) > 1:
+                # Where most rows are unwritable, halves only cost time.
+                size = 1 if len(unwritable) > len(done) else (len(part) + 1) // 2
+                parts += reversed([*chunks(part, size)])
+                continue
+            unwritable[part[0]] = error
+            stopped_keys.update(key for key in [keys[part[0]]] if key)
         else:
-            done.add(position)
-    return Changed(count=count, done=done, unwritable=unwritable, keys=keys)
+            done.update(part)
+    return Changed(count=count, done=done, unwritable=unwritable, untried=untried, keys=keys)
 
 
 def _may_be_of_one(error: BaseException, rows: Collection[int] | None) -> bool:
@@ -130,7 +145,6 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
     Args:
         component: begins the log line.
         purpose: of the change, as in "they cannot be made ready".
-        at_once: see `exactly_once.sql.unwritable_rows`.
         reminder: decides when to report; loops may share it.
     """
 
@@ -140,14 +154,18 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         component: str = "relay",
         purpose: str = "made ready",
         *,
-        at_once: int | None = _RETRIED_AT_ONCE,
         reminder: Reminder | None = None,
     ) -> None:
-        super().__init__(at_once)
+        super().__init__(_RETRIED_AT_ONCE)
         self._alias = alias
         self._component = component
         self._purpose = purpose
         self._reminder = reminder or Reminder()
+
+    @property
+    def are_many(self) -> bool:
+        """May the cause be something else than single rows?"""
+        return self.count >= _MANY
 
     def change(self, rows: Rows, change: Change) -> int:
         """`change_writable`, recording what is unwritable; the number of changed rows.
@@ -158,7 +176,7 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         changed = change_writable(self._alias, rows, change)
         self.forget_due(changed.done)
         self.record(changed.unwritable, changed.keys)
-        if not changed.count and len(changed.unwritable) >= _MANY:
+        if not changed.count and len(changed.unwritable) + len(changed.untried) >= _MANY:
             raise next(iter(changed.unwritable.values()))
         return changed.count
 
@@ -167,7 +185,7 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         super().record(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
-            live = OutboxMessage.objects.using(self._alias).filter(day=LIVE, pk=position)
+            named = OutboxMessage.objects.using(self._alias).filter(pk=position).values_list("message_id", "topic", "biz_id")
             logger.error(
                 "%s: the database refuses to change the rows of %d messages, so they cannot be %s; the first is message %s "
                 "(%s, biz-id %s): %s They are tried again every %.0f s at least, and are not sent meanwhile; the later "
@@ -175,7 +193,8 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
                 self._component,
                 self.count,
                 self._purpose,
-                *live.values_list("message_id", "topic", "biz_id").get(),
+                # Another session may have changed or deleted the row since.
+                *(named.first() or ("unknown", "deleted", "unknown")),
                 why_unwritable(error, self._alias, TABLE),
                 LONGEST_SKIP_SECONDS,
             )

@@ -3,13 +3,30 @@
 from collections import Counter
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql import unwritable_rows
+from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS
+from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
+from outbox.relay.passes import Pass
 from outbox.states import State
+from outbox.store import claiming
 from tests.support.refused_rows import POISON, cleared, refused
-from tests.support.relaying import TOPIC, Queue, drained, ids, published, relaying, state_of
+from tests.support.relaying import (
+    TOPIC,
+    Queue,
+    connected,
+    drained,
+    ids,
+    one_pass,
+    published,
+    quick,
+    relaying,
+    state_of,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -150,6 +167,39 @@ class TestManyRows:
         assert {arrived[one] for one in ids(bad)} == {1}
         assert max(arrived[one] for one in ids(others)) <= 2, "they may have been in the same batch"
         assert len(reports(caplog)) == 1
+
+    def test_search_for_one_row_among_500_takes_few_statements(self, peer):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, biz_id=POISON if number == 300 else None) for number in range(500)])
+        with refused(), connected(peer.url) as transport, CaptureQueriesContext(connection) as statements:
+            report = one_pass(transport)
+
+        assert report.settled == report.claimed - 1 > 100
+        assert len(statements) < 300
+
+    def test_new_message_is_published_beside_hundreds_that_cannot_be_settled_and_only_a_batch_of_them_was_sent(
+        self, peer, monkeypatch
+    ):
+        leapt = [0.0]
+        monkeypatch.setattr(unwritable_rows, "monotonic", lambda: monotonic() + leapt[0])
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, biz_id=f"{POISON}-{number}") for number in range(900)])
+        with refused(), connected(peer.url) as transport:
+            single = Pass("default", transport, quick())
+            for _ in range(12):
+                single.run(claiming.look("default").shards, 500)
+                leapt[0] += 0.1
+            sent = len(peer.published)
+            new = published()
+            leapt[0] += LONGEST_SKIP_SECONDS - 0.1  # all others are due again
+            with CaptureQueriesContext(connection) as statements:
+                single.run(claiming.look("default").shards, 500)
+            single.close()
+
+        assert state_of(new) == State.PUBLISHED
+        assert len(peer.published) == sent + 1
+        assert sent <= 500
+        assert len(statements) < 400
 
     @pytest.mark.proof
     def test_messages_are_sent_once_while_the_database_settles_nothing_and_it_is_reported_once(self, rabbitmq_url, caplog):
