@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -20,8 +20,6 @@ from exactly_once.wire.text import NAME_LENGTH, describe, printable
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "application/problem+json"
-_UNAVAILABLE = (OperationalError, InterfaceError)
-"""The database does not answer, or another transaction has a lock."""
 _MOST_ERRORS = 20
 """How many wrong fields an answer names. Without a limit it could be a hundred times as large as the request."""
 RETRY_AFTER = {"Retry-After": "1"}
@@ -68,6 +66,11 @@ def unauthorized() -> Problem:
     )
 
 
+def with_status(status: HTTPStatus) -> Callable[[HttpRequest, Exception], HttpResponse]:
+    """Answers an exception with this status and its text, which is meant for the client."""
+    return lambda request, error: Problem(status, str(error)).response
+
+
 def forbidden(scope: str) -> Problem:
     return Problem(
         HTTPStatus.FORBIDDEN,
@@ -75,43 +78,6 @@ def forbidden(scope: str) -> Problem:
         headers={"WWW-Authenticate": 'Bearer error="insufficient_scope"'},
         scope=scope,
     )
-
-
-def problem_of(request: HttpRequest, error: Exception, statuses: Mapping[type[Exception], HTTPStatus]) -> Problem:
-    """The problem that an exception of a view is.
-
-    Args:
-        statuses: of further exceptions. The text of those below 500 is meant for the client.
-    """
-    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), None)
-    if isinstance(error, Problem):
-        return error
-    if isinstance(error, _UNAVAILABLE) or status is HTTPStatus.SERVICE_UNAVAILABLE:
-        return _unavailable(request, error)
-    if isinstance(error, HttpError | ValidationError | Http404):
-        return _refused(request, error)
-    return _unexpected(request, error) if status is None else Problem(status, str(error))
-
-
-def _refused(request: HttpRequest, error: HttpError | ValidationError | Http404) -> Problem:
-    """An exception of Django Ninja, or of Django."""
-    match error:
-        case ValidationError():
-            errors = [{"field": _field(one["loc"]), "detail": one["msg"]} for one in error.errors[:_MOST_ERRORS]]
-            detail = "; ".join(f"{one['field']}: {one['detail']}" for one in errors)
-            return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
-        case AuthenticationError():
-            return unauthorized()
-        case HttpError(status_code=HTTPStatus.BAD_REQUEST):
-            return Problem(HTTPStatus.BAD_REQUEST, "The body is not JSON.")
-        case HttpError():
-            return Problem(HTTPStatus(error.status_code), str(error))
-    return Problem(HTTPStatus.NOT_FOUND, f"There is no {request.path}.")
-
-
-def _field(path: Iterable[str | int]) -> str:
-    # The client has chosen the names in a mapping.
-    return printable(".".join(map(str, path)), NAME_LENGTH)
 
 
 def as_problem(response: HttpResponseBase) -> HttpResponseBase:
@@ -124,16 +90,52 @@ def as_problem(response: HttpResponseBase) -> HttpResponseBase:
     return Problem(status, f"{status.phrase}{allowed}.", headers=headers).response
 
 
-def _unavailable(request: HttpRequest, error: Exception) -> Problem:
+def _of_body(request: HttpRequest, error: ValidationError) -> HttpResponse:
+    errors = [{"field": _field(one["loc"]), "detail": one["msg"]} for one in error.errors[:_MOST_ERRORS]]
+    detail = "; ".join(f"{one['field']}: {one['detail']}" for one in errors)
+    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors).response
+
+
+def _field(path: Iterable[str | int]) -> str:
+    # The client has chosen the names in a mapping.
+    return printable(".".join(map(str, path)), NAME_LENGTH)
+
+
+def _of_ninja(request: HttpRequest, error: HttpError) -> HttpResponse:
+    status = HTTPStatus(error.status_code)
+    return Problem(status, "The body is not JSON." if status is HTTPStatus.BAD_REQUEST else str(error)).response
+
+
+def unknown(request: HttpRequest, error: Exception | None = None) -> HttpResponse:
+    """The answer to a path that is none of the API."""
+    return Problem(HTTPStatus.NOT_FOUND, f"There is no {request.path}.").response
+
+
+def unavailable(request: HttpRequest, error: Exception) -> HttpResponse:
+    """The answer while the database does not answer, or another transaction has a lock."""
     logger.warning("http: %s %s is answered with 503: %s", request.method, request.path, describe(error))
     detail = "The database is unavailable, or locked by other transactions. Repeat the request later."
-    return Problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers=RETRY_AFTER)
+    return Problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers=RETRY_AFTER).response
 
 
-def _unexpected(request: HttpRequest, error: Exception) -> Problem:
+def _unexpected(request: HttpRequest, error: Exception) -> HttpResponse:
     logger.error("http: unexpected error in %s %s, which is answered with 500", request.method, request.path, exc_info=error)
     got_request_exception.send(sender=None, request=request)
-    return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "An unexpected error occurred. It is in the log of the service.")
+    detail = "An unexpected error occurred. It is in the log of the service."
+    return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, detail).response
+
+
+HANDLERS: Mapping[type[Exception], Callable[[HttpRequest, Any], HttpResponse]] = {
+    Exception: _unexpected,
+    Problem: lambda request, error: error.response,
+    ValidationError: _of_body,
+    HttpError: _of_ninja,
+    AuthenticationError: lambda request, error: unauthorized().response,
+    Http404: unknown,
+    OperationalError: unavailable,
+    InterfaceError: unavailable,
+}
+"""What answers an exception of a view."""
 
 
 def documented(responses: dict[Any, Any]) -> None:

@@ -15,10 +15,9 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
-from exactly_once.http.api import Api, answers
+from exactly_once.http.api import Api, answers, client_of, require
 from exactly_once.http.fields import Name
-from exactly_once.http.problems import Problem
-from exactly_once.http.tokens import client_of, require
+from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
 from exactly_once.operators.operation_rows import Plan
@@ -64,10 +63,10 @@ api = Api(
     description="Publish messages, and decide about those that are not published yet.",
     options=_options,
     body_limit=lambda: outbox_options().BODY_LIMIT_BYTES,
-    statuses={
-        PayloadTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        InvalidMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
-        UnknownMessage: HTTPStatus.UNPROCESSABLE_ENTITY,
+    answered={
+        PayloadTooLarge: with_status(HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+        InvalidMessage: with_status(HTTPStatus.UNPROCESSABLE_ENTITY),
+        UnknownMessage: with_status(HTTPStatus.UNPROCESSABLE_ENTITY),
     },
 )
 
