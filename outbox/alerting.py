@@ -1,36 +1,45 @@
-"""The conditions that raise alerts of the outbox; see `exactly_once.operators.alerts`."""
+"""The conditions that raise alerts of the outbox; see `exactly_once.operators.alerts`.
+
+No query reads more than one row for each shard, topic or dead message.
+"""
 
 from __future__ import annotations
 
+from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
-from exactly_once.operators.alert_options import AlertOptions
-from exactly_once.operators.alert_table import Key
-from exactly_once.operators.alerts import Conditions
+from exactly_once.operators.alerts import Conditions, Key
+from exactly_once.sql.now import DatabaseTime
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage
-from outbox.store import alerting
+from outbox.models import OutboxMessage, PausedTopic
+from outbox.states import LIVE, State
+from outbox.store.figures import has_ready_for
+from outbox.store.heartbeats import relays
+
+_WAITING = [State.READY, State.RETRYING, State.SCHEDULED]
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     found: dict[Key, str] = {}
-    if not alerting.is_relayed(alias) and (alerting.has_waiting(alias) or alerting.was_relayed(alias)):
+    live, processes = OutboxMessage.objects.using(alias).filter(day=LIVE), relays.rows(alias)
+    if not processes.filter(silent=False).exists() and (
+        live.filter(state__in=_WAITING).exists() or processes.filter(silent=True).exists()
+    ):
         found["no_relay", ""] = "No relay is running. Start outbox_relay, or look into its log."
-    if alerting.is_late(alias, options.LAG):
+    if has_ready_for(alias, options.LAG):
         found["lag", ""] = f"A message has been ready for more than {duration(options.LAG)} and is not published."
-    if (dead := alerting.newly_dead(alias, options.DEAD_WITHIN)) >= options.DEAD:
+    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-options.DEAD_WITHIN)).count()
+    if dead >= options.DEAD:
         found["dead", ""] = f"New dead messages within {duration(options.DEAD_WITHIN)}: {dead:,}. Restore or discard them."
-    if stuck := alerting.stuck(alias):
+    if stuck := live.filter(state=State.STUCK).count():
         found["stuck_prepared", ""] = (
             f"Prepared messages whose checker does not know the outcome: {stuck:,}. Decide about them."
         )
-    for topic in alerting.long_paused(alias, options.PAUSED_FOR):
-        found["topic_paused", topic.topic] = _paused(topic.paused_by, topic.reason, options)
+    paused = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-options.PAUSED_FOR))
+    for topic in paused.order_by("topic"):
+        why = f": {topic.reason}" if topic.reason else ""
+        words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {topic.paused_by or 'the circuit breaker'}"
+        found["topic_paused", topic.topic] = f"{words}{why}"
     return found
-
-
-def _paused(by: str, reason: str, options: AlertOptions) -> str:
-    why = f": {reason}" if reason else ""
-    return f"It has been paused for more than {duration(options.PAUSED_FOR)} by {by or 'the circuit breaker'}{why}"
 
 
 CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: outbox_options().alerts, messages=OutboxMessage)

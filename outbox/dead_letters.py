@@ -8,20 +8,27 @@ from contextlib import suppress
 from typing import Any
 
 from django.db import IntegrityError
-from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
 from exactly_once.operators.audit import Subject
 from exactly_once.operators.dead_letters import Letters, Refused
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
-from outbox.store import dead_letters
+from outbox.states import State
+from outbox.store.trail import record
+from outbox.store.unique import require_unpublished
+from outbox.store.writing import shard_of
+
+COLUMNS = (
+    *("message_id", "topic", "biz_id", "is_unique", "key", "priority", "headers", "wire"),
+    *("correlation_id", "causation_id", "traceparent"),
+    *("attempts", "last_error", "error_class", "failing_since", "failed_at"),
+    *("created_at", "deliver_at", "available_at", "expires_at", "settled_at"),
+)
+"""The columns of a dead letter besides its body and what follows from these."""
 
 
 class OutboxLetters(Letters):
-    def rows(self, alias: str) -> QuerySet[Any]:
-        return dead_letters.dead(alias)
-
     def ids(self, message_ids: Iterable[str]) -> list[Any]:
         """Another id than a UUID is none of the outbox."""
         found = []
@@ -31,19 +38,27 @@ class OutboxLetters(Letters):
         return found
 
     def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
-        if why := why_no_topic(values["topic"]):
-            raise Refused(f"topic: {why}")
         try:
-            state = dead_letters.store_dead(alias, values, reason)
+            return super().store(alias, values, reason)
         except IntegrityError as error:
             if not values.get("is_unique"):
                 raise
             raise Refused(_("another message that was published with unique=True has its topic and biz-id")) from error
-        return str(state.label) if state else ""
+
+    def insert(self, alias: str, values: Mapping[str, Any], reason: str) -> None:
+        """It is the last of its ordering key, and the later ones wait for it. Its callbacks are not called."""
+        if why := why_no_topic(values["topic"]):
+            raise Refused(f"topic: {why}")
+        message_id = values["message_id"]
+        shard = shard_of(values.get("key", ""), message_id)
+        row = OutboxMessage.objects.using(alias).create(**values, state=State.DEAD, shard=shard)
+        if row.is_unique:
+            require_unpublished(alias, [row.pk])
+        record(alias, [message_id], was="", became=State.DEAD, reason=reason)
 
     def subject(self, values: Mapping[str, Any]) -> Subject:
         message_id = str(values["message_id"])
         return Subject(kind="message", id=message_id, name=f"{message_id} ({values['topic']} {values['biz_id']})")
 
 
-letters = OutboxLetters("outbox", OutboxMessage, dead_letters.COLUMNS)
+letters = OutboxLetters("outbox", OutboxMessage, COLUMNS, ["message_id"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from django.db import DatabaseError, InterfaceError
 
-from exactly_once.process.reminder import Reminder
+from exactly_once.process.logs import Reminder
 from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows, may_be_of_one_row, why_unwritable
 from inbox.models import InboxMessage
 from inbox.store import trial

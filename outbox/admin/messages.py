@@ -63,12 +63,14 @@ from outbox.operations import (
     RESCHEDULE_THEM,
     RESTORE_THEM,
     ROLL_THEM_BACK,
+    groups,
     is_overdue,
+    notes,
 )
 from outbox.relay.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, heartbeats, operating, unique
-from outbox.store.groups import groups, notes
+from outbox.store import figures, operating, unique
+from outbox.store.heartbeats import relays
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY
@@ -202,7 +204,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return operating.topics(self.using, MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
-        return sorted({relay.host for relay in heartbeats.relays.known(self.using)})
+        return sorted({relay.host for relay in relays.known(self.using)})
 
     def failed_attempts_in_trail(self) -> QuerySet[Any]:
         return TrailEntry.objects.using(self.using).filter(message_id=OuterRef("message_id"))

@@ -24,7 +24,7 @@ from exactly_once.sql.counts import LIMIT
 from exactly_once.telemetry.statistics import Tally
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import State
-from outbox.store import heartbeats
+from outbox.store.heartbeats import relays
 
 
 class Heartbeat:
@@ -51,7 +51,7 @@ class Heartbeat:
         self._writing = threading.Lock()
         self._due_at = monotonic()
         self._writer = HeartbeatWriter(
-            heartbeats.relays,
+            relays,
             alias,
             ProcessIdentity(),
             self.tally,
@@ -143,11 +143,11 @@ def _counts(row: Any) -> Sequence[str]:
 
 
 def _missing(alias: str) -> str:
-    if heartbeats.relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
+    if relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
         return ""
     ready = OutboxMessage.objects.using(alias).filter(state=State.READY)[: LIMIT + 1].count()
     count = f"{LIMIT:,}+" if ready > LIMIT else f"{ready:,}"
     return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": count}
 
 
-RELAYS = ProcessKind(name=_("relay"), heartbeats=heartbeats.relays, counts=_counts, missing=_missing)
+RELAYS = ProcessKind(name=_("relay"), heartbeats=relays, counts=_counts, missing=_missing)

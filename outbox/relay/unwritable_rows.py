@@ -14,7 +14,7 @@ from math import inf
 from django.db import Error
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.reminder import Reminder
+from exactly_once.process.logs import Reminder
 from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, NO_KEYS, RefusedRows, why_unwritable
 from outbox.store import claiming, settling
 from outbox.store.claiming import RelayedMessage

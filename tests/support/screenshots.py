@@ -48,7 +48,8 @@ def pictures() -> Iterator[Picture]:
     from django.urls import reverse  # noqa: PLC0415 - Django is set up by `main`
 
     from exactly_once.admin.failures import group_url  # noqa: PLC0415
-    from inbox.models import InboxMessage, Operation  # noqa: PLC0415
+    from exactly_once.models import Operation  # noqa: PLC0415
+    from inbox.models import InboxMessage  # noqa: PLC0415
     from tests.support.shop_day import TIMEOUT  # noqa: PLC0415
 
     def of(name: str, query: str = "") -> Callable[[], str]:
