@@ -24,6 +24,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 from django.utils.translation import gettext
 
+from exactly_once.plurals import number as number  # noqa: PLC0414 - pages have it from here
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.text import visible as visible  # noqa: PLC0414 - pages have it from here
 
@@ -115,7 +116,7 @@ def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
     if shown.note:
         shown = Shown(
             text=shown.text,
-            note=gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": f"{len(body):,}"},
+            note=gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": number(len(body))},
         )
     return Shown(text=shown.text, note=visible(f"{reason} {shown.note}".strip()))
 
@@ -179,7 +180,7 @@ def relative(instant: datetime, now: datetime) -> str:
 def duration(length: timedelta) -> str:
     """A duration in the largest unit of which it has at least two, so that rounding loses little."""
     unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
-    return f"{length // unit:,} {symbol}"
+    return f"{number(length // unit)} {symbol}"
 
 
 def brief(length: timedelta) -> str:

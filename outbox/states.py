@@ -43,7 +43,7 @@ class State(TextChoices):
     DEAD = "dead", _("Dead")
     EXPIRED = "expired", _("Expired")
     CANCELLED = "cancelled", _("Cancelled")
-    ROLLED_BACK = "rolled_back", _("Rolled Back")
+    ROLLED_BACK = "rolled_back", _("Rolled back")
 
 
 IN_TROUBLE = (State.RETRYING, State.DEAD)

@@ -10,13 +10,15 @@ This module contains no model: its subclasses declare theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.utils import flatten_fieldsets, lookup_field
 from django.contrib.admin.views.main import ChangeList
+from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
 from django.db.models import QuerySet
@@ -25,13 +27,14 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.functional import cached_property
+from django.utils.html import strip_tags
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.planning import plan
-from exactly_once.display import visible
+from exactly_once.display import NOTHING, number, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.sql.labels import package_of
@@ -48,6 +51,8 @@ else:
 
 
 _CONFIRM = "exactly_once/confirm.html"
+_EMPTY = {"", NOTHING, "None"}
+"""What a field without a value shows."""
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
 
@@ -101,7 +106,7 @@ class BoundedPaginator(_Paginator):
 def counted(rows: QuerySet[Any]) -> str:
     """How many rows there are, up to the paginator's limit: "10,000+"."""
     counter = BoundedPaginator(rows.order_by("pk"), 1)
-    return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
+    return f"{number(counter.count)}+" if counter.is_cut else number(counter.count)
 
 
 class LeanChangeList(ChangeList):
@@ -155,10 +160,32 @@ class ReadOnlyAdmin(_ModelAdmin):
         """The admin's media and our style sheet. A strict Content-Security-Policy blocks inline styles."""
         return super().media + Media(css={"all": ["exactly_once/admin.css"]})
 
+    always: ClassVar[Collection[str]] = ("state_explained", "payload")
+    """Fields that always have a value. To ask for it takes time."""
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return flatten_fieldsets(self.fieldsets or ()) or self.fields or ()
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Those that have a value for this row."""
+        parts = super().get_fieldsets(request, obj)
+        shown = [(title, [name for name in part["fields"] if self._has_value(name, obj)]) for title, part in parts]
+        return [(title, {"fields": fields}) for title, fields in shown if fields]
+
+    def _has_value(self, name: Any, row: Any) -> bool:
+        return row is None or name in self.always or strip_tags(str(lookup_field(name, row, self)[2])) not in _EMPTY
+
     @property
     def package(self) -> str:
         """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
         return package_of(self.model)
+
+    def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
+        """A page of this site with this content."""
+        request.current_app = self.admin_site.name
+        title = capfirst(self.opts.verbose_name_plural)
+        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts, "media": self.media}
+        return TemplateResponse(request, template, {**context, **content})
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         """The row for its page, with the address of the page that shows the flow of a message, see `display.flow_link`."""
@@ -196,6 +223,10 @@ class ActingAdmin(ReadOnlyAdmin):
     """The text of an empty list."""
     hint: ClassVar[Any] = ""
     """An explanation of the list's order and columns."""
+    adds: ClassVar[Action | None] = None
+    """The action that makes a row. It has a form, and no row."""
+    named_by: ClassVar[str] = "pk"
+    """The column that the form of `adds` fills in, and that is unique."""
 
     ACTION_LIMIT: ClassVar[int] = 500
     """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
@@ -205,6 +236,7 @@ class ActingAdmin(ReadOnlyAdmin):
     change_form_template = "exactly_once/message.html"
     change_list_template = "exactly_once/messages.html"
     list_per_page = 50
+    sortable_by: ClassVar[Any] = ()
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     paginator = BoundedPaginator
@@ -215,6 +247,10 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
+
+    @admin.display(description=_("state"))
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
         """The effect of the action on the row, where it is not obvious."""
@@ -232,8 +268,9 @@ class ActingAdmin(ReadOnlyAdmin):
             return gettext("it is %(state)s now, and a process is working on it; try again") % state
         return gettext("it is %(state)s now") % state
 
-    def permits(self, request: HttpRequest, action: Action) -> bool:
-        return request.user.has_perm(action.codename(self.model))
+    def permits(self, request: HttpRequest, action: Action, row: Any = None) -> bool:
+        """May the user do it to this row, or to some row?"""
+        return action.may(request.user, row) if action.may else request.user.has_perm(action.codename(self.model))
 
     def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
         """Those that the user has the permission for. A project may have added others to its site, as functions.
@@ -274,16 +311,42 @@ class ActingAdmin(ReadOnlyAdmin):
         return ()
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = {"nothing": self.nothing, "hint": self.hint, "warnings": self.warnings(request)}
+        context = {
+            "title": capfirst(self.opts.verbose_name_plural),
+            "nothing": self.nothing,
+            "hint": self.hint,
+            "warnings": self.warnings(request),
+            "adds": self.adds,
+        }
         return super().changelist_view(request, {**context, **(extra_context or {})})
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
-        actions = self.permitted(request).values() if row is not None else ()
-        context["message_actions"] = [action for action in actions if action.is_offered(row)]
+        actions = self.permitted(request).values()
+        context["message_actions"] = [each for each in actions if each.is_offered(row) and self.permits(request, each, row)]
         context["changelist_url"] = self.changelist_url
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return self.adds is not None and self.permits(request, self.adds)
+
+    def add_view(self, request: HttpRequest, form_url: str = "", extra_context: Any = None) -> HttpResponse:
+        """Ask for what `adds` needs, and make the row."""
+        action = self.adds
+        if action is None or action.form is None or not self.permits(request, action):
+            raise PermissionDenied
+        form = action.form(request.POST or None, alias=self.using, initial=request.GET.dict())
+        if not form.is_valid():
+            return self._ask(request, action, {}, form)
+        with transaction.atomic(using=self.using):
+            if action.run is not None:
+                action.run(self.using, None, _given(request, form))
+            row = self.get_queryset(request).get(**{self.named_by: form.cleaned_data[self.named_by]})
+            self.log_addition(request, row, [{"added": {}}])
+            self.audit(request, self.using, action.name, row)
+        self._report(request, str(action.done), [ActionResult(self.subject(row))])
+        return HttpResponseRedirect(self.changelist_url if self.has_view_permission(request) else reverse("admin:index"))
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
         """On all matching rows, plan an operation, if the action can be one."""
@@ -299,7 +362,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def take(self, action: Action, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
         """Ask, if the action asks, and carry it out on the selected rows once the operator has confirmed it."""
-        given = Given(by=by(request))
+        given = _given(request)
         if action.respond and not action.question:
             return action.respond(self, request, queryset, given)
         picked = self._picked(request, queryset, action)
@@ -309,16 +372,14 @@ class ActingAdmin(ReadOnlyAdmin):
         is_confirmed, form = request.POST.get("confirmed") == "yes", None
         if action.form:
             try:
-                form = action.form(request.POST if is_confirmed else None, rows=rows)
+                form = action.form(request.POST if is_confirmed else None, rows=rows, alias=queryset.db)
             except self.refusals as error:
                 refused = ActionResult(self.subject(rows[0]), visible(str(error)), is_error=True)
                 self._report(request, str(action.done), [refused])
                 return self._back(request, queryset, picked)
         if action.question and not (is_confirmed and (form is None or form.is_valid())):
             return self._ask(request, action, picked, form)
-        if form is not None:
-            values = dict(form.cleaned_data)
-            given = replace(given, reason=values.pop("reason", ""), values=values)
+        given = _given(request, form)
         if action.respond:
             return action.respond(self, request, rows, given)
         done = str((form and form.done) or action.done)
@@ -336,23 +397,20 @@ class ActingAdmin(ReadOnlyAdmin):
         """The confirmation page, with all rows that the action will act on."""
         rows = [row for row in picked.values() if row is not None]
         context = {
-            **self.admin_site.each_context(request),
             "title": (form and form.question) or action.question,
-            "opts": self.opts,
-            "media": self.media,
             "rows": [(row, self.badge_of(row), self.subject(row), self.remark(action, row)) for row in rows],
             "noun": self.noun,
             "applies": sum(action.is_offered(row) for row in rows),
             "selected": len(picked),
             "action": action.name,
             "button": (form and form.button) or action.button,
+            "adds": action is self.adds,
             "form": form,
             "own_page": request.POST.get("own_page", ""),
             "changelist_url": self.changelist_url,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
-        request.current_app = self.admin_site.name
-        return TemplateResponse(request, _CONFIRM, context)
+        return self.respond(request, _CONFIRM, context)
 
     def _picked(self, request: HttpRequest, queryset: QuerySet[Any], action: Action) -> dict[Any, Any] | None:
         """The selected rows by primary key, in its order; None for a row that no longer exists. None if they are too many."""
@@ -382,6 +440,8 @@ class ActingAdmin(ReadOnlyAdmin):
         if row is None:
             return ActionResult(gettext("number %(number)s") % {"number": pk}, gettext("it no longer exists"))
         subject = self.subject(row)
+        if not self.permits(request, action, row):
+            return ActionResult(subject, gettext("you do not have the permission for it"), is_error=True)
         try:
             with transaction.atomic(using=alias):
                 if action.run is not None and action.run(alias, pk, given):
@@ -400,7 +460,11 @@ class ActingAdmin(ReadOnlyAdmin):
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
         subject = Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row))
-        record(getattr(row, "app", self.package), alias, actor_of(request), action, [subject], posted(request))
+        record(getattr(row, "app", self.package), alias, actor_of(request), action, [subject], self.parameters(request))
+
+    def parameters(self, request: HttpRequest) -> dict[str, Any]:
+        """What the audit log keeps of the operator's input."""
+        return posted(request)
 
     def audited_id(self, row: Any) -> str:
         """The id by which the audit log names a row."""
@@ -413,16 +477,16 @@ class ActingAdmin(ReadOnlyAdmin):
                 self.message_user(
                     request,
                     gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.")
-                    % {"succeeded": f"{succeeded:,}", "all": f"{len(outcomes):,}", "nouns": self.nouns, "done": done},
+                    % {"succeeded": number(succeeded), "all": number(len(outcomes)), "nouns": self.nouns, "done": done},
                     messages.SUCCESS,
                 )
             if failures:
                 reasons = Counter(failure.failed for failure in failures).most_common()
-                words = "; ".join(f"{count:,}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                words = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
                 self.message_user(
                     request,
                     gettext("%(count)s not %(done)s. %(reasons)s.")
-                    % {"count": f"{len(failures):,}", "done": done, "reasons": words},
+                    % {"count": number(len(failures)), "done": done, "reasons": words},
                     messages.WARNING,
                 )
             outcomes = failures[: self.LINE_LIMIT // 2]
@@ -453,7 +517,8 @@ def _function(action: Any) -> Any:
     return action[0] if isinstance(action, tuple) else action.func
 
 
-def by(request: HttpRequest, reason: str = "") -> str:
-    """The user and the reason, for the trail."""
+def _given(request: HttpRequest, form: ActionForm | None = None) -> Given:
+    """Who acts, and what a valid form says."""
     user: Any = request.user
-    return f"by {user.get_username()} in the admin" + (f": {reason}" if reason else "")
+    values = dict(form.cleaned_data) if form else {}
+    return Given(user=user.get_username(), reason=values.pop("reason", ""), values=values)

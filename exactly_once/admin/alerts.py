@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,21 +14,10 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.by_app import APPS, AppFilter, app_name
+from exactly_once.admin.columns import computed, instant, shown, text
+from exactly_once.admin.filters import APPS, AppFilter, ConditionFilter, app_name
 from exactly_once.admin.sections import link_of_alert
-from exactly_once.display import (
-    NOTHING,
-    Tone,
-    age,
-    as_text,
-    badge,
-    headline,
-    identifier,
-    moment,
-    stacked,
-    visible,
-    warning,
-)
+from exactly_once.display import NOTHING, Tone, age, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease
 from exactly_once.operators.actions import Action
 from exactly_once.operators.alerts import acknowledge, lease_name
@@ -39,30 +27,17 @@ _State = Alert.State
 _UNEVALUATED_FOR = timedelta(minutes=5)
 
 
-class AlertStateFilter(admin.SimpleListFilter):
+class AlertStateFilter(ConditionFilter):
     """Open ones unless another choice is made."""
 
     title = _("state")
     parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
-        return [("new", gettext("Not acknowledged")), ("cleared", gettext("Cleared")), ("all", gettext("All"))]
-
-    def choices(self, changelist: Any) -> Any:
-        shown = list(super().choices(changelist))
-        shown[0]["display"] = gettext("Raised")
-        return shown
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "new":
-                return queryset.filter(state=_State.RAISED, acknowledged_at=None)
-            case "cleared":
-                return queryset.filter(state=_State.CLEARED)
-            case "all":
-                return queryset
-            case _:
-                return queryset.filter(state=_State.RAISED)
+    default = (_("Raised"), Q(state=_State.RAISED))
+    fixed: ClassVar[Any] = {
+        "new": (_("Not acknowledged"), Q(state=_State.RAISED, acknowledged_at=None)),
+        "cleared": (_("Cleared"), Q(state=_State.CLEARED)),
+        "all": (_("All"), Q()),
+    }
 
 
 ACKNOWLEDGE = Action(
@@ -88,7 +63,6 @@ class AlertAdmin(ActingAdmin):
         "condition, and cleared after several that do not. To acknowledge it changes nothing else."
     )
     ordering = (F("raised_at").desc(nulls_last=True), "-id")
-    sortable_by = ()
     list_filter = (AlertStateFilter, AppFilter)
     actions = (ACKNOWLEDGE,)
     list_display = ("status", "what", "report")
@@ -97,7 +71,6 @@ class AlertAdmin(ActingAdmin):
         *("state_badge", "app_name", "what", "summary_text", "first_seen", "raised_exactly", "last_seen", "cleared"),
         *("acknowledged", "deliveries", "error_text"),
     )
-    readonly_fields: ClassVar[Any] = fields
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).filter(~Q(state=_State.PENDING))
@@ -128,17 +101,11 @@ class AlertAdmin(ActingAdmin):
             return badge(gettext("Cleared"), Tone.DONE)
         return badge(gettext("Acknowledged"), Tone.LATER) if row.acknowledged_at else badge(gettext("Raised"), Tone.STOPPED)
 
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
-    @admin.display(description=_("app"))
-    def app_name(self, row: Any) -> SafeString:
-        return app_name(row.app)
+    app_name = computed(_("app"), lambda row: app_name(row.app))
 
     @admin.display(description=_("condition, object"))
     def what(self, row: Any) -> SafeString:
-        return stacked(identifier(row.condition), *([identifier(row.object)] if row.object else []))
+        return stacked(*(identifier(name) for name in (row.condition, row.object) if name))
 
     @admin.display(description=_("state"))
     def status(self, row: Any) -> SafeString:
@@ -159,25 +126,11 @@ class AlertAdmin(ActingAdmin):
         """In the list: the summary, and what could not be sent."""
         return stacked(headline(row.summary), self.deliveries(row)) if row.unsent else headline(row.summary)
 
-    @admin.display(description=_("summary"))
-    def summary_text(self, row: Any) -> SafeString:
-        return as_text(row.summary).as_html()
-
-    @admin.display(description=_("raised"))
-    def raised_exactly(self, row: Any) -> SafeString:
-        return moment(row.raised_at, row.database_now)
-
-    @admin.display(description=_("first seen"))
-    def first_seen(self, row: Any) -> SafeString:
-        return moment(row.first_seen_at, row.database_now)
-
-    @admin.display(description=_("last seen"))
-    def last_seen(self, row: Any) -> SafeString:
-        return moment(row.seen_at, row.database_now)
-
-    @admin.display(description=_("cleared"))
-    def cleared(self, row: Any) -> SafeString:
-        return moment(row.cleared_at, row.database_now)
+    summary_text = shown(_("summary"), "summary", text)
+    raised_exactly = instant(_("raised"), "raised_at")
+    first_seen = instant(_("first seen"), "first_seen_at")
+    last_seen = instant(_("last seen"), "seen_at")
+    cleared = instant(_("cleared"), "cleared_at")
 
     @admin.display(description=_("acknowledged"))
     def acknowledged(self, row: Any) -> SafeString:
@@ -194,6 +147,4 @@ class AlertAdmin(ActingAdmin):
             return stacked(*lines, format_html("{}", gettext("given up")))
         return stacked(*lines, format_html(gettext("next try {}"), age(row.send_at, row.database_now)))
 
-    @admin.display(description=_("last error of a notification"))
-    def error_text(self, row: Any) -> SafeString:
-        return as_text(row.send_error).as_html()
+    error_text = shown(_("last error of a notification"), "send_error", text)

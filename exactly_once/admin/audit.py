@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,8 +19,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.by_app import AppFilter, app_name
-from exactly_once.display import NOTHING, as_json, clock, flow_link, identifier, moment, stacked, visible
+from exactly_once.admin.columns import computed, instant
+from exactly_once.admin.filters import AppFilter, ConditionFilter, app_name
+from exactly_once.display import NOTHING, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
@@ -59,25 +59,17 @@ class KindFilter(_ValueFilter):
     parameter_name = "kind"
 
 
-class TimeFilter(admin.SimpleListFilter):
+class TimeFilter(ConditionFilter):
     """By time, by the database's clock."""
 
     title = _("time")
     parameter_name = "within"
-    _spans: ClassVar[Any] = {
-        "hour": (_("Last hour"), timedelta(hours=1)),
-        "day": (_("Last 24 hours"), timedelta(days=1)),
-        "week": (_("Last 7 days"), timedelta(days=7)),
-        "month": (_("Last 30 days"), timedelta(days=30)),
+    fixed: ClassVar[Any] = {
+        "hour": (_("Last hour"), Q(at__gte=DatabaseTime(-timedelta(hours=1)))),
+        "day": (_("Last 24 hours"), Q(at__gte=DatabaseTime(-timedelta(days=1)))),
+        "week": (_("Last 7 days"), Q(at__gte=DatabaseTime(-timedelta(days=7)))),
+        "month": (_("Last 30 days"), Q(at__gte=DatabaseTime(-timedelta(days=30)))),
     }
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [(name, words) for name, (words, _span) in self._spans.items()]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() not in self._spans:
-            return queryset
-        return queryset.filter(at__gte=DatabaseTime(-self._spans[self.value()][1]))
 
 
 @admin.register(AuditEntry)
@@ -89,7 +81,6 @@ class AuditAdmin(ActingAdmin):
     hint = _("What operators have done in the admin and with commands. Entries are deleted only after AUDIT_RETENTION.")
 
     ordering = ("-id",)
-    sortable_by = ()
     actions = None
     list_filter: ClassVar[Any] = (TimeFilter, AppFilter, ActorFilter, ActionFilter, KindFilter)
     search_fields = ("object_id",)  # Makes the search box appear; get_search_results() reads it.
@@ -97,7 +88,6 @@ class AuditAdmin(ActingAdmin):
     list_display = ("when", "who", "what", "object", "given")
     list_display_links = ("when",)
     fields: ClassVar[Any] = ("when_exactly", "who", "what", "object_in_full", "all_given")
-    readonly_fields: ClassVar[Any] = fields
 
     def subject(self, row: Any) -> str:
         return visible(str(row))
@@ -137,13 +127,8 @@ class AuditAdmin(ActingAdmin):
         response["Content-Disposition"] = f'attachment; filename="audit.{form}"'
         return response
 
-    @admin.display(description=_("time"))
-    def when(self, row: Any) -> SafeString:
-        return clock(row.at)
-
-    @admin.display(description=_("time"))
-    def when_exactly(self, row: Any) -> SafeString:
-        return moment(row.at, row.database_now)
+    when = computed(_("time"), lambda row: clock(row.at))
+    when_exactly = instant(_("time"), "at")
 
     @admin.display(description=_("who, where"))
     def who(self, row: Any) -> SafeString:
@@ -153,9 +138,7 @@ class AuditAdmin(ActingAdmin):
     def what(self, row: Any) -> SafeString:
         return stacked(format_html("{}", visible(row.action)), format_html("{}", visible(row.kind)), app_name(row.app))
 
-    @admin.display(description=_("object"))
-    def object(self, row: Any) -> SafeString:
-        return identifier(row.name or row.object_id)
+    object = computed(_("object"), lambda row: identifier(row.name or row.object_id))
 
     @admin.display(description=_("object"))
     def object_in_full(self, row: Any) -> SafeString:
@@ -187,21 +170,18 @@ def _as_json_lines(rows: Iterator[Any]) -> Iterator[str]:
         yield json.dumps(_values(row), ensure_ascii=False) + "\n"
 
 
+class _Lines:
+    """A file that returns what is written to it."""
+
+    def write(self, line: str) -> str:
+        return line
+
+
 def _as_csv(rows: Iterator[Any]) -> Iterator[str]:
-    line = io.StringIO()
-    writer = csv.writer(line)
-    writer.writerow(_FIELDS)
+    write: Callable[[Iterable[str]], Any] = csv.writer(_Lines()).writerow
+    yield write(_FIELDS)
     for row in rows:
-        yield _taken(line)
-        writer.writerow([_cell(value) for value in _values(row).values()])
-    yield _taken(line)
-
-
-def _taken(line: io.StringIO) -> str:
-    text = line.getvalue()
-    line.seek(0)
-    line.truncate()
-    return text
+        yield write(_cell(value) for value in _values(row).values())
 
 
 def _cell(value: Any) -> str:

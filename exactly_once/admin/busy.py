@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.contrib import admin
 from django.http import HttpRequest
@@ -12,8 +12,9 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
-from exactly_once.admin.by_app import app_name
+from exactly_once.admin.filters import app_name
 from exactly_once.admin.pages import PageAdmin, may_see_messages
+from exactly_once.admin.sections import LeasedRun, sections
 from exactly_once.display import NOTHING, Tone, age, badge, id_link, identifier
 from exactly_once.models import Busy, Process
 from exactly_once.operators.heartbeat_table import HeartbeatTable
@@ -22,22 +23,6 @@ from exactly_once.plurals import ngettext
 from exactly_once.sql.connections import with_table
 
 _MOST = 200
-
-
-class LeasedRun(NamedTuple):
-    """A message that runs under a lease until `ends_at`."""
-
-    handler: str
-    message: str
-    ends_at: datetime | None
-
-
-_leased: dict[str, Callable[[str, int], Sequence[LeasedRun]]] = {}
-
-
-def register_leased(app: str, read: Callable[[str, int], Sequence[LeasedRun]]) -> None:
-    """Register what reads up to a number of leased runs from a database. A second call for an app replaces the first."""
-    _leased[app] = read
 
 
 @admin.register(Busy)
@@ -62,10 +47,10 @@ class BusyAdmin(PageAdmin):
         }
 
     def _leased(self, request: HttpRequest, aliases: Sequence[str]) -> Iterator[tuple[datetime, LeasedRun]]:
-        for app, read in _leased.items():
-            for alias in aliases if may_see_messages(request, app) else ():
+        for section in sections(request):
+            for alias in aliases:
                 now = database_time(alias)
-                yield from ((now, run) for run in read(alias, _MOST))
+                yield from ((now, run) for run in section.leased(alias, _MOST))
 
 
 def _process(row: Any, flow: str) -> dict[str, Any]:

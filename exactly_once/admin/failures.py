@@ -12,7 +12,6 @@ from django.core.exceptions import PermissionDenied
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
@@ -20,9 +19,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ReadOnlyAdmin
-from exactly_once.admin.by_app import app_name
+from exactly_once.admin.filters import app_name
+from exactly_once.admin.pages import message_url
 from exactly_once.admin.planning import plan
-from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, stacked
+from exactly_once.admin.sections import listed
+from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, number, stacked
 from exactly_once.models import FailureNote
 from exactly_once.operators.actions import Action, OperatedMessages, operated
 from exactly_once.operators.audit import Subject, actor_of, record
@@ -110,12 +111,12 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         notes = {app: failing.notes.all(self.using) for app, failing in operated.items()}
         found.sort(key=lambda each: -each[1].count)
         context = {
-            **self._context(request, _("Failure groups")),
+            "title": _("Failure groups"),
             "groups": [self._row(failing, group, notes[failing.app]) for failing, group in found],
             "is_cut": any(number >= MOST_GROUPS for number in Counter(failing.app for failing, _group in found).values()),
             "most": MOST_GROUPS,
         }
-        return TemplateResponse(request, _GROUPS, context)
+        return self.respond(request, _GROUPS, context)
 
     def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
         """A note is shown on the page of its group."""
@@ -139,11 +140,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         group = failing.groups.one(self.using, error_class, place)
         written = failing.notes.of(self.using, error_class, place)
         context = {
-            **self._context(request, _("Failure group")),
+            "title": _("Failure group"),
+            "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
             "group": group and self._row(failing, group, {}),
             "error_class": identifier(error_class),
             "place": identifier(place),
-            "place_label": failing.place_label,
             "who_label": failing.who_label,
             "who": stacked(*(identifier(name) for name in group.who)) if group else "",
             "error": as_text(group.error).as_html() if group else "",
@@ -153,10 +154,10 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "written_age": age(written.written_at, utcnow()) if written else "",
             "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
             "offered": self._offered(request, failing) if group else (),
-            "messages_url": self._messages_url(failing, error_class, place),
+            "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
             "latest": self._latest(failing, error_class, place) if group else (),
         }
-        return TemplateResponse(request, _GROUP, context)
+        return self.respond(request, _GROUP, context)
 
     def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
         url = group_url(self.admin_site.name, failing.app, error_class, place)
@@ -200,8 +201,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "error_class": identifier(group.error_class),
             "place": identifier(group.place),
             "error": headline(group.error),
-            "count": f"{group.count:,}{'+' if group.is_cut else ''}",
-            "dead": f"{group.dead:,}",
+            "count": f"{number(group.count)}{'+' if group.is_cut else ''}",
+            "dead": number(group.dead),
             "first": age(group.first_at, utcnow()),
             "last": age(group.last_at, utcnow()),
             "trend": _trend(group),
@@ -213,30 +214,15 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         self, failing: OperatedMessages, error_class: str, place: str
     ) -> list[tuple[str, SafeString, SafeString, SafeString]]:
         rows = failing.failing(self.using, error_class, place)
-        name = f"{self.admin_site.name}:{failing.page('change')}"
         return [
             (
-                reverse(name, args=[row.pk]),
+                message_url(self.admin_site, failing.app, row.pk),
                 identifier(f"{row.topic} {row.biz_id}"),
                 age(row.failed_at, utcnow()),
                 headline(row.last_error),
             )
             for row in rows.order_by("-failing_since").only("topic", "biz_id", "failed_at", "last_error")[:_LATEST]
         ]
-
-    def _messages_url(self, failing: OperatedMessages, error_class: str, place: str) -> str:
-        address = reverse(f"{self.admin_site.name}:{failing.page('changelist')}")
-        return f"{address}?{urlencode({'failure': encoded(error_class, place)})}"
-
-    def _context(self, request: HttpRequest, title: Any) -> dict[str, Any]:
-        request.current_app = self.admin_site.name
-        return {
-            **self.admin_site.each_context(request),
-            "title": title,
-            "opts": self.opts,
-            "media": self.media,
-            "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
-        }
 
 
 def group_url(site: str, app: str, error_class: str, place: str) -> str:
@@ -252,7 +238,7 @@ def _trend(group: FailureGroup) -> str:
     direction = _("rising") if group.new > group.new_before else _("falling") if group.new < group.new_before else _("steady")
     return str(
         _("%(direction)s: %(new)s new in the last hour, %(before)s in the hour before")
-        % {"direction": direction, "new": f"{group.new:,}", "before": f"{group.new_before:,}"}
+        % {"direction": direction, "new": number(group.new), "before": number(group.new_before)}
     )
 
 

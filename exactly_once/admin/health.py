@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 
 from exactly_once.admin.pages import PageAdmin
 from exactly_once.admin.sections import OldestRow, bytes_text, sections
-from exactly_once.display import age, duration, identifier
+from exactly_once.display import age, duration, identifier, number
 from exactly_once.models import DatabaseHealth
 from exactly_once.operators import database_health as health
 from exactly_once.operators.database_health import Pin, TableHealth
@@ -80,7 +80,7 @@ def horizon_warnings(pins: Sequence[Pin] | None) -> Iterator[str]:
             yield words % {"what": _named(pin), "duration": duration(pin.open_for)}
         elif pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:
             words = _("%(what)s has held back the vacuum horizon for %(count)s transactions: dead rows are not removed.")
-            yield words % {"what": _named(pin), "count": f"{pin.age:,}"}
+            yield words % {"what": _named(pin), "count": number(pin.age)}
 
 
 def oldest_text(row: OldestRow, now: datetime) -> str:
@@ -114,22 +114,22 @@ def _row(table: TableHealth, now: datetime) -> dict[str, Any]:
         "partitions": table.partitions,
         "table": bytes_text(table.table_bytes),
         "indexes": bytes_text(table.index_bytes),
-        "rows": unknown if table.rows is None else f"{table.rows:,}",
-        "dead": unknown if table.dead_rows is None else f"{table.dead_rows:,}",
+        "rows": unknown if table.rows is None else number(table.rows),
+        "dead": unknown if table.dead_rows is None else number(table.dead_rows),
         "vacuum": age(table.last_vacuum, now) if table.last_vacuum else _("never"),
         "analyze": age(table.last_analyze, now) if table.last_analyze else _("never"),
     }
 
 
 def _index(index: health.IndexHealth) -> tuple[str, str, str]:
-    return identifier(index.name), bytes_text(index.size_bytes), _("unknown") if index.scans is None else f"{index.scans:,}"
+    return identifier(index.name), bytes_text(index.size_bytes), _("unknown") if index.scans is None else number(index.scans)
 
 
 def _pin(pin: Pin) -> dict[str, str]:
     return {
         "name": _named(pin),
         "state": pin.state or _("unknown"),
-        "age": f"{pin.age:,}",
+        "age": number(pin.age),
         "open_for": _("unknown") if pin.open_for is None else duration(pin.open_for),
         "query_for": "" if pin.query_for is None else duration(pin.query_for),
     }

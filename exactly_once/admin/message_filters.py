@@ -15,6 +15,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
+from exactly_once.admin.filters import ConditionFilter, Conditions
 from exactly_once.admin.message_search import newest
 from exactly_once.display import duration, visible
 from exactly_once.operators.actions import operated
@@ -55,7 +56,7 @@ class StateFilter(admin.SimpleListFilter):
         return queryset.filter(state=state)
 
 
-class StuckFilter(admin.SimpleListFilter):
+class StuckFilter(ConditionFilter):
     """Messages that failed or are overdue."""
 
     title = _("stuck")
@@ -63,26 +64,20 @@ class StuckFilter(admin.SimpleListFilter):
     words: ClassVar[Any] = _("Dead, retrying or overdue")
     failing: ClassVar[Sequence[str]]
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [
-            ("any", self.words),
-            ("overdue", gettext("Overdue by %(time)s") % {"time": duration(model_admin.stuck_after())}),
-        ]
+    def conditions(self, model_admin: Any) -> Conditions:
+        after = model_admin.stuck_after()
+        overdue = self.overdue(DatabaseTime(-after))
+        return {
+            "any": (self.words, self.failed() | overdue),
+            "overdue": (gettext("Overdue by %(time)s") % {"time": duration(after)}, overdue),
+        }
 
-    def overdue(self) -> Q:
+    def overdue(self, before: DatabaseTime) -> Q:
+        """Those that were due before this instant."""
         raise NotImplementedError
 
     def failed(self) -> Q:
         return in_states(self.failing)
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "any":
-                return queryset.filter(self.failed() | self.overdue())
-            case "overdue":
-                return queryset.filter(self.overdue())
-            case _:
-                return queryset
 
 
 class ValueFilter(admin.SimpleListFilter):
@@ -92,7 +87,7 @@ class ValueFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        raise NotImplementedError
+        return queryset.filter(**{str(self.parameter_name): value})
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         chosen, names = request.GET.get(self.parameter_name or ""), list(self.known(model_admin)[:MOST_OFFERED])
@@ -114,9 +109,6 @@ class TopicFilter(ValueFilter):
     def known(self, model_admin: Any) -> Sequence[str]:
         topics: Sequence[str] = model_admin.topics()
         return topics
-
-    def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(topic=value)
 
 
 class ErrorClassFilter(ValueFilter):

@@ -6,7 +6,6 @@ This module contains no model: its subclasses declare theirs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -15,54 +14,24 @@ from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
-from django.urls import NoReverseMatch, reverse
-from django.utils.html import format_html, strip_tags
-from django.utils.http import urlencode
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
+from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.message_filters import FAILING, in_states
+from exactly_once.admin.sections import listed, view_permission
 from exactly_once.admin.timeline import timeline
-from exactly_once.display import NOTHING, Tone, as_json, as_text, badge, flow_link, headline, identifier, moment, visible
-from exactly_once.operators.actions import Action
+from exactly_once.display import NOTHING, Tone, as_json, badge, flow_link, headline, identifier, number, visible
+from exactly_once.operators.actions import Action, operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.redaction import Redaction
 from exactly_once.operators.trail import life_of
 from exactly_once.plurals import ngettext
-from exactly_once.sql.labels import label_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counterpart:
-    """The other app's page of the same message.
-
-    Attributes:
-        app: its package.
-        model: of its messages.
-        title: of their list.
-    """
-
-    app: str
-    model: str
-    title: Any
-
-    @property
-    def changelist(self) -> str:
-        """The list's name in an admin site."""
-        return f"{label_of(self.app)}_{self.model}_changelist"
-
-    @property
-    def permission(self) -> str:
-        """Required to see the other app's data, also where this app shows it."""
-        return f"{label_of(self.app)}.view_{self.model}"
-
-    @property
-    def trail_permission(self) -> str:
-        return f"{label_of(self.app)}.view_trailentry"
 
 
 class MessageChangeList(LeanChangeList):
@@ -87,7 +56,7 @@ class MessageChangeList(LeanChangeList):
             self.note = gettext(
                 "Only %(most)s messages were searched: the newest, or the oldest of those that are not settled. Choose a "
                 "state, a topic or another filter to search others."
-            ) % {"most": f"{searching.MOST_SEARCHED:,}"}
+            ) % {"most": number(searching.MOST_SEARCHED)}
         return rows
 
     def _unknown_value(self) -> str:
@@ -113,7 +82,6 @@ class MessageChangeList(LeanChangeList):
 class MessageAdmin(ActingAdmin):
     """Read-only messages with actions."""
 
-    counterpart: ClassVar[Counterpart]
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     age_column: ClassVar[str] = "id"
@@ -121,28 +89,9 @@ class MessageAdmin(ActingAdmin):
     born_column: ClassVar[str]
     """Since when the message is here."""
     unsettled: ClassVar[Q]
+    life_after: ClassVar[int] = 2
+    """After so many parts of its page a message's life is shown."""
     letters: ClassVar[Letters]
-    optional: ClassVar[frozenset[str]] = frozenset(
-        {
-            "key_name",
-            "error_text",
-            "failing",
-            "headers_text",
-            "form_text",
-            "created",
-            "deliver",
-            "due_exactly",
-            "expires",
-            "next_attempt",
-            "settled",
-            "source_name",
-            "correlation_id_name",
-            "causation_id_name",
-            "traceparent_name",
-        }
-    )
-    """Fields that are shown only with a value."""
-
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
@@ -172,19 +121,31 @@ class MessageAdmin(ActingAdmin):
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[LeanChangeList]:
         return MessageChangeList
 
+    def counterpart(self) -> Any:
+        """The model of the messages of the other half; None if it is not installed."""
+        return next((of.model for app, of in operated.items() if app != self.package), None)
+
+    def _elsewhere(self, request: HttpRequest, term: str) -> dict[str, Any]:
+        """For a template: the list of the other half, with a search."""
+        model: Any = self.counterpart()
+        link = listed(model, q=term) if model and term else None
+        return {
+            "counterpart": model and model._meta.verbose_name_plural,
+            "counterpart_url": link.url(self.admin_site, request) if link else "",
+        }
+
     def selection_text(self, request: HttpRequest) -> str:
         words = super().selection_text(request)
         if not searching.is_cut(request):
             return words
         return gettext("%(selection)s, of the %(most)s messages that were searched") % {
             "selection": words,
-            "most": f"{searching.MOST_SEARCHED:,}",
+            "most": number(searching.MOST_SEARCHED),
         }
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """With a link to the same search in the other app."""
-        term = request.GET.get(SEARCH_VAR, "").strip()
-        found = {"counterpart": self.counterpart, "elsewhere_url": self._counterpart_url(request, term) if term else ""}
+        found = self._elsewhere(request, request.GET.get(SEARCH_VAR, "").strip())
         return super().changelist_view(request, {**found, **(extra_context or {})})
 
     def subject(self, row: Any) -> str:
@@ -227,64 +188,22 @@ class MessageAdmin(ActingAdmin):
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), self.tones.get(row.state, Tone.STOPPED))
 
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
+    topic_name = shown(_("topic"), "topic", identifier)
+    biz_id_name = shown(_("biz-id"), "biz_id", identifier)
+    message_id_name = computed(_("message id"), lambda row: flow_link(row, row.message_id))
+    key_name = shown(_("ordering key"), "key", identifier)
+    correlation_id_name = computed(_("correlation id"), lambda row: flow_link(row, row.correlation_id))
+    causation_id_name = computed(_("causation id"), lambda row: flow_link(row, row.causation_id))
+    traceparent_name = shown(_("traceparent"), "traceparent", identifier)
 
-    @admin.display(description=_("topic"))
-    def topic_name(self, row: Any) -> SafeString:
-        return identifier(row.topic)
-
-    @admin.display(description=_("biz-id"))
-    def biz_id_name(self, row: Any) -> SafeString:
-        return identifier(row.biz_id)
-
-    @admin.display(description=_("message id"))
-    def message_id_name(self, row: Any) -> SafeString:
-        return flow_link(row, row.message_id)
-
-    @admin.display(description=_("ordering key"))
-    def key_name(self, row: Any) -> SafeString:
-        return identifier(row.key)
-
-    @admin.display(description=_("correlation id"))
-    def correlation_id_name(self, row: Any) -> SafeString:
-        return flow_link(row, row.correlation_id)
-
-    @admin.display(description=_("causation id"))
-    def causation_id_name(self, row: Any) -> SafeString:
-        return flow_link(row, row.causation_id)
-
-    @admin.display(description=_("traceparent"))
-    def traceparent_name(self, row: Any) -> SafeString:
-        return identifier(row.traceparent)
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return [name for _title, options in self.fieldsets or () for name in options["fields"]]
-
-    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Without the optional fields that have no value."""
-        parts = super().get_fieldsets(request, obj)
-        if obj is None:
-            return parts
-        shown = [(title, self._with_value(options["fields"], obj)) for title, options in parts]
-        return [(title, {"fields": fields}) for title, fields in shown if fields]
-
-    def _with_value(self, fields: Any, row: Any) -> list[str]:
-        return [name for name in fields if name not in self.optional or strip_tags(getattr(self, name)(row)) != NOTHING]
-
-    @admin.display(description=_("last error"))
-    def error_headline(self, row: Any) -> SafeString:
-        return headline(row.last_error)
+    error_headline = shown(_("last error"), "last_error", headline)
 
     def attempts_line(self, row: Any) -> SafeString:
         """In the list; empty before the first attempt."""
         words = ngettext("%(count)s attempt", "%(count)s attempts", row.attempts)
         return format_html('<span class="message-quiet">{}</span>', words if row.attempts else "")
 
-    @admin.display(description=_("last error"))
-    def error_text(self, row: Any) -> SafeString:
-        return as_text(row.last_error).as_html()
+    error_text = shown(_("last error"), "last_error", text)
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
@@ -292,13 +211,8 @@ class MessageAdmin(ActingAdmin):
             return format_html("{}", NOTHING)
         return as_json(self.redaction().headers(row.headers)).as_html()
 
-    @admin.display(description=_("created"))
-    def created(self, row: Any) -> SafeString:
-        return moment(row.created_at, row.database_now)
-
-    @admin.display(description=_("settled"))
-    def settled(self, row: Any) -> SafeString:
-        return moment(row.settled_at, row.database_now)
+    created = instant(_("created"), "created_at")
+    settled = instant(_("settled"), "settled_at")
 
     def is_here(self, where: str) -> bool:
         """Does a moment with this `where` belong to this app?"""
@@ -306,33 +220,25 @@ class MessageAdmin(ActingAdmin):
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
-        context["has_reason"] = True
+        context |= {"has_reason": True, "life_after": self.life_after}
         if row is not None and row.message_id:
             if request.user.has_perm(f"{self.opts.app_label}.view_trailentry"):
                 context["life"] = self._timeline(request, row)
-            context["counterpart"] = self.counterpart
-            context["counterpart_url"] = self._counterpart_url(request, str(row.message_id))
+            context |= self._elsewhere(request, str(row.message_id))
         return super().render_change_form(request, context, *args, **kwargs)
 
     def _timeline(self, request: HttpRequest, row: Any) -> SafeString:
-        may_see_all = request.user.has_perms([self.counterpart.permission, self.counterpart.trail_permission])
+        model: Any = self.counterpart()
+        needed = [view_permission(model), f"{model._meta.app_label}.view_trailentry"] if model else []
+        may_see_all = request.user.has_perms(needed)
+        hidden = gettext("Users with the permission to view %(what)s see more of its history here.")
         return timeline(
             life_of(str(row.message_id)),
             lambda where: may_see_all or self.is_here(where),
             partial(flow_link, row),
-            gettext("Users with the permission to view %(what)s see more of its history here.")
-            % {"what": self.counterpart.title},
+            hidden % {"what": model and model._meta.verbose_name_plural},
             row.last_error,
         )
-
-    def _counterpart_url(self, request: HttpRequest, term: str) -> str:
-        """The URL of a search in the other app's list; "" if this site does not have it or the user may not view it."""
-        if not request.user.has_perm(self.counterpart.permission):
-            return ""
-        try:
-            return f"{reverse(f'{self.admin_site.name}:{self.counterpart.changelist}')}?{urlencode({SEARCH_VAR: term})}"
-        except NoReverseMatch:
-            return ""
 
     def export(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
         """A file with the dead letters among the selected messages, of any number: see `dead_letters`."""

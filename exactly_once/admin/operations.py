@@ -6,26 +6,21 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
-from django.db import transaction
-from django.db.models import QuerySet
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import URLPattern, path, reverse
-from django.utils.decorators import method_decorator
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
-from django.views.decorators.http import require_POST
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.by_app import AppFilter, app_name
+from exactly_once.admin.columns import computed, instant, shown
+from exactly_once.admin.filters import AppFilter, ConditionFilter, app_name
 from exactly_once.admin.pages import message_url
-from exactly_once.admin.sections import Text
-from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, moment, note, stacked, visible, warning
+from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, note, number, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
-from exactly_once.operators.actions import operated
-from exactly_once.operators.audit import Subject, actor_of, record
+from exactly_once.operators.actions import Action, Given, operated
 from exactly_once.operators.operation_rows import UNCHANGED_KEPT, OperationTable
 from exactly_once.sql.now import DatabaseTime
 
@@ -39,72 +34,73 @@ _TONES = {
 }
 
 
-class StateFilter(admin.SimpleListFilter):
+class StateFilter(ConditionFilter):
     """By state."""
 
     title = _("state")
     parameter_name = "state"
+    fixed: ClassVar[Any] = {state: (label, Q(state=state)) for state, label in OperationState.choices}
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return OperationState.choices
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(state=self.value()) if self.value() in OperationState else queryset
+def _may_decide(user: Any, operation: Any) -> bool:
+    """Users who may plan the action may cancel and continue it."""
+    if operation is None:
+        return any(of.permits(user, name) for of in operated.values() for name in of.actions)
+    return operation.app in operated and operated[operation.app].permits(user, operation.action)
+
+
+def _cancel(alias: str, pk: int, given: Given) -> bool:
+    operation = Operation.objects.using(alias).get(pk=pk)
+    return OperationTable(operation.app).cancel(alias, pk, by=given.user)
+
+
+def _continue(alias: str, pk: int, given: Given) -> bool:
+    """It is this user's now. A client of the HTTP API, or a command, needed something else."""
+    operation = Operation.objects.using(alias).get(pk=pk)
+    of = operated[operation.app]
+    permission = of.actions[operation.action].codename(of.model)
+    return OperationTable(operation.app).resume(alias, pk, by=given.user, permission=permission)
+
+
+CANCEL = Action(
+    name="cancel",
+    label=_("Cancel the operation"),
+    done=_("ends after its current batch"),
+    may=_may_decide,
+    run=_cancel,
+    offered=lambda row: row.is_open and not row.cancelled_by,
+    why_not=lambda row, given: gettext("it had ended already"),
+)
+CONTINUE = Action(
+    name="continue",
+    label=_("Continue with the messages that are left"),
+    done=_("planned again, for the messages that are left"),
+    may=_may_decide,
+    run=_continue,
+    offered=lambda row: row.state == OperationState.STOPPED and row.parts.exists(),
+    why_not=lambda row, given: gettext("it is not stopped, or no message is left"),
+)
 
 
 @admin.register(Operation)
 class OperationAdmin(ActingAdmin):
     """The operations of the apps whose messages the user may view, the latest first."""
 
-    change_form_template = "exactly_once/operation.html"
+    kind = "operation"
+    noun = _("operation")
+    nouns = _("operations")
     ordering = ("-id",)
-    sortable_by = ()
-    actions = None
+    actions = (CANCEL, CONTINUE)
     nothing = _("No operation was planned yet. An action on all messages of a list or of a failure group becomes one.")
     list_display = ("state_badge", "what", "progress", "planned_by")
     list_display_links = ("what",)
     list_filter = (StateFilter, AppFilter)
-    readonly_fields: ClassVar[Any] = (
-        "state_explained",
-        "progress",
-        "action_label",
-        "selection_text",
-        "parameters",
-        "requested",
-        "reason_text",
-        "rate_text",
-        "failing_messages",
-        "canary_text",
-        "reasons_table",
-        "unchanged_table",
-        "planned_exactly",
-        "started_exactly",
-        "ended_exactly",
-        "holder_name",
+    fieldsets = (
+        (None, {"fields": ("state_explained", "progress", "failing_messages", "canary_text", "reasons_table")}),
+        (_("Operation"), {"fields": ("action_label", "chosen", "parameters_text", "requested", "reason_text", "rate_text")}),
+        (_("Times"), {"fields": ("planned_exactly", "started_exactly", "ended_exactly", "holder_name")}),
+        (_("Unchanged messages"), {"fields": ("unchanged_table",)}),
     )
-
-    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Only with the parts that this operation has."""
-        is_stopped = obj.state == OperationState.STOPPED
-        shown = {
-            "failing_messages": is_stopped and obj.wave_rows,
-            "canary_text": obj.is_canary,
-            "reasons_table": obj.reasons,
-        }
-        outcome = [name for name, is_shown in shown.items() if is_shown]
-        what = ["action_label", "selection_text", *(["parameters"] if obj.given else []), "requested"]
-        what += [name for name, is_shown in (("reason_text", obj.reason), ("rate_text", obj.rate)) if is_shown]
-        times = [
-            "planned_exactly",
-            *(["started_exactly"] if obj.started_at else []),
-            *(["ended_exactly"] if obj.ended_at else []),
-        ]
-        return [
-            (None, {"fields": ["state_explained", "progress", *outcome]}),
-            (_("Operation"), {"fields": what}),
-            (_("Times"), {"fields": [*times, *(["holder_name"] if obj.holder else [])]}),
-            *([(_("Unchanged messages"), {"fields": ["unchanged_table"]})] if obj.unchanged else []),
-        ]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = Operation.objects.using(self.using).filter(app__in=_visible_apps(request))
@@ -118,74 +114,21 @@ class OperationAdmin(ActingAdmin):
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
 
-    def may_cancel(self, request: HttpRequest, operation: Any) -> bool:
-        """Users who may plan the action may cancel it."""
-        of = operated.get(operation.app)
-        return of is not None and of.permits(request.user, operation.action)
-
-    def get_urls(self) -> list[URLPattern]:
-        view = self.admin_site.admin_view
-        return [
-            path("<int:pk>/cancel/", view(self.cancel_view), name="exactly_once_operation_cancel"),
-            path("<int:pk>/continue/", view(self.continue_view), name="exactly_once_operation_continue"),
-            *super().get_urls(),
-        ]
-
-    @method_decorator(require_POST)
-    def cancel_view(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """Ask for the end of an operation."""
-        done = _("The operation ends after its current batch.")
-        return self._decide(request, pk, "cancel", done, _("The operation had ended already."))
-
-    @method_decorator(require_POST)
-    def continue_view(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """Continue an operation that has stopped."""
-        done = _("The operation is planned again, for the messages that are left.")
-        return self._decide(request, pk, "resume", done, _("The operation is not stopped, or no message is left."))
-
-    def _decide(self, request: HttpRequest, pk: int, decision: str, done: Text, too_late: Text) -> HttpResponse:
-        operation = self.get_queryset(request).filter(pk=pk).first()
-        if operation is None:
-            raise Http404
-        if not self.may_cancel(request, operation):
-            raise PermissionDenied
-        user: Any = request.user
-        given = {"by": user.get_username()}
-        if decision == "resume":
-            # It is this user's now. A client of the HTTP API, or a command, needed something else.
-            of = operated[operation.app]
-            given["permission"] = of.actions[operation.action].codename(of.model)
-        with transaction.atomic(using=self.using):
-            is_done = getattr(OperationTable(operation.app), decision)(self.using, pk, **given)
-            if is_done:
-                self.log_change(request, operation, str(done))
-                subject = Subject(kind="operation", id=str(pk), name=str(operation))
-                record(operation.app, self.using, actor_of(request), f"{decision}_operation", [subject])
-        messages.add_message(request, messages.SUCCESS if is_done else messages.WARNING, str(done if is_done else too_late))
-        return HttpResponseRedirect(self._url("change", pk))
+    def subject(self, row: Any) -> str:
+        return visible(str(row))
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
-        operation: Any = kwargs.get("obj")
-        if operation is not None:
-            context["refreshes"] = operation.is_open
-            may = self.may_cancel(request, operation)
-            if may and operation.is_open and not operation.cancelled_by:
-                context["cancel_url"] = self._url("cancel", operation.pk)
-            if may and operation.state == OperationState.STOPPED and operation.parts.exists():
-                context["continue_url"] = self._url("continue", operation.pk)
+        """The page of an open operation refreshes itself."""
+        context["refreshes"] = kwargs["obj"].is_open
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def _url(self, page: str, pk: int) -> str:
-        return reverse(f"{self.admin_site.name}:exactly_once_operation_{page}", args=[pk])
-
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        shown = badge(row.get_state_display(), _TONES.get(row.state, Tone.OVER))
-        return stacked(shown, format_html("{}", _("being cancelled"))) if row.is_open and row.cancelled_by else shown
+    def badge_of(self, row: Any) -> SafeString:
+        state = badge(row.get_state_display(), _TONES.get(row.state, Tone.OVER))
+        return stacked(state, format_html("{}", _("being cancelled"))) if row.is_open and row.cancelled_by else state
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
-        shown = self.state_badge(row)
+        shown = self.badge_of(row)
         if row.state == OperationState.STOPPED:
             return format_html("{}{}", shown, warning(_("It stopped by itself: %s.") % visible(row.stopped_because)))
         if row.state == OperationState.CANCELLED:
@@ -205,22 +148,20 @@ class OperationAdmin(ActingAdmin):
         label = str(action.label) if action else str(row.action)
         return _("%s, as a canary") % label if row.is_canary else label
 
-    @admin.display(description=_("messages"))
-    def selection_text(self, row: Any) -> SafeString:
-        return identifier(row.selection)
+    chosen = shown(_("messages"), "selection", identifier)
 
     @admin.display(description=_("parameters"))
-    def parameters(self, row: Any) -> SafeString:
+    def parameters_text(self, row: Any) -> SafeString:
         return stacked(*(identifier(f"{name}: {value}") for name, value in row.given.items()))
 
     @admin.display(description=_("progress"))
     def progress(self, row: Any) -> SafeString:
         counts = _("%(processed)s of %(total)s; done: %(done)s, refused: %(refused)s, failed: %(failed)s") % {
-            "processed": f"{row.processed:,}",
-            "total": f"{row.total:,}",
-            "done": f"{row.done:,}",
-            "refused": f"{row.refused:,}",
-            "failed": f"{row.failed:,}",
+            "processed": number(row.processed),
+            "total": number(row.total),
+            "done": number(row.done),
+            "refused": number(row.refused),
+            "failed": number(row.failed),
         }
         bar = format_html(
             '<progress class="message-progress" value="{}" max="{}"></progress>', row.processed, max(row.total, 1)
@@ -231,24 +172,28 @@ class OperationAdmin(ActingAdmin):
             rate = row.processed / seconds
             left = duration(timedelta(seconds=(row.total - row.processed) / rate))
             lines.append(
-                format_html("{}", _("%(rate)s per second, about %(left)s left") % {"rate": f"{rate:,.0f}", "left": left})
+                format_html("{}", _("%(rate)s per second, about %(left)s left") % {"rate": number(round(rate)), "left": left})
             )
         return stacked(*lines)
 
     @admin.display(description=_("canary"))
     def canary_text(self, row: Any) -> str:
+        if not row.is_canary:
+            return NOTHING
         text = _("waves so far: %(wave)s; succeeded since: %(succeeded)s, failed again: %(failed)s") % {
             "wave": row.wave,
-            "succeeded": f"{row.succeeded:,}",
-            "failed": f"{row.failed_again:,}",
+            "succeeded": number(row.succeeded),
+            "failed": number(row.failed_again),
         }
         if row.is_open and row.wave_rows:
-            text += "; " + _("messages of the last wave that are awaited: %s") % f"{len(row.wave_rows):,}"
+            text += "; " + _("messages of the last wave that are awaited: %s") % number(len(row.wave_rows))
         return text
 
     @admin.display(description=_("failed again"))
     def failing_messages(self, row: Any) -> SafeString:
         """The messages that have stopped a canary."""
+        if row.state != OperationState.STOPPED:
+            return format_html("{}", NOTHING)
         url, words = partial(message_url, self.admin_site, row.app), _("message %s")
         shown = ((url(pk), words % pk, visible(failure)) for pk, failure in row.wave_rows[:_MOST_FAILED_AGAIN])
         return stacked(*(format_html('<a href="{}">{}</a>: {}', *each) for each in shown))
@@ -256,10 +201,12 @@ class OperationAdmin(ActingAdmin):
     @admin.display(description=_("unchanged, by reason"))
     def reasons_table(self, row: Any) -> SafeString:
         counted = sorted(row.reasons.items(), key=lambda item: -item[1])
-        return stacked(*(format_html("{}: {}", f"{count:,}", visible(reason)) for reason, count in counted))
+        return stacked(*(format_html("{}: {}", number(count), visible(reason)) for reason, count in counted))
 
     @admin.display(description=_("messages"))
     def unchanged_table(self, row: Any) -> SafeString:
+        if not row.unchanged:
+            return format_html("{}", NOTHING)
         lines = format_html_join(
             "", "<tr><td>{}</td><td>{}</td></tr>", ((identifier(name), visible(why)) for _row, name, why in row.unchanged)
         )
@@ -275,21 +222,10 @@ class OperationAdmin(ActingAdmin):
             else "",
         )
 
-    @admin.display(description=_("requested by"))
-    def requested(self, row: Any) -> SafeString:
-        return identifier(row.requested_by)
-
-    @admin.display(description=_("reason"))
-    def reason_text(self, row: Any) -> str:
-        return visible(row.reason) or NOTHING
-
-    @admin.display(description=_("rate limit"))
-    def rate_text(self, row: Any) -> str:
-        return str(_("%s messages per second") % row.rate)
-
-    @admin.display(description=_("executed by"))
-    def holder_name(self, row: Any) -> SafeString:
-        return identifier(row.holder)
+    requested = shown(_("requested by"), "requested_by", identifier)
+    reason_text = computed(_("reason"), lambda row: visible(row.reason) or NOTHING)
+    rate_text = computed(_("rate limit"), lambda row: _("%s messages per second") % row.rate if row.rate else NOTHING)
+    holder_name = shown(_("executed by"), "holder", identifier)
 
     @admin.display(description=_("planned"))
     def planned_by(self, row: Any) -> SafeString:
@@ -297,17 +233,9 @@ class OperationAdmin(ActingAdmin):
         by_whom = format_html("{} {}", _("by"), identifier(row.requested_by))
         return stacked(age(row.planned_at, row.database_now, str(_("planned "))), by_whom)
 
-    @admin.display(description=_("planned"))
-    def planned_exactly(self, row: Any) -> SafeString:
-        return moment(row.planned_at, row.database_now)
-
-    @admin.display(description=_("started"))
-    def started_exactly(self, row: Any) -> SafeString:
-        return moment(row.started_at, row.database_now)
-
-    @admin.display(description=_("ended"))
-    def ended_exactly(self, row: Any) -> SafeString:
-        return moment(row.ended_at, row.database_now)
+    planned_exactly = instant(_("planned"), "planned_at")
+    started_exactly = instant(_("started"), "started_at")
+    ended_exactly = instant(_("ended"), "ended_at")
 
 
 def _visible_apps(request: HttpRequest) -> list[str]:

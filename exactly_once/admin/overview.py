@@ -36,7 +36,7 @@ from exactly_once.admin.sections import (
     sections,
     view_permission,
 )
-from exactly_once.display import age, badge, headline, identifier
+from exactly_once.display import age, badge, headline, identifier, number
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
 from exactly_once.operators.alerts import raised as raised_alerts
@@ -52,6 +52,7 @@ _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_FAILING = _MOST_ALERTS = 5
 _MOST_STOPPED = 3
 _MOST_ALERTS_READ = 500
+_LAST = 100
 _UNKNOWN = Condition(link=lambda name: listed(Alert))
 """Of an alert whose condition no app registers."""
 
@@ -113,12 +114,13 @@ class OverviewAdmin(PageAdmin):
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What needs attention, as it is shown; `app` is empty if it is about the database."""
+    """What needs attention, as it is shown; `app` is empty if it is about the database, `rank` is that of the condition."""
 
     app: Text = ""
     text: Text
     url: str
     is_urgent: bool
+    rank: int = _LAST
     more: Sequence[tuple[Text, str]] = ()
 
 
@@ -136,7 +138,7 @@ class View:
     # what needs attention
 
     def lines(self) -> list[Line]:
-        """What needs attention, the urgent lines first."""
+        """What needs attention: the urgent lines first; of these what stops all messages before what stops some."""
         alerts = list(raised_alerts(self._alias)[:_MOST_ALERTS_READ]) if self._sees_alerts else []
         found = [line for section, reading in self._read for line in self._of_section(section, reading, alerts)]
         found += [line for section, _reading in self._read for line in self._stopped(section)]
@@ -144,7 +146,7 @@ class View:
             Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
             for text in horizon_warnings(database_health.pins(self._alias))
         ]
-        return sorted(found, key=lambda line: not line.is_urgent)
+        return sorted(found, key=lambda line: (not line.is_urgent, line.rank))
 
     def _of_section(self, section: Section, reading: Reading, alerts: Sequence[Any]) -> Iterator[Line]:
         left = [alert for alert in alerts if alert.app == section.app]
@@ -152,9 +154,9 @@ class View:
             same = [alert for alert in left if _is_about(each, alert)]
             left = [alert for alert in left if alert not in same]
             yield self._line(section, each, same)
-        for number, alert in enumerate(left):
-            if number == _MOST_ALERTS:
-                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - number)
+        for shown, alert in enumerate(left):
+            if shown == _MOST_ALERTS:
+                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - shown)
                 yield Line(app=section.title, text=more, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
                 return
             text = format_html("{}: {}", identifier(str(alert)), headline(alert.summary))
@@ -175,6 +177,7 @@ class View:
             text=each.text,
             url=self._url(condition.link(each.objects[0] if each.objects and len(each.objects) == 1 else "")),
             is_urgent=condition.is_urgent if each.is_urgent is None else each.is_urgent,
+            rank=[*section.conditions].index(each.condition) if each.condition in section.conditions else _LAST,
             more=more,
         )
 
@@ -182,11 +185,11 @@ class View:
         """The operations that have stopped by themselves lately. Each stays so until an operator continues it."""
         stopped = Operation.objects.using(self._alias).filter(app=section.app, state=OperationState.STOPPED)
         rows = stopped.filter(ended_at__gte=DatabaseTime(-DAY)).order_by("-ended_at")
-        if number := rows.count():
+        if count := rows.count():
             words = ngettext(
                 "Within a day, %(count)s operation has stopped by itself.",
                 "Within a day, %(count)s operations have stopped by themselves.",
-                number,
+                count,
             )
             may_view, page = view_permission(section.model), "exactly_once_operation"
             query = {"state": OperationState.STOPPED, "app": section.app}
@@ -224,7 +227,7 @@ class View:
         size = None if found is None else sum(table.total_bytes for table in found)
         yield Fact(name=_("Size of the tables"), value=bytes_text(size), link=listed(DatabaseHealth))
         if self._sees_alerts:
-            yield Fact(name=_("Raised alerts"), value=f"{raised_alerts(self._alias).count():,}", link=listed(Alert))
+            yield Fact(name=_("Raised alerts"), value=number(raised_alerts(self._alias).count()), link=listed(Alert))
 
     def _of(self, section: Section, reading: Reading) -> dict[str, Any]:
         minutes = section.minutes
@@ -246,11 +249,11 @@ class View:
             ],
             "failing_title": section.failing,
             "failing": [
-                (_("others"), f"{each.failed:,}", "")
+                (_("others"), number(each.failed), "")
                 if each.subject == OTHER
                 else (
                     identifier(each.subject),
-                    f"{each.failed:,}",
+                    number(each.failed),
                     self._url(listed(section.model, q=each.subject, stuck="any")),
                 )
                 for each in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
@@ -263,7 +266,7 @@ def _is_about(line: Attention, alert: Any) -> bool:
 
 
 def _number(counted: Counted | None, names: Sequence[str]) -> str:
-    return _("unknown") if counted is None else f"{sum(counted.counts[name] for name in names):,}"
+    return _("unknown") if counted is None else number(sum(counted.counts[name] for name in names))
 
 
 def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
@@ -312,7 +315,7 @@ def stages(shown: Sequence[Section], alias: str) -> Iterator[dict[str, Any]]:
                         "topic": _("others") if subject == OTHER else identifier(topic) if topic else _("unknown"),
                         "label": label,
                         "handler": identifier(subject) if is_handler else "",
-                        "messages": f"{sum(histogram.values()):,}",
+                        "messages": number(sum(histogram.values())),
                         "percentiles": list(zip(_SHARES, times, strict=True)),
                     }
                     found.append(((is_last, topic, position, subject), stage))

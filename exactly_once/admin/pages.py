@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from django.apps import apps
@@ -9,12 +10,13 @@ from django.contrib.admin import AdminSite
 from django.core.exceptions import PermissionDenied
 from django.forms import Media
 from django.http import HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
 from django.urls import NoReverseMatch, reverse
-from django.utils.text import capfirst
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 
 from exactly_once.admin.acting import ReadOnlyAdmin
-from exactly_once.admin.by_app import APPS
+from exactly_once.admin.filters import APPS
+from exactly_once.display import identifier
 from exactly_once.sql.labels import label_of
 
 
@@ -40,21 +42,20 @@ class PageAdmin(ReadOnlyAdmin):
         if not self.has_view_permission(request):
             raise PermissionDenied
 
-    def respond(self, request: HttpRequest, template: str, content: dict[str, Any]) -> HttpResponse:
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "title": capfirst(self.opts.verbose_name_plural),
-            "opts": self.opts,
-            "media": self.media,
-            "hidden": not all(may_see_messages(request, app) for app in APPS if apps.is_installed(app)),
-        }
-        return TemplateResponse(request, template, {**context, **content})
+    def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
+        hidden = not all(may_see_messages(request, app) for app in APPS if apps.is_installed(app))
+        return super().respond(request, template, {"hidden": hidden, **content})
 
 
 def may_see_messages(request: HttpRequest, app: str) -> bool:
     """May the user see the messages of this half?"""
     return request.user.has_perm(f"{label_of(app)}.view_{app}message")
+
+
+def message_link(site: AdminSite, app: str, row: int, name: object) -> SafeString:
+    """A name, with a link to the page of its message if the site has it."""
+    url, text = message_url(site, app, row), identifier(str(name))
+    return format_html('<a href="{}">{}</a>', url, text) if url else text
 
 
 def message_url(site: AdminSite, app: str, row: int) -> str:

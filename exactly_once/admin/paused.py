@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from django import forms
-from django.contrib import admin
-from django.db import transaction
-from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin, by
-from exactly_once.display import Tone, age, as_text, badge, headline, moment, visible
-from exactly_once.operators.actions import permission
+from exactly_once.admin.acting import ActingAdmin
+from exactly_once.admin.columns import computed, instant, shown, text
+from exactly_once.display import Tone, age, badge, headline, identifier, labelled, visible
+from exactly_once.operators.actions import ActionForm, reason_field
 
 
 class KnownNames(forms.TextInput):
@@ -31,6 +29,26 @@ class KnownNames(forms.TextInput):
         return format_html('{}<datalist id="known-names">{}</datalist>', super().render(*args, **options), known)
 
 
+class PauseForm(ActionForm):
+    """Asks for a name.
+
+    Attributes:
+        named_by: the field of the name.
+    """
+
+    named_by: ClassVar[str]
+    reason = reason_field(_("Optional. It is shown on the page of the pauses, and logged."), required=False)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fields[self.named_by].widget = KnownNames(self.known())
+        self.order_fields((self.named_by, "reason"))
+
+    def known(self) -> Iterable[str]:
+        """The names to propose."""
+        raise NotImplementedError
+
+
 def pause_badge(row: Any) -> SafeString:
     """What operators have paused is not a failure."""
     if getattr(row, "is_resuming", False):
@@ -38,50 +56,12 @@ def pause_badge(row: Any) -> SafeString:
     return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
 
 
+def paused_by(row: Any) -> SafeString:
+    return identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
+
+
 class PausedAdmin(ActingAdmin):
-    """One row for each paused name.
-
-    Attributes:
-        named_by: the column with the name.
-        shown: the fields of the page of one row.
-    """
-
-    named_by: str
-    shown: tuple[str, ...]
-    add_form_template = "admin/change_form.html"
-    sortable_by = ()
-    list_filter = ()
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(permission(self.model, "pause"))
-
-    def known(self) -> Iterable[str]:
-        """The names to propose."""
-        raise NotImplementedError
-
-    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        form.using = self.using
-        if obj is None:
-            form.base_fields[self.named_by].widget = KnownNames(self.known())
-        return form
-
-    def pause(self, row: Any, by: str) -> None:
-        """Pause what the new row names."""
-        raise NotImplementedError
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return (self.named_by, "reason") if obj is None else self.shown
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return () if obj is None else self.shown
-
-    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
-        """Pause it; what is logged and shown next is its row."""
-        with transaction.atomic(using=self.using):
-            self.pause(obj, by(request).removeprefix("by "))
-            obj.pk = self.get_queryset(request).get(**{self.named_by: getattr(obj, self.named_by)}).pk
-            self.audit(request, self.using, "pause", obj)
+    """One row for each paused name."""
 
     def subject(self, row: Any) -> str:
         return visible(self.audited_id(row))
@@ -92,22 +72,8 @@ class PausedAdmin(ActingAdmin):
     def badge_of(self, row: Any) -> SafeString:
         return pause_badge(row)
 
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
-    @admin.display(description=_("since"))
-    def since(self, row: Any) -> SafeString:
-        return age(row.paused_at, row.database_now)
-
-    @admin.display(description=_("since"))
-    def since_exactly(self, row: Any) -> SafeString:
-        return moment(row.paused_at, row.database_now)
-
-    @admin.display(description=_("why"))
-    def why(self, row: Any) -> SafeString:
-        return headline(row.reason)
-
-    @admin.display(description=_("why"))
-    def reason_text(self, row: Any) -> SafeString:
-        return as_text(row.reason).as_html()
+    by_whom = computed(_("by"), lambda row: labelled(_("by"), paused_by(row)))
+    since = instant(_("since"), "paused_at", age)
+    since_exactly = instant(_("since"), "paused_at")
+    why = shown(_("why"), "reason", headline)
+    reason_text = shown(_("why"), "reason", text)

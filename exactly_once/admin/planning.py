@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django import forms
-from django.contrib import admin, messages
+from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import transaction
 from django.db.models import Count, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.display import number
 from exactly_once.operators.actions import Action, ReasonForm
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import OperationTable, Plan
 from exactly_once.sql.labels import package_of
+
+if TYPE_CHECKING:
+    from exactly_once.admin.acting import ReadOnlyAdmin
 
 MOST_ROWS = 1_000_000
 _PLAN = "exactly_once/plan.html"
@@ -53,7 +56,7 @@ def _form(action: Action, data: Any) -> Any:
 
 
 def plan(
-    model_admin: admin.ModelAdmin[Any],
+    model_admin: ReadOnlyAdmin,
     request: HttpRequest,
     chosen: QuerySet[Any],
     action: Action,
@@ -78,18 +81,16 @@ def plan(
         )
     labels = dict(chosen.model._meta.get_field("state").flatchoices)
     context = {
-        **model_admin.admin_site.each_context(request),
         "title": _("%(action)s: preview") % {"action": action.label},
-        "opts": model_admin.opts,
-        "media": model_admin.media,
         "action": action,
         "form": form,
         "selection": selection,
-        "counts": [(labels.get(state, state), count, is_changed) for state, count, is_changed in counts],
-        "applies": applies,
-        "total": total,
+        "counts": [(labels.get(state, state), number(count), is_changed) for state, count, is_changed in counts],
+        "applies": number(applies),
+        "total": number(total),
+        "is_empty": not applies,
         "is_cut": total > MOST_ROWS,
-        "most": MOST_ROWS,
+        "most": number(MOST_ROWS),
         "back_url": back_url,
         "posted": request.POST.get("action", ""),
         "select_across": request.POST.get("select_across", ""),
@@ -97,8 +98,7 @@ def plan(
         "checkbox_name": ACTION_CHECKBOX_NAME,
         "checked": request.POST.getlist(ACTION_CHECKBOX_NAME)[:1],
     }
-    request.current_app = model_admin.admin_site.name
-    return TemplateResponse(request, _PLAN, context)
+    return model_admin.respond(request, _PLAN, context)
 
 
 def _planned(

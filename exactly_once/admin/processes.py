@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -15,8 +15,8 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.by_app import AppFilter
-from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, stacked, visible, warning
+from exactly_once.admin.filters import AppFilter
+from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, number, stacked, visible, warning
 from exactly_once.models import Process
 from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
@@ -62,11 +62,9 @@ class ProcessAdmin(ActingAdmin):
         ),
         silent=duration(SILENT_AFTER),
     )
-    sortable_by = ()
     list_filter = (AppFilter,)
     list_display = ("process", "state", "times", "work", "resources")
     fields: ClassVar[Any] = ("process", "state", "times", "all_work", "resources")
-    readonly_fields: ClassVar[Any] = fields
     actions = (
         _action(
             Request.PAUSE,
@@ -94,9 +92,6 @@ class ProcessAdmin(ActingAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return _PROCESSES.known(self.using)
-
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        return super().changelist_view(request, {"title": _("Processes"), **(extra_context or {})})
 
     def warnings(self, request: HttpRequest) -> list[SafeString]:
         missing = [kind.missing(self.using) for kind in process_kinds()]
@@ -168,7 +163,7 @@ class ProcessAdmin(ActingAdmin):
 
     def _work(self, row: Any, most: int | None = None) -> SafeString:
         # The present rate of a silent process is unknown.
-        rate = NOTHING if row.silent or row.stopped_at else f"{row.rate:,.1f}"
+        rate = NOTHING if row.silent or row.stopped_at else number(row.rate, 1)
         counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
         handlers = row.facts.get("handlers", [])
         more = len(handlers[most:]) if most else 0
@@ -190,4 +185,4 @@ class ProcessAdmin(ActingAdmin):
 
 
 def _milliseconds(value: float | None) -> str:
-    return str(_("unknown")) if value is None else f"{value:,.1f} ms"
+    return str(_("unknown")) if value is None else f"{number(value, 1)} ms"

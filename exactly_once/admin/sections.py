@@ -1,4 +1,4 @@
-"""What each app shows on the overview and on the page of the database's health.
+"""What each app shows on the pages about both: the overview, topics and handlers, what runs now, the database's health.
 
 Each installed app registers one section when Django starts, so these pages know neither app. A section only reads figures that
 cost little: counts up to a limit, and the statistics of each minute that the processes write (`operators.minutes`). An unknown
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.contrib.admin import AdminSite
 from django.db.models import Model
@@ -23,7 +23,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from exactly_once.display import Tone, identifier, visible
+from exactly_once.display import Tone, identifier, number, visible
 from exactly_once.operators.failure_groups import FailureGroups
 from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.counts import Count
@@ -82,14 +82,14 @@ def failing_dead(app: str, groups: FailureGroups, alias: str) -> list[tuple[Text
     """The failure groups of an app with the most dead messages, with their numbers, for `Attention.more`."""
     return [
         (
-            format_html("{}: {} {}", f"{number:,}", identifier(error_class), identifier(place) if place else ""),
+            format_html("{}: {} {}", number(dead), identifier(error_class), identifier(place) if place else ""),
             Link(
                 page="exactly_once_failurenote_group",
                 permission=view_permission(groups.model),
                 query={"app": app, "class": error_class, "place": place},
             ),
         )
-        for error_class, place, number in groups.most_dead(alias, _MOST_GROUPS)
+        for error_class, place, dead in groups.most_dead(alias, _MOST_GROUPS)
     ]
 
 
@@ -180,6 +180,36 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What an app shows on the page of topics and handlers, a row for each name.
+
+    Attributes:
+        kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
+        backlog: the states of messages that wait for their turn.
+        counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
+        names: those that are known otherwise, up to a number.
+        paused: the model of the paused names.
+        depths: the number of messages in the queues of each name, as far as the broker reports it; None if it does not.
+    """
+
+    kind: str
+    title: Text
+    backlog: Sequence[str]
+    counts: Callable[[str], Mapping[str, Mapping[str, Count]]]
+    names: Callable[[str, int], Sequence[str]]
+    paused: Any
+    depths: Callable[[], Mapping[str, int] | None] = lambda: None
+
+
+class LeasedRun(NamedTuple):
+    """A message that runs under a lease until `ends_at`."""
+
+    handler: str
+    message: str
+    ends_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
     """What one app shows.
 
@@ -187,7 +217,7 @@ class Section:
         app: its package.
         model: its messages.
         tones: of its states.
-        conditions: by name.
+        conditions: by name, the gravest first.
         read: reads the present figures from the database of this alias.
         oldest: reads the oldest rows that the purge deletes.
         minutes: its statistics.
@@ -198,6 +228,7 @@ class Section:
         failures: the counts that are failures.
         failing: the heading of the subjects with the most failures.
         topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
+        leased: reads up to a number of runs under leases from a database.
     """
 
     app: str
@@ -214,7 +245,9 @@ class Section:
     lag: tuple[str, Text]
     failures: Sequence[str]
     failing: Text
+    traffic: Traffic
     topic_of: Callable[[str], str] | None = None
+    leased: Callable[[str, int], Sequence[LeasedRun]] = lambda alias, most: ()
 
 
 _sections: dict[str, Section] = {}
@@ -243,10 +276,10 @@ def link_of_alert(app: str, condition: str, name: str) -> Link | None:
 def count_text(count: Count | None) -> str:
     if count is None:
         return gettext("unknown")
-    number = f"{count.number:,}"
+    counted = number(count.number)
     if count.is_estimate:
-        return gettext("about %(number)s") % {"number": number}
-    return gettext("more than %(number)s") % {"number": number} if count.is_cut else number
+        return gettext("about %(number)s") % {"number": counted}
+    return gettext("more than %(number)s") % {"number": counted} if count.is_cut else counted
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -264,9 +297,9 @@ def bytes_text(size: int | None) -> str:
         return gettext("unknown")
     for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
         if size >= 1000**power:
-            return f"{size / 1000**power:.1f} {unit}"
+            return f"{number(size / 1000**power, 1)} {unit}"
     return f"{size} B"
 
 
-def _rounded(number: float) -> str:
-    return f"{number:.1f}" if number < _ONE_DIGIT else f"{number:.0f}"
+def _rounded(value: float) -> str:
+    return number(value, 1 if value < _ONE_DIGIT else 0)

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from django import forms
+from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Q, QuerySet
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
@@ -40,6 +41,7 @@ class ActionForm(forms.Form):
 
     Attributes:
         rows: the selected ones.
+        alias: of their database.
         danger: a warning above the rows.
         preview: what the action would do, below the rows.
     """
@@ -50,8 +52,8 @@ class ActionForm(forms.Form):
     done: Text = ""
     preview: Any = ""
 
-    def __init__(self, data: Any = None, *, rows: Sequence[Any] = (), **options: Any) -> None:
-        self.rows = rows
+    def __init__(self, data: Any = None, *, rows: Sequence[Any] = (), alias: str = DEFAULT_DB_ALIAS, **options: Any) -> None:
+        self.rows, self.alias = rows, alias
         super().__init__(data, **options)
 
 
@@ -59,22 +61,30 @@ class ReasonForm(ActionForm):
     reason = reason_field(_("Optional. It is stored in the log and in the trail, with your name."), required=False)
 
 
+class NeededReasonForm(ActionForm):
+    reason = reason_field(_("The reason is stored in the admin log."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """What an operator has said with an action.
 
     Attributes:
-        by: "by ada in the admin".
+        user: their name.
         values: of the further fields of the form.
     """
 
-    by: str
+    user: str
     reason: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def who(self) -> str:
-        return self.by.removeprefix("by ")
+        return f"{self.user} in the admin"
+
+    @property
+    def by(self) -> str:
+        return f"by {self.who}"
 
     @property
     def text(self) -> str:
@@ -134,6 +144,7 @@ class Action:
         label: of its button, without the dots of an action that asks.
         done: the past participle, for reports: "restored".
         permission: the verb of the permission, without the model; "" if it is the name.
+        may: may this user do it to this row, or (None) to some row? It replaces the permission.
         run: the transition of one row, with the database alias and the primary key. It is guarded: False if the state of the
             row does not allow it.
         sources: the states from which it is allowed; () for all.
@@ -154,6 +165,7 @@ class Action:
     label: Text
     done: Text = ""
     permission: str = ""
+    may: Callable[[Any, Any], bool] | None = None
     run: Callable[[str, Any, Given], bool] | None = None
     sources: Sequence[str] = ()
     offered: Callable[[Any], bool] = _always
@@ -207,23 +219,18 @@ class OperatedMessages:
 
     Attributes:
         actions: those that can be operations, by name.
-        place_label, who_label: what the groups call the place of a failure, and the names of those that fail.
+        who_label: what the groups call the names of those that fail.
     """
 
     model: Any
     actions: Mapping[str, Action]
     groups: FailureGroups
     notes: Notes
-    place_label: Text
     who_label: Text
 
     @property
     def app(self) -> str:
         return self.notes.app
-
-    def page(self, name: str) -> str:
-        """The name of a page of the messages in an admin site."""
-        return f"{self.model._meta.app_label}_{self.model._meta.model_name}_{name}"
 
     def is_visible(self, user: Any) -> bool:
         return bool(user.has_perm(permission(self.model, "view")))

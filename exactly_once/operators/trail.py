@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from exactly_once.sql.connections import with_table
 
 _T = TypeVar("_T")
 
@@ -66,20 +68,16 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """One app's data about a message.
+    """One app's data about a message in one database.
 
     Attributes:
-        searched: human-readable: where the app searched.
         unknown: whole sentences about facts that the app cannot know.
-        elsewhere: why the message may be elsewhere, if the app does not have it.
         never_left: the app has the message and has certainly never sent it.
     """
 
-    searched: str
     moments: Sequence[Moment] = ()
     standings: Sequence[Standing] = ()
     unknown: Sequence[str] = ()
-    elsewhere: str = ""
     never_left: bool = False
 
 
@@ -151,26 +149,26 @@ class Chain:
 
 
 class Witness(Protocol):
-    """An app that stores messages. `aliases` are the databases to search; None: all that have its tables."""
+    """An app that stores messages. Its functions search one database, which has the table `ENTRIES`.
 
-    def account_of(self, message_id: str, aliases: Collection[str] | None) -> Account: ...
+    Attributes:
+        ENTRIES: the model of its trail.
+        NOT_HERE: a whole sentence: why it does not have a message.
+    """
 
-    def ids_of(self, topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
+    ENTRIES: type[Any]
+    NOT_HERE: str
+
+    def account_of(self, alias: str, message_id: str) -> Account: ...
+
+    def ids_of(self, alias: str, topic: str, biz_id: str) -> Iterable[str]:
         """The ids of the messages with this topic and biz-id, oldest first."""
 
-    def rows_of(self, correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
-        """The rows of the messages with this correlation id, and of the message with this id; up to `most` of each database."""
+    def rows_of(self, alias: str, correlation_id: str, most: int) -> Sequence[ChainRow]:
+        """Up to `most` rows of the messages with this correlation id, and of the message with this id."""
 
-    def correlation_of(self, message_id: str, aliases: Collection[str] | None) -> str:
+    def correlation_of(self, alias: str, message_id: str) -> str:
         """The correlation id of a message; "" if the app does not have the message."""
-
-
-class ChainRows(NamedTuple):
-    """What one app has of a chain, and the databases that are unavailable."""
-
-    found: Sequence[ChainRow]
-    is_cut: bool
-    unavailable: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,16 +212,28 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
         message_id: as on the wire.
         aliases: the databases to search; None: all that have the tables.
     """
-    accounts = [witness.account_of(message_id, aliases) for witness in _witnesses.values()]
+    accounts: list[Account] = []
+    unknown: list[str] = []
+    searched: list[str] = []
+    not_here: list[str] = []
+    for app, witness in _witnesses.items():
+        available, unavailable = with_table(witness.ENTRIES, aliases)
+        found = [witness.account_of(alias, message_id) for alias in available]
+        accounts += found
+        searched.append(f"the {app} ({', '.join(available) or 'no database has its tables'})")
+        unknown += [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
+        unknown += [words for account in found for words in account.unknown]
+        not_here += [] if any(account.moments for account in found) else [witness.NOT_HERE]
+    if not any(account.never_left for account in accounts):
+        unknown += not_here
     standings = _once(standing for account in accounts for standing in account.standings)
-    never_left = any(account.never_left for account in accounts)
     return Life(
         message_id=message_id,
         # The sort is stable, so moments of the same instant stay in the order of writing.
         moments=sorted(_once(moment for account in accounts for moment in account.moments), key=attrgetter("at")),
         standings=standings,
-        unknown=_once(words for account in accounts for words in _unknown(account, never_left=never_left)),
-        searched=[account.searched for account in accounts],
+        unknown=_once(unknown),
+        searched=searched,
         namesakes=[
             other
             for topic, biz_id in _once((standing.topic, standing.biz_id) for standing in standings)
@@ -235,7 +245,25 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:
     """The ids of the messages with this topic and biz-id, in any app; see `life_of`."""
-    return _once(found for witness in _witnesses.values() for found in witness.ids_of(topic, biz_id, aliases))
+    return _once(
+        found
+        for witness in _witnesses.values()
+        for alias in with_table(witness.ENTRIES, aliases)[0]
+        for found in witness.ids_of(alias, topic, biz_id)
+    )
+
+
+def moment_of(entry: Any, where: str, database: str) -> Moment:
+    """The moment that an entry of a trail records."""
+    return Moment(
+        at=entry.at,
+        where=where,
+        was=entry.was,
+        became=entry.became,
+        process=entry.process,
+        reason=entry.reason,
+        database=database,
+    )
 
 
 MOST_ROWS = 500
@@ -250,15 +278,21 @@ def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection
         aliases: the databases to search; None: all that have the tables.
         apps: those to ask; None: all.
     """
-    witnesses = [witness for app, witness in _witnesses.items() if apps is None or app in apps]
-    correlation_id = next(filter(None, (witness.correlation_of(name, aliases) for witness in witnesses)), name)
-    accounts = [witness.rows_of(correlation_id, aliases, MOST_ROWS) for witness in witnesses]
-    rows = _once(row for account in accounts for row in account.found)
+    places: list[tuple[Witness, str]] = []
+    unavailable: list[str] = []
+    for app, witness in _witnesses.items():
+        if apps is None or app in apps:
+            available, others = with_table(witness.ENTRIES, aliases)
+            places += [(witness, alias) for alias in available]
+            unavailable += others
+    correlation_id = next(filter(None, (witness.correlation_of(alias, name) for witness, alias in places)), name)
+    found = [witness.rows_of(alias, correlation_id, MOST_ROWS + 1) for witness, alias in places]
+    rows = _once(row for part in found for row in part[:MOST_ROWS])
     return Chain(
         correlation_id=correlation_id,
         messages=_as_tree(sorted(rows, key=attrgetter("began_at"))),
-        is_cut=any(account.is_cut for account in accounts),
-        unavailable=_once(alias for account in accounts for alias in account.unavailable),
+        is_cut=any(len(part) > MOST_ROWS for part in found),
+        unavailable=_once(unavailable),
     )
 
 
@@ -290,11 +324,6 @@ def _as_tree(found: Sequence[ChainRow]) -> list[ChainedMessage]:
             )
             pending += [(child, depth + 1) for child in reversed(caused.get(message_id, ()))]
     return list(tree.values())
-
-
-def _unknown(account: Account, *, never_left: bool) -> Sequence[str]:
-    """Omit `elsewhere` for a message that was never sent."""
-    return [*account.unknown, account.elsewhere] if account.elsewhere and not never_left else account.unknown
 
 
 def _once(items: Iterable[_T]) -> list[_T]:

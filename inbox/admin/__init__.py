@@ -1,7 +1,6 @@
 """The inbox in Django's admin."""
 
 from inbox.admin import (  # noqa: F401 - importing them registers the pages
-    handlers,
     messages,
     overview,
     paused,

@@ -9,11 +9,11 @@ from typing import Any
 from django import forms
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.attempts import attempts
+from exactly_once.admin.messages import MessageAdmin
+from exactly_once.admin.timeline import attempts
 from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.redaction import Redaction
@@ -26,29 +26,24 @@ _OUTCOMES = {
     "failed": (_("It would fail"), Tone.FAILING),
     "timed out": (_("It did not end in time"), Tone.STOPPED),
 }
+_STORED = {
+    "attempt": "attempts",
+    "error": "error",
+    "traceback": "traceback",
+    "class": "error_class",
+    "place": "error_place",
+    "own": "own_frames",
+}
+"""The attributes of a failure by their names in a stored message."""
 
 
 def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
     """The result, for the template. The parameters of statements are values of the payload, so redaction leaves them out."""
     label, tone = _OUTCOMES[result.outcome]
     failure = result.failure
-    shown = None
-    if failure is not None:
-        shown = attempts(
-            [
-                {
-                    "attempt": failure.attempts,
-                    "error": failure.error,
-                    "class": failure.error_class,
-                    "place": failure.error_place,
-                    "own": failure.own_frames,
-                    "traceback": failure.traceback,
-                }
-            ]
-        )
     return {
         "outcome": badge(str(label), tone),
-        "failure": shown,
+        "failure": failure and attempts([{name: getattr(failure, column) for name, column in _STORED.items()}]),
         "writes": [as_text(write.sql if redaction else str(write)).as_html() for write in result.writes],
         "more_writes": result.more_writes,
         "published": [
@@ -81,7 +76,7 @@ class DryRunForm(ActionForm):
     )
 
 
-def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given: Given) -> HttpResponse:
+def _respond(model_admin: MessageAdmin, request: HttpRequest, rows: Sequence[Any], given: Given) -> HttpResponse:
     """What the handler would write and publish; nothing is stored."""
     (row,) = rows
     try:
@@ -92,18 +87,14 @@ def _respond(model_admin: Any, request: HttpRequest, rows: Sequence[Any], given:
         return HttpResponseRedirect(model_admin.own_url(row.pk))
     model_admin.log_change(request, row, f"Dry run: {result.outcome}.")
     model_admin.audit(request, model_admin.using, DRY_RUN.name, row)
-    request.current_app = model_admin.admin_site.name
     context = {
-        **model_admin.admin_site.each_context(request),
         **shown_dry_run(result, model_admin.redaction()),
         "title": _("Dry run"),
-        "opts": model_admin.opts,
-        "media": model_admin.media,
         "subject": model_admin.subject(row),
         "message_url": model_admin.own_url(row.pk),
         "changelist_url": model_admin.changelist_url,
     }
-    return TemplateResponse(request, "exactly_once/dry_run.html", context)
+    return model_admin.respond(request, "exactly_once/dry_run.html", context)
 
 
 DRY_RUN = Action(

@@ -19,8 +19,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
-from exactly_once.admin.attempts import attempts
+from exactly_once.admin.columns import instant, shown, text
 from exactly_once.admin.failures import FailureFilter, failure_text
+from exactly_once.admin.filters import ConditionFilter, Conditions
 from exactly_once.admin.message_filters import (
     AgeFilter,
     AttemptsFilter,
@@ -31,7 +32,8 @@ from exactly_once.admin.message_filters import (
     TopicFilter,
     ValueFilter,
 )
-from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
+from exactly_once.admin.messages import EXPORT, MessageAdmin
+from exactly_once.admin.timeline import attempts
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -41,9 +43,11 @@ from exactly_once.display import (
     badge,
     flow_link,
     folded,
+    headline,
     identifier,
     moment,
     note,
+    number,
     stacked,
     visible,
     warning,
@@ -67,17 +71,10 @@ from inbox.store.heartbeats import consumers
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
-_FURTHER = _("Further deliveries")
-_CORRECTION = _("Correction")
-_PROGRESS = _("Progress")
 _NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
-register_messages(
-    OperatedMessages(
-        model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, place_label=_("Place"), who_label=_("Handlers")
-    )
-)
+register_messages(OperatedMessages(model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, who_label=_("Handlers")))
 _WHY = {
     State.RECEIVED: _("It is stored. A process that runs its handler runs it when it is due."),
     State.RETRYING: _("Its last attempt failed. It is run again when it is due."),
@@ -94,22 +91,17 @@ IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
 class InboxStuckFilter(StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [*super().lookups(request, model_admin), ("quarantined", gettext("In quarantine"))]
+    def conditions(self, model_admin: Any) -> Conditions:
+        quarantined = Q(state=State.DEAD, quarantined=True)
+        return {**super().conditions(model_admin), "quarantined": (_("In quarantine"), quarantined)}
 
     def failed(self) -> Q:
         return super().failed() & ~IS_DEFERRED
 
-    def overdue(self) -> Q:
-        before = DatabaseTime(-inbox_options().STUCK_AFTER)
+    def overdue(self, before: DatabaseTime) -> Q:
         return Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
             Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
         )
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() == "quarantined":
-            return queryset.filter(state=State.DEAD, quarantined=True)
-        return super().queryset(request, queryset)
 
 
 class InboxStateFilter(StateFilter):
@@ -129,23 +121,15 @@ class InboxStateFilter(StateFilter):
         return chosen.exclude(IS_DEFERRED) if state == State.RETRYING else chosen
 
 
-class DuplicatesFilter(admin.SimpleListFilter):
+class DuplicatesFilter(ConditionFilter):
     """Filter by duplicates."""
 
     title = _("duplicates")
     parameter_name = "duplicates"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", gettext("Delivered more than once")), ("conflicting", gettext("With different content"))]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "any":
-                return queryset.filter(duplicates__gt=0)
-            case "conflicting":
-                return queryset.filter(conflicts__gt=0)
-            case _:
-                return queryset
+    fixed: ClassVar[Any] = {
+        "any": (_("Delivered more than once"), Q(duplicates__gt=0)),
+        "conflicting": (_("With different content"), Q(conflicts__gt=0)),
+    }
 
 
 class HandlerFilter(ValueFilter):
@@ -156,9 +140,6 @@ class HandlerFilter(ValueFilter):
 
     def known(self, model_admin: Any) -> Sequence[str]:
         return sorted(handler.name for handler in registry.all())
-
-    def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(handler=value)
 
 
 @admin.register(InboxMessage)
@@ -174,7 +155,6 @@ class InboxMessageAdmin(MessageAdmin):
         State.SHED: Tone.OVER,
     }
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
-    counterpart = Counterpart(app="outbox", model="outboxmessage", title=_("outbox messages"))
     letters = letters
     refusals = REFUSALS
     actions = (RETRY, EDIT, DRY_RUN, SKIP, OVERRIDE, RUN_CONFLICTING, EXPORT)
@@ -193,6 +173,7 @@ class InboxMessageAdmin(MessageAdmin):
         AttemptsFilter,
         HostFilter,
     )
+    life_after = 3
     born_column = "received_at"
     unsettled = Q(state__in=(*_HEADS, State.WAITING))
     search_help_text = _(
@@ -203,9 +184,9 @@ class InboxMessageAdmin(MessageAdmin):
         (None, {"fields": ("state_explained", "error_text", "failing")}),
         (_("Content"), {"fields": ("payload", "headers_text", "content_type")}),
         (_("Attempts"), {"fields": ("attempts", "failed_attempts")}),
-        (_CORRECTION, {"fields": ("replaced_row", "replacing_row")}),
-        (_FURTHER, {"fields": ("further_deliveries", "conflict")}),
-        (_PROGRESS, {"fields": ("steps_text", "result_text")}),
+        (_("Correction"), {"fields": ("replaced_row", "replacing_row")}),
+        (_("Further deliveries"), {"fields": ("further_deliveries", "conflict")}),
+        (_("Progress"), {"fields": ("steps_text", "result_text")}),
         (_("Message"), {"fields": ("handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         (_("Times"), {"fields": ("created", "received", "next_attempt", "settled")}),
         (_("Origin"), {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
@@ -248,10 +229,10 @@ class InboxMessageAdmin(MessageAdmin):
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
         return by_name | Q(handler=term) | named
 
-    def permits(self, request: HttpRequest, action: Action) -> bool:
+    def permits(self, request: HttpRequest, action: Action, row: Any = None) -> bool:
         """The page of a correction shows the payload as it is stored."""
         may_see = action is not EDIT or not self.redaction() or request.user.has_perm(permission(self.model, "unredacted"))
-        return may_see and super().permits(request, action)
+        return may_see and super().permits(request, action, row)
 
     # display
 
@@ -261,15 +242,7 @@ class InboxMessageAdmin(MessageAdmin):
         return super().badge_of(row)
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Without the sections that are empty for this message."""
-        left_out = set()
-        if obj is not None and obj.replaces_id is None and not obj.replacements.exists():
-            left_out.add(_CORRECTION)
-        if obj is not None and not obj.duplicates:
-            left_out.add(_FURTHER)
-        if obj is not None and obj.result is None and not obj.steps.exists():
-            left_out.add(_PROGRESS)
-        parts = [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
+        parts = super().get_fieldsets(request, obj)
         if request.user.has_perm(f"{self.opts.app_label}.view_step"):
             return parts
         return [(title, {"fields": [name for name in of["fields"] if name != "steps_text"]}) for title, of in parts]
@@ -283,9 +256,9 @@ class InboxMessageAdmin(MessageAdmin):
         if row.replaces_id is not None:
             lines.append(format_html("{}", gettext("corrected")))
         if row.conflicts:
-            lines.append(badge(gettext("%(count)s conflicting") % {"count": f"{row.conflicts:,}"}, Tone.STOPPED))
+            lines.append(badge(gettext("%(count)s conflicting") % {"count": number(row.conflicts)}, Tone.STOPPED))
         elif row.duplicates:
-            lines.append(format_html(gettext("{} more"), f"{row.duplicates:,}"))
+            lines.append(format_html(gettext("{} more"), number(row.duplicates)))
         return stacked(*lines)
 
     @admin.display(description=_("state"))
@@ -343,13 +316,8 @@ class InboxMessageAdmin(MessageAdmin):
         same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
         return same.alias(at=Coalesce("place", "pk", output_field=BigIntegerField())).defer(*self.large_columns)
 
-    @admin.display(description=_("handler"))
-    def handler_name(self, row: Any) -> SafeString:
-        return identifier(row.handler)
-
-    @admin.display(description=_("source"))
-    def source_name(self, row: Any) -> SafeString:
-        return identifier(row.source)
+    handler_name = shown(_("handler"), "handler", identifier)
+    source_name = shown(_("source"), "source", identifier)
 
     @admin.display(description=_("topic, biz-id, handler"))
     def summary(self, row: Any) -> SafeString:
@@ -377,8 +345,8 @@ class InboxMessageAdmin(MessageAdmin):
             (row.replays, gettext("sent again by an operator")),
             (business, gettext("published again with another message id")),
         )
-        lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
-        return stacked(format_html(gettext("{} in total; none was run"), f"{row.duplicates:,}"), *lines)
+        lines = [format_html("{} {}", number(count), words) for count, words in causes if count]
+        return stacked(format_html(gettext("{} in total; none was run"), number(row.duplicates)), *lines)
 
     @admin.display(description=_("different content"))
     def conflict(self, row: Any) -> SafeString:
@@ -388,7 +356,7 @@ class InboxMessageAdmin(MessageAdmin):
         words = gettext(
             "Deliveries with this biz-id but different content: %(count)s. None was run as this message. Their publisher, or "
             "biz_id= of the handler, gives one biz-id to different facts."
-        ) % {"count": f"{row.conflicts:,}"}
+        ) % {"count": number(row.conflicts)}
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
@@ -469,12 +437,10 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("last error, or reason"))
     def error_headline(self, row: Any) -> SafeString:
         """In grey if it is the reason why a handler deferred its message, which is not an error."""
-        shown = super().error_headline(row)
-        return format_html('<span class="message-quiet">{}</span>', shown) if _is_deferred(row) else shown
+        line = headline(row.last_error)
+        return format_html('<span class="message-quiet">{}</span>', line) if _is_deferred(row) else line
 
-    @admin.display(description=_("last error, or reason"))
-    def error_text(self, row: Any) -> SafeString:
-        return super().error_text(row)
+    error_text = shown(_("last error, or reason"), "last_error", text)
 
     @admin.display(description=_("class and place"))
     def failing(self, row: Any) -> SafeString:
@@ -486,13 +452,8 @@ class InboxMessageAdmin(MessageAdmin):
         """Each with its traceback, the newest first."""
         return attempts(row.failures, row.last_error) if row.failures else as_text(row.traceback).as_html()
 
-    @admin.display(description=_("received"))
-    def received(self, row: Any) -> SafeString:
-        return moment(row.received_at, row.database_now)
-
-    @admin.display(description=_("next attempt, or end of its lease"))
-    def next_attempt(self, row: Any) -> SafeString:
-        return moment(row.next_attempt_at, row.database_now)
+    received = instant(_("received"), "received_at")
+    next_attempt = instant(_("next attempt, or end of its lease"), "next_attempt_at")
 
 
 def _is_deferred(row: InboxMessage) -> bool:

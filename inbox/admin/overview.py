@@ -1,9 +1,10 @@
-"""The inbox's section of the overview and of the page of the database's health."""
+"""What the inbox shows on the pages about both halves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import cache, partial
 from typing import Any
 
 from django.utils.html import format_html
@@ -14,9 +15,11 @@ from exactly_once.admin.sections import (
     Attention,
     Condition,
     Fact,
+    LeasedRun,
     OldestRow,
     Reading,
     Section,
+    Traffic,
     count_text,
     failing_dead,
     listed,
@@ -24,14 +27,17 @@ from exactly_once.admin.sections import (
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier, visible
+from exactly_once.display import duration, identifier, number, visible
+from exactly_once.management_api import QueueDepths
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
+from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.admin.messages import InboxMessageAdmin
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler, State
 from inbox.operators import accounting
@@ -41,6 +47,8 @@ from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)
 _MOST_NAMED = 5
+_BACKLOG = (State.RECEIVED, State.WAITING, State.RUNNING)
+_read_depths = cache(QueueDepths)
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
 
 
@@ -81,18 +89,41 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead)
         text = words % {"count": count_text(counts[State.DEAD])}
         yield Attention(condition="dead", text=text, more=failing_dead("inbox", groups, alias))
-    for name, number in newly_conflicting(alias, _DAY).items():
+    for name, conflicting in newly_conflicting(alias, _DAY).items():
         words = ngettext(
             "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
             "Within a day, {count} messages of {handler} got different content under their biz-ids, which was not run.",
-            number,
+            conflicting,
         )
-        text = format_html(words, count=f"{number:,}", handler=identifier(name))
+        text = format_html(words, count=number(conflicting), handler=identifier(name))
         yield Attention(condition="conflicts", objects=[name], text=text)
     for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
         words = gettext("Handler {} has been paused for {} by {}.")
         text = format_html(words, identifier(paused.handler), duration(now - paused.paused_at), visible(paused.paused_by))
         yield Attention(condition="handler_paused", objects=[paused.handler], text=text)
+
+
+def _names(alias: str, most: int) -> list[str]:
+    known = [handler.name for handler in registry.all() if handler.using == alias]
+    return [*known, *(name for name, _topic in accounting.handlers_with_topics(alias, most))]
+
+
+def _depths() -> Mapping[str, int] | None:
+    """The messages in the queues of each handler of this process; one whose queues do not exist is left out."""
+    options = inbox_options()
+    known = _read_depths(options.broker_url, options.MANAGEMENT_URL).known()
+    if known is None:
+        return None
+    queues = {handler.name: [queue.name for queue in queues_of(handler, options)] for handler in registry.all()}
+    return {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
+
+
+def _leased(alias: str, most: int) -> list[LeasedRun]:
+    if not with_table(InboxMessage, [alias])[0]:
+        return []
+    running = InboxMessage.objects.using(alias).filter(state=State.RUNNING, next_attempt_at__isnull=False)
+    columns = running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")
+    return [LeasedRun(*columns) for columns in columns[:most]]
 
 
 def _oldest(alias: str) -> list[OldestRow]:
@@ -136,6 +167,16 @@ register(
         lag=("to_effect", _("Received → effect, seconds")),
         failures=["failed"],
         failing=_("Failing handlers, last hour"),
+        traffic=Traffic(
+            kind="handler",
+            title=_("Handlers"),
+            backlog=_BACKLOG,
+            counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+            names=_names,
+            paused=PausedHandler,
+            depths=_depths,
+        ),
         topic_of=_topic_of,
+        leased=_leased,
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from django import forms
 from django.contrib import admin
@@ -12,37 +12,36 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
-from exactly_once.admin.paused import PausedAdmin
-from exactly_once.display import identifier, labelled, stacked
+from exactly_once.admin.columns import shown
+from exactly_once.admin.paused import PausedAdmin, PauseForm
+from exactly_once.display import identifier, stacked
 from exactly_once.operators.actions import Action, Given
+from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.operators.pausing import alias_of, pause_handler, resume_handler
 
 
-class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
-    class Meta:
-        model = PausedHandler
-        fields = ("handler", "reason")
-        widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
-        help_texts: ClassVar[Any] = {
-            "handler": _("Its exact name."),
-            "reason": _("Optional. It is shown with the handler, and logged."),
-        }
+class PauseHandlerForm(PauseForm):
+    named_by = "handler"
+    handler = forms.CharField(label=_("Handler"), max_length=NAME_LENGTH, help_text=_("Its exact name."))
 
-    using: ClassVar[str]
+    def known(self) -> list[str]:
+        return sorted(handler.name for handler in registry.all() if handler.using == self.alias)
 
     def clean_handler(self) -> str:
         name: str = self.cleaned_data["handler"]
         try:
-            alias_of(name, self.using)
+            alias_of(name, self.alias)
         except UnknownHandler as error:
             raise forms.ValidationError(str(error)) from error
         return name
 
-    def validate_unique(self) -> None:
-        """A paused handler may be paused again, with another reason."""
+
+def _pause(alias: str, pk: Any, given: Given) -> bool:
+    pause_handler(given.values["handler"], reason=given.reason, by=given.who, using=alias)
+    return True
 
 
 def _resume(alias: str, pk: Any, given: Given) -> bool:
@@ -50,6 +49,15 @@ def _resume(alias: str, pk: Any, given: Given) -> bool:
     return row is not None and resume_handler(row.handler, by=given.who, using=alias)
 
 
+PAUSE = Action(
+    name="pause",
+    label=_("Pause a handler"),
+    done=_("paused"),
+    run=_pause,
+    form=PauseHandlerForm,
+    question=_("Pause a handler? Its messages wait until it is resumed."),
+    button=_("Pause the handler"),
+)
 RESUME = Action(
     name="resume",
     label=_("Resume"),
@@ -73,22 +81,14 @@ class PausedHandlerAdmin(PausedAdmin):
         "lost, and messages keep their order. Only an operator resumes a handler."
     )
     named_by = "handler"
-    form = PauseForm
+    adds = PAUSE
     actions = (RESUME,)
 
     ordering = ("handler",)
     list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
-    shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
+    fields = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
 
-    def known(self) -> list[str]:
-        return sorted(handler.name for handler in registry.all() if handler.using == self.using)
-
-    def pause(self, row: Any, by: str) -> None:
-        pause_handler(row.handler, reason=row.reason, by=by, using=self.using)
-
-    @admin.display(description=_("handler"))
-    def handler_name(self, row: Any) -> SafeString:
-        return identifier(row.handler)
+    handler_name = shown(_("handler"), "handler", identifier)
 
     @admin.display(description=_("stored messages"))
     def stored(self, row: Any) -> str:
@@ -98,7 +98,3 @@ class PausedHandlerAdmin(PausedAdmin):
     def stored_count(self, row: Any) -> SafeString:
         """In the list: the badge, and how many stored messages wait."""
         return stacked(self.badge_of(row), format_html(gettext("{} stored messages"), self.stored(row)))
-
-    @admin.display(description=_("by"))
-    def by_whom(self, row: Any) -> SafeString:
-        return labelled(_("by"), identifier(row.paused_by))

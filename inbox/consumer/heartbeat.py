@@ -19,6 +19,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.broker import is_local
 from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
+from exactly_once.plurals import number
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
@@ -152,8 +153,8 @@ class RunnerHeartbeats:
 
 def _counts(row: Any) -> Sequence[str]:
     return [
-        gettext("{} deliveries").format(f"{row.facts['received']:,}"),
-        gettext("{} stored run").format(f"{row.facts['ran']:,}"),
+        gettext("{} deliveries").format(number(row.facts["received"])),
+        gettext("{} stored run").format(number(row.facts["ran"])),
     ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Prefetch, QuerySet
+from django.db.models import Prefetch, Q, QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -17,7 +16,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.pages import message_url
+from exactly_once.admin.columns import computed, shown
+from exactly_once.admin.filters import ConditionFilter
+from exactly_once.admin.pages import message_link
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -32,7 +33,7 @@ from exactly_once.display import (
     stacked,
     visible,
 )
-from exactly_once.operators.actions import Action, ActionForm, reason_field
+from exactly_once.operators.actions import Action, NeededReasonForm
 from exactly_once.operators.redaction import Redaction
 from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
@@ -43,11 +44,7 @@ _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.O
 _OPEN = [state for state in State if state not in SETTLED]
 
 
-class StartForm(ActionForm):
-    reason = reason_field(_("The reason is stored in the admin log."))
-
-
-class CompleteForm(StartForm):
+class CompleteForm(NeededReasonForm):
     payloads = forms.CharField(
         label=_("Payloads"),
         strip=False,
@@ -66,32 +63,18 @@ class CompleteForm(StartForm):
         return payloads
 
 
-class ExtendForm(StartForm):
+class ExtendForm(NeededReasonForm):
     minutes = forms.IntegerField(label=_("Minutes from now"), min_value=1, max_value=365 * 24 * 60, initial=60)
     field_order = ("minutes", "reason")
 
 
-class OpenFilter(admin.SimpleListFilter):
+class OpenFilter(ConditionFilter):
     """Open runs, unless others are chosen."""
 
     title = _("state")
     parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
-        return [("dead", _("Past the deadline, or failed")), ("all", _("All"))]
-
-    def choices(self, changelist: Any) -> Any:
-        first, *others = super().choices(changelist)
-        return [{**first, "display": _("Open")}, *others]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "all":
-                return queryset
-            case "dead":
-                return queryset.filter(row__state=State.DEAD)
-            case _:
-                return queryset.filter(row__state__in=_OPEN)
+    default = (_("Open"), Q(row__state__in=_OPEN))
+    fixed: ClassVar[Any] = {"dead": (_("Past the deadline, or failed"), Q(row__state=State.DEAD)), "all": (_("All"), Q())}
 
 
 def _is_decidable(row: Any) -> bool:
@@ -130,7 +113,7 @@ START = Action(
     offered=_lacks_messages,
     question=_("Start these runs without the missing messages? Messages that come later have no effect."),
     button=_("Start the runs"),
-    form=StartForm,
+    form=NeededReasonForm,
 )
 
 
@@ -150,13 +133,12 @@ class RunAdmin(ActingAdmin):
     refusals = (NotDecidable,)
     actions = (COMPLETE, EXTEND, START)
     ordering = ("deadline_at",)
-    sortable_by = ()
     list_filter = (OpenFilter,)
     search_fields = ("run_id",)
     search_help_text = _("A run id or a join, exact.")
     list_display = ("state_badge", "name", "waits_for", "since", "deadline")
     list_display_links = ("name",)
-    shown = (
+    fields = (
         "state_badge",
         "join_name",
         "run_id_name",
@@ -168,12 +150,6 @@ class RunAdmin(ActingAdmin):
         "started",
         "come",
     )
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return self.shown
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return self.shown
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         parts = Prefetch("parts", Part.objects.using(self.using).defer("body", "headers").order_by("pk"))
@@ -197,40 +173,18 @@ class RunAdmin(ActingAdmin):
     def state_of(self, row: Any) -> str:
         return str(row.row.get_state_display().lower())
 
-    # display
-
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
-    @admin.display(description=_("join, run id"))
-    def name(self, row: Any) -> SafeString:
-        return stacked(identifier(row.handler), identifier(row.run_id))
-
-    @admin.display(description=_("join"))
-    def join_name(self, row: Any) -> SafeString:
-        return identifier(row.handler)
-
-    @admin.display(description=_("run id"))
-    def run_id_name(self, row: Any) -> SafeString:
-        return flow_link(row, row.run_id)
+    name = computed(_("join, run id"), lambda row: stacked(identifier(row.handler), identifier(row.run_id)))
+    join_name = shown(_("join"), "handler", identifier)
+    run_id_name = computed(_("run id"), lambda row: flow_link(row, row.run_id))
 
     @admin.display(description=_("waits for"))
     def waits_for(self, row: Any) -> SafeString:
         topics = missing(row)
         return labelled(_("waits for"), stacked(*map(identifier, topics)) if topics else format_html("{}", NOTHING))
 
-    @admin.display(description=_("since"))
-    def since(self, row: Any) -> SafeString:
-        return labelled(_("since"), age(row.opened_at, row.database_now))
-
-    @admin.display(description=_("deadline"))
-    def deadline(self, row: Any) -> SafeString:
-        return labelled(_("deadline"), moment(row.deadline_at, row.database_now))
-
-    @admin.display(description=_("last error, or reason"))
-    def error(self, row: Any) -> SafeString:
-        return headline(row.row.last_error)
+    since = computed(_("since"), lambda row: labelled(_("since"), age(row.opened_at, row.database_now)))
+    deadline = computed(_("deadline"), lambda row: labelled(_("deadline"), moment(row.deadline_at, row.database_now)))
+    error = shown(_("last error, or reason"), "row.last_error", headline)
 
     @admin.display(description=_("started without the missing messages"))
     def started(self, row: Any) -> SafeString:
@@ -238,8 +192,7 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:
-        name, url = identifier(row.row.message_id), message_url(self.admin_site, self.package, row.row_id)
-        return format_html('<a href="{}">{}</a>', url, name) if url else name
+        return message_link(self.admin_site, self.package, row.row_id, row.row.message_id)
 
     @admin.display(description=_("messages that have come"))
     def come(self, row: Any) -> SafeString:

@@ -3,114 +3,95 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, Moment, Standing, moment_of
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.connections import with_table
 from inbox.conf import inbox_options
 from inbox.models import CHAINED, DUE, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
 
-_NOT_HERE = (
+ENTRIES = TrailEntry
+NOT_HERE = (
     "No handler of this project has it: none handles its topic, it has not arrived, another message of its biz-id came first, "
     "or its row has been purged."
 )
 _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
-def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
+def account_of(alias: str, message_id: str) -> Account:
     """See `operators.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
-    available, unavailable = with_table(TrailEntry, aliases)
-    moments: list[Moment] = []
-    standings: list[Standing] = []
-    unknown = [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
+    # If the payload of a message was corrected, its handler has several rows, and each replaces the one before.
+    chains: dict[str, list[InboxMessage]] = {}
+    for row in _rows(alias, message_id):
+        chains.setdefault(row.handler, []).append(row)
+    trails: dict[str, list[TrailEntry]] = {handler: [] for handler in chains}
+    for entry in TrailEntry.objects.using(alias).filter(message_id__in=_spellings(message_id)).order_by("pk"):
+        trails.setdefault(entry.handler, []).append(entry)
+    rows = sorted((row for chain in chains.values() for row in chain), key=attrgetter("pk"))
+    unknown = [f"The row of {handler} has been purged; only its trail remains." for handler in trails if handler not in chains]
     kept_since = utcnow() - inbox_options().TRAIL_RETENTION
-    for alias in available:
-        rows = _rows(alias, message_id)
-        # If the payload of a message was corrected, its handler has several rows, and each replaces the one before.
-        chains: dict[str, list[InboxMessage]] = {}
-        for row in rows:
-            chains.setdefault(row.handler, []).append(row)
-        trails: dict[str, list[TrailEntry]] = {handler: [] for handler in chains}
-        for entry in TrailEntry.objects.using(alias).filter(message_id__in=_spellings(message_id)).order_by("pk"):
-            trails.setdefault(entry.handler, []).append(entry)
-        for handler, entries in trails.items():
-            moments += _moments(alias, handler, chains.get(handler, []), entries)
-            if handler not in chains:
-                unknown.append(f"The row of {handler} has been purged; only its trail remains.")
-        standings += [_standing(alias, row) for row in rows]
-        if any(row.received_at < kept_since for row in rows):
-            unknown.append(f"Trail entries of its handlers from before {kept_since:%Y-%m-%d} may have been purged.")
+    if any(row.received_at < kept_since for row in rows):
+        unknown.append(f"Trail entries of its handlers from before {kept_since:%Y-%m-%d} may have been purged.")
     return Account(
-        searched=f"the inbox ({', '.join(available) or 'no database has its tables'})",
-        moments=moments,
-        standings=standings,
+        moments=[
+            moment for handler, trail in trails.items() for moment in _moments(alias, handler, chains.get(handler, []), trail)
+        ],
+        standings=[_standing(alias, row) for row in rows],
         unknown=unknown,
-        elsewhere="" if moments else _NOT_HERE,
     )
 
 
-def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
+def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
     """See `exactly_once.operators.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
-    found: list[str] = []
-    for alias in with_table(TrailEntry, aliases)[0]:
-        with connections[alias].cursor() as cursor:
-            cursor.execute(
-                f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {TABLE}) UNION ALL "
-                f"SELECT (SELECT min(m.handler) FROM {TABLE} m WHERE m.handler > handlers.name) FROM handlers "
-                "WHERE handlers.name IS NOT NULL) SELECT m.message_id FROM handlers "
-                f"JOIN {TABLE} m ON m.handler = handlers.name AND m.topic = %s AND m.biz_id = %s "
-                "WHERE m.message_id <> '' ORDER BY m.id",
-                [topic, biz_id],
-            )
-            found += [message_id for (message_id,) in cursor.fetchall()]
-    return found
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {TABLE}) UNION ALL "
+            f"SELECT (SELECT min(m.handler) FROM {TABLE} m WHERE m.handler > handlers.name) FROM handlers "
+            "WHERE handlers.name IS NOT NULL) SELECT m.message_id FROM handlers "
+            f"JOIN {TABLE} m ON m.handler = handlers.name AND m.topic = %s AND m.biz_id = %s "
+            "WHERE m.message_id <> '' ORDER BY m.id",
+            [topic, biz_id],
+        )
+        return [message_id for (message_id,) in cursor.fetchall()]
 
 
-def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
+def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
     """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
-    available, unavailable = with_table(TrailEntry, aliases)
-    chain: list[ChainRow] = []
-    is_cut = False
-    for alias in available:
-        found = list(_rows(alias, correlation_id)[: most + 1])
-        chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
-        found += chained.defer(*_LARGE).order_by("id")[: most + 1 - len(found)]
-        is_cut = is_cut or len(found) > most
-        chain += [
-            ChainRow(
-                app="inbox",
-                pk=row.pk,
-                message_id=row.message_id,
-                correlation_id=row.correlation_id,
-                causation_id=row.causation_id,
-                topic=row.topic,
-                biz_id=row.biz_id,
-                where=row.handler,
-                state=row.state,
-                began_at=row.received_at,
-                settled_at=row.settled_at,
-                published_at=row.created_at,
-                attempts=row.attempts,
-                error=row.last_error,
-                database=alias,
-            )
-            for row in found[:most]
-        ]
-    return ChainRows(chain, is_cut, unavailable)
+    rows = list(_rows(alias, correlation_id)[:most])
+    chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
+    rows += chained.defer(*_LARGE).order_by("id")[: most - len(rows)]
+    return [
+        ChainRow(
+            app="inbox",
+            pk=row.pk,
+            message_id=row.message_id,
+            correlation_id=row.correlation_id,
+            causation_id=row.causation_id,
+            topic=row.topic,
+            biz_id=row.biz_id,
+            where=row.handler,
+            state=row.state,
+            began_at=row.received_at,
+            settled_at=row.settled_at,
+            published_at=row.created_at,
+            attempts=row.attempts,
+            error=row.last_error,
+            database=alias,
+        )
+        for row in rows
+    ]
 
 
-def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:
+def correlation_of(alias: str, message_id: str) -> str:
     """See `exactly_once.operators.trail`."""
-    for alias in with_table(TrailEntry, aliases)[0]:
-        if row := next(iter(_rows(alias, message_id)[:1]), None):
-            return row.correlation_id or row.message_id
-    return ""
+    row = _rows(alias, message_id).first()
+    return (row.correlation_id or row.message_id) if row else ""
 
 
 def _rows(alias: str, message_id: str) -> QuerySet[InboxMessage]:
@@ -129,16 +110,7 @@ def _spellings(message_id: str) -> set[str]:
 def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: Sequence[TrailEntry]) -> Iterator[Moment]:
     if chain and chain[0].replaces_id is None and not (entries and entries[0].was == ""):
         yield Moment(at=chain[0].received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
-    for entry in entries:
-        yield Moment(
-            at=entry.at,
-            where=handler,
-            was=entry.was,
-            became=entry.became,
-            process=entry.process,
-            reason=entry.reason,
-            database=alias,
-        )
+    yield from (moment_of(entry, handler, alias) for entry in entries)
     row = chain[-1] if chain else None
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return

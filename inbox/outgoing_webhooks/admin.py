@@ -16,47 +16,42 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.display import (
-    NOTHING,
-    Tone,
-    age,
-    as_text,
-    badge,
-    folded,
-    headline,
-    identifier,
-    labelled,
-    moment,
-    stacked,
-    visible,
-)
-from exactly_once.operators.actions import Action, ActionForm, reason_field
-from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.admin.columns import computed, instant, shown, text
+from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked, visible
+from exactly_once.operators.actions import Action, ActionForm, Given, NeededReasonForm
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import DUE, InboxMessage
 from inbox.outgoing_webhooks import endpoints
 from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
 from inbox.outgoing_webhooks.models import Endpoint, State
-from inbox.outgoing_webhooks.urls import shown
+from inbox.outgoing_webhooks.urls import shown as masked
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
 
 
-class AddForm(forms.ModelForm):  # type: ignore[type-arg]
+class AddForm(ActionForm, forms.ModelForm):  # type: ignore[type-arg]
     class Meta:
         model = Endpoint
         fields = ("name", "url", "topics", "concurrency")
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fields["url"].widget.attrs["class"] = self.fields["name"].widget.attrs["class"] = "vTextField"
+        sent = ", ".join(sorted(handler.topic for handler in fan_outs())) or NOTHING
+        self.fields["topics"].help_text = _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % sent
 
-class EndpointForm(ActionForm):
-    reason = reason_field(_("The reason is stored in the admin log."))
 
-
-class EditForm(EndpointForm):
+class EditForm(NeededReasonForm):
     """What is left empty stays as it is."""
 
     url = forms.CharField(label="URL", required=False, widget=forms.TextInput(attrs={"class": "vTextField"}))
-    topics = forms.JSONField(label=_("Topics"), required=False, help_text=_('A list, ["shop.order.placed"]. [] means all.'))
+    topics = forms.JSONField(
+        label=_("Topics"),
+        required=False,
+        initial="",
+        widget=forms.Textarea(attrs={"rows": 3, "cols": 40}),
+        help_text=_('A list, ["shop.order.placed"]. [] means all.'),
+    )
     concurrency = forms.IntegerField(label=_("Concurrency"), required=False)
     field_order = ("url", "topics", "concurrency", "reason")
 
@@ -74,6 +69,20 @@ def changes(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in ("url", "topics", "concurrency") if given.get(name) is not None and given[name] != ""}
 
 
+def _add(alias: str, pk: Any, given: Given) -> bool:
+    Endpoint(**given.values).save(using=alias, force_insert=True)
+    return True
+
+
+ADD = Action(
+    name="add",
+    label=_("Add an endpoint"),
+    done=_("added"),
+    run=_add,
+    question=_("Add an endpoint?"),
+    button=_("Add the endpoint"),
+    form=AddForm,
+)
 TEST = Action(
     name="test",
     label=_("Send a test message"),
@@ -82,7 +91,7 @@ TEST = Action(
     offered=lambda row: row.state != State.DISABLED,
     question=_("Send a message of the topic webhook.test to these endpoints?"),
     button=_("Send the test messages"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 EDIT = Action(
     name="edit",
@@ -100,7 +109,7 @@ ROTATE = Action(
     run=lambda alias, pk, given: endpoints.rotate(alias, pk),
     question=_("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
     button=_("Make new secrets"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 ENABLE = Action(
     name="enable",
@@ -110,7 +119,7 @@ ENABLE = Action(
     offered=lambda row: row.state != State.ACTIVE,
     question=_("Enable these endpoints? The messages that wait for them are sent."),
     button=_("Enable the endpoints"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 DISABLE = Action(
     name="disable",
@@ -120,7 +129,7 @@ DISABLE = Action(
     offered=lambda row: row.state != State.DISABLED,
     question=_("Disable these endpoints? They get no new messages; those that are stored wait."),
     button=_("Disable the endpoints"),
-    form=EndpointForm,
+    form=NeededReasonForm,
 )
 
 
@@ -138,43 +147,19 @@ class EndpointAdmin(ActingAdmin):
     )
     large_columns = ("secret", "old_secret")
     actions = (TEST, EDIT, ROTATE, ENABLE, DISABLE)
-    add_form_template = "admin/change_form.html"
-    form = AddForm
+    adds = ADD
+    named_by = "name"
     ordering = ("name",)
-    sortable_by = ()
-    list_filter = ()
     list_display = ("state_badge", "name_and_url", "waiting", "since", "last_failure")
     list_display_links = ("name_and_url",)
-    shown = (
-        "state_badge",
-        "endpoint_name",
-        "shown_url",
-        "shown_topics",
-        "concurrency",
-        "waiting",
-        "since",
-        "next_try",
-        "why",
+    fields = (
+        *("state_badge", "why", "next_try", "endpoint_name", "shown_url", "shown_topics", "concurrency", "waiting", "since"),
         "shown_secret",
     )
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        if obj is None:
-            return AddForm.Meta.fields
         may_see = request.user.has_perm(f"{self.opts.app_label}.secret_endpoint")
-        return [name for name in self.shown if may_see or name != "shown_secret"]
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return () if obj is None else self.shown
-
-    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        if obj is None:
-            offered = ", ".join(sorted(handler.topic for handler in fan_outs())) or NOTHING
-            form.base_fields["topics"].help_text = (
-                _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % offered
-            )
-        return form
+        return [name for name in self.fields if may_see or name != "shown_secret"]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         of_it = InboxMessage.objects.filter(handler=Concat(Value(WEBHOOK_HANDLERS), OuterRef("name")), state__in=DUE).order_by()
@@ -182,15 +167,12 @@ class EndpointAdmin(ActingAdmin):
         rows: QuerySet[Any] = super().get_queryset(request).annotate(messages=Coalesce(counted, 0))
         return rows
 
-    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
-        obj.save(using=self.using, force_insert=True)
-        self.audit(request, self.using, "add", obj)
+    def audited_id(self, row: Any) -> str:
+        return str(row.name)
 
-    def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
-        subject = Subject(kind=self.kind, id=row.name, name=self.subject(row))
-        # Parts of a URL may be secrets.
-        given = {name: shown(value) if name == "url" else value for name, value in posted(request).items()}
-        record(self.package, alias, actor_of(request), action, [subject], given)
+    def parameters(self, request: HttpRequest) -> dict[str, Any]:
+        """Parts of a URL may be secrets."""
+        return {name: masked(value) if name == "url" else value for name, value in super().parameters(request).items()}
 
     def subject(self, row: Any) -> str:
         return visible(row.name)
@@ -198,50 +180,19 @@ class EndpointAdmin(ActingAdmin):
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), _TONES[row.state])
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm(f"{self.opts.app_label}.add_endpoint")
-
-    # display
-
-    @admin.display(description=_("state"))
-    def state_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
-    @admin.display(description=_("name, URL"))
-    def name_and_url(self, row: Any) -> SafeString:
-        return stacked(identifier(row.name), identifier(shown(row.url)))
-
-    @admin.display(description=_("name"))
-    def endpoint_name(self, row: Any) -> SafeString:
-        return identifier(row.name)
-
-    @admin.display(description="URL")
-    def shown_url(self, row: Any) -> SafeString:
-        return identifier(shown(row.url))
-
-    @admin.display(description=_("topics"))
-    def shown_topics(self, row: Any) -> SafeString | str:
-        return stacked(*map(identifier, row.topics)) if row.topics else gettext("all")
+    name_and_url = computed(_("name, URL"), lambda row: stacked(identifier(row.name), identifier(masked(row.url))))
+    endpoint_name = shown(_("name"), "name", identifier)
+    shown_url = computed("URL", lambda row: identifier(masked(row.url)))
+    shown_topics = computed(_("topics"), lambda row: stacked(*map(identifier, row.topics)) if row.topics else gettext("all"))
 
     @admin.display(description=_("messages that wait"))
     def waiting(self, row: Any) -> SafeString:
-        return labelled(_("messages that wait"), format_html("{}", f"{row.messages:,}"))
+        return labelled(_("messages that wait"), format_html("{}", number(row.messages)))
 
-    @admin.display(description=_("since"))
-    def since(self, row: Any) -> SafeString:
-        return age(row.state_since, row.database_now)
-
-    @admin.display(description=_("next try"))
-    def next_try(self, row: Any) -> SafeString:
-        return moment(row.probe_at, row.database_now)
-
-    @admin.display(description=_("last failure"))
-    def last_failure(self, row: Any) -> SafeString:
-        return headline(row.reason)
-
-    @admin.display(description=_("why"))
-    def why(self, row: Any) -> SafeString:
-        return as_text(row.reason).as_html()
+    since = instant(_("since"), "state_since", age)
+    next_try = instant(_("next try"), "probe_at")
+    last_failure = shown(_("last failure"), "reason", headline)
+    why = shown(_("why"), "reason", text)
 
     @admin.display(description=_("secret"))
     def shown_secret(self, row: Any) -> SafeString:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +15,10 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.pages import message_url
-from exactly_once.display import Tone, age, as_text, badge, headline, identifier, labelled, moment, stacked, visible
+from exactly_once.admin.columns import computed, instant, shown, text
+from exactly_once.admin.filters import ConditionFilter, Conditions
+from exactly_once.admin.pages import message_link
+from exactly_once.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
 from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
@@ -28,23 +29,17 @@ from outbox.store import pending_callbacks
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 
 
-class TroubleFilter(admin.SimpleListFilter):
+class TroubleFilter(ConditionFilter):
     """By the problem of a callback."""
 
     title = _("trouble")
     parameter_name = "trouble"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("failing", gettext("Has failed")), ("unknown", gettext("Not known to this process"))]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "failing":
-                return queryset.exclude(last_error="")
-            case "unknown":
-                return queryset.exclude(callback__in=registry.names)
-            case _:
-                return queryset
+    def conditions(self, model_admin: Any) -> Conditions:
+        return {
+            "failing": (_("Has failed"), ~Q(last_error="")),
+            "unknown": (_("Not known to this process"), ~Q(callback__in=registry.names)),
+        }
 
 
 def _is_being_called(row: Any, given: Given) -> str:
@@ -81,15 +76,14 @@ class PendingCallbackAdmin(ActingAdmin):
     hint = _("The next one to be called comes first. A relay calls it until it returns; then its row is deleted.")
 
     ordering = ("available_at", "id")
-    sortable_by = ()
     search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
     search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
     list_display = ("callback_name", "summary", "due_in", "calls", "error_headline")
     list_filter = (TroubleFilter,)
     actions = (CALL_NOW, DISCARD)
-    readonly_fields = (
+    fields = (
         "callback_name",
-        "event_badge",
+        "state_badge",
         "message_link",
         "calls",
         "due",
@@ -97,7 +91,6 @@ class PendingCallbackAdmin(ActingAdmin):
         "reason_text",
         "error_text",
     )
-    fields = readonly_fields
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Pending callbacks with the id, topic and biz-id of their message, without its body."""
@@ -128,46 +121,21 @@ class PendingCallbackAdmin(ActingAdmin):
         return stacked(identifier(row.callback), badge(gettext("Not known here"), Tone.FAILING))
 
     @admin.display(description=_("event"))
-    def event_badge(self, row: Any) -> SafeString:
-        return self.badge_of(row)
-
-    @admin.display(description=_("event"))
     def summary(self, row: Any) -> SafeString:
         return stacked(self.badge_of(row), identifier(row.topic), identifier(row.biz_id))
 
     @admin.display(description=_("message"))
     def message_link(self, row: Any) -> SafeString:
-        name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
-        url = message_url(self.admin_site, self.package, row.message.pk)
-        return format_html('<a href="{}">{}</a>', url, name) if url else name
+        name = f"{row.uuid} ({row.topic} {row.biz_id})"
+        return message_link(self.admin_site, self.package, row.message.pk, name)
 
-    @admin.display(description=_("attempts"))
-    def calls(self, row: Any) -> SafeString:
-        return labelled(_("attempts"), format_html("{}", f"{row.attempts:,}"))
-
-    @admin.display(description=_("due"))
-    def due_in(self, row: Any) -> SafeString:
-        return age(row.available_at, row.database_now)
-
-    @admin.display(description=_("due"))
-    def due(self, row: Any) -> SafeString:
-        return moment(row.available_at, row.database_now)
-
-    @admin.display(description=_("settled"))
-    def settled(self, row: Any) -> SafeString:
-        return moment(row.settled_at, row.database_now)
-
-    @admin.display(description=_("why it is dead"))
-    def reason_text(self, row: Any) -> SafeString:
-        return as_text(row.reason).as_html()
-
-    @admin.display(description=_("last error"))
-    def error_headline(self, row: Any) -> SafeString:
-        return headline(row.last_error)
-
-    @admin.display(description=_("last error"))
-    def error_text(self, row: Any) -> SafeString:
-        return as_text(row.last_error).as_html()
+    calls = computed(_("attempts"), lambda row: labelled(_("attempts"), format_html("{}", number(row.attempts))))
+    due_in = instant(_("due"), "available_at", age)
+    due = instant(_("due"), "available_at")
+    settled = instant(_("settled"), "settled_at")
+    reason_text = shown(_("why it is dead"), "reason", text)
+    error_headline = shown(_("last error"), "last_error", headline)
+    error_text = shown(_("last error"), "last_error", text)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """These pages show data of messages, so they also require the permission to view messages."""

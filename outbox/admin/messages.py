@@ -17,6 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
+from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.message_filters import (
     MOST_OFFERED,
@@ -28,7 +29,7 @@ from exactly_once.admin.message_filters import (
     StuckFilter,
     TopicFilter,
 )
-from exactly_once.admin.messages import EXPORT, Counterpart, MessageAdmin
+from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
     NOTHING,
@@ -39,8 +40,8 @@ from exactly_once.display import (
     folded,
     headline,
     identifier,
-    moment,
     note,
+    number,
     stacked,
     warning,
 )
@@ -84,7 +85,6 @@ register_messages(
         actions={**ACTIONS, **by_name(REPLAY)},
         groups=groups,
         notes=notes,
-        place_label=_("Topic"),
         who_label=_("Topics"),
     )
 )
@@ -100,15 +100,14 @@ _WHY = {
 }
 """Why a message is in its state, if nothing else is known."""
 _CALLBACKS = 20
-_CALLBACKS_PART = _("Callbacks")
 
 
 class OutboxStuckFilter(StuckFilter):
     words = _("Dead, retrying, stuck or overdue")
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
-    def overdue(self) -> Q:
-        return Q(_OPEN, day=LIVE, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
+    def overdue(self, before: DatabaseTime) -> Q:
+        return Q(_OPEN, day=LIVE, available_at__lt=before)
 
 
 class OutboxStateFilter(StateFilter):
@@ -149,7 +148,6 @@ class OutboxMessageAdmin(MessageAdmin):
         State.ROLLED_BACK: Tone.OVER,
     }
     letters = letters
-    counterpart = Counterpart(app="inbox", model="inboxmessage", title=_("inbox messages"))
     actions: Any = (
         *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),
     )
@@ -175,9 +173,9 @@ class OutboxMessageAdmin(MessageAdmin):
         (None, {"fields": ("state_explained", "error_text", "failing")}),
         (_("Content"), {"fields": ("payload", "headers_text", "form_text")}),
         (_("Message"), {"fields": ("topic_name", "biz_id_name", "message_id_name", "key_name", "attempts")}),
-        (_CALLBACKS_PART, {"fields": ("callbacks",)}),
+        (_("Callbacks"), {"fields": ("callbacks",)}),
         (_("Times"), {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
-        (_("Routing"), {"fields": ("priority", "shard", "is_unique")}),
+        (_("Routing"), {"fields": ("priority", "shard", "uniqueness")}),
         (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
     nothing = _("No messages yet. Every message that publish() stores is listed here, the newest first.")
@@ -272,9 +270,7 @@ class OutboxMessageAdmin(MessageAdmin):
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         return OutboxMessage.objects.using(self.using).exclude(key="").filter(key=row.key).defer(*self.large_columns)
 
-    @admin.display(description=_("topic, biz-id"))
-    def summary(self, row: Any) -> SafeString:
-        return stacked(identifier(row.topic), identifier(row.biz_id))
+    summary = computed(_("topic, biz-id"), lambda row: stacked(identifier(row.topic), identifier(row.biz_id)))
 
     @admin.display(description=_("age, attempts"), ordering="message_id")
     def age(self, row: Any) -> SafeString:
@@ -305,13 +301,6 @@ class OutboxMessageAdmin(MessageAdmin):
             return as_text(form).as_html()
         return as_json(self.redaction().headers(form)).as_html()
 
-    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """The fieldsets, with "Callbacks" only while some are pending."""
-        parts = super().get_fieldsets(request, obj)
-        if obj is not None and obj.pendingcallback_set.using(self.using).exists():
-            return parts
-        return [part for part in parts if part[0] != _CALLBACKS_PART]
-
     @admin.display(description=_("to be called"))
     def callbacks(self, row: Any) -> SafeString:
         """The pending callbacks of the message."""
@@ -335,24 +324,17 @@ class OutboxMessageAdmin(MessageAdmin):
         """The broker's answer and the topic; a link to the other messages that fail so."""
         return failure_text(self, row, row.error_class, row.topic)
 
-    @admin.display(description=_("deliver at"))
-    def deliver(self, row: Any) -> SafeString:
-        return moment(row.deliver_at, row.database_now)
-
-    @admin.display(description=_("due"))
-    def due_exactly(self, row: Any) -> SafeString:
-        return moment(row.available_at, row.database_now)
-
-    @admin.display(description=_("expires"))
-    def expires(self, row: Any) -> SafeString:
-        return moment(row.expires_at, row.database_now)
+    uniqueness = computed(_("unique by topic and biz-id"), lambda row: gettext("yes") if row.is_unique else NOTHING)
+    deliver = instant(_("deliver at"), "deliver_at")
+    due_exactly = instant(_("due"), "available_at")
+    expires = instant(_("expires"), "expires_at")
 
 
 def _undecided(row: Any) -> SafeString:
     """A note on a prepared message: its checks, and who must decide."""
     unknown = gettext("It has answered “unknown” %(answers)s of %(limit)s times.") % {
-        "answers": f"{row.attempts:,}",
-        "limit": f"{outbox_options().CHECK_LIMIT:,}",
+        "answers": number(row.attempts),
+        "limit": number(outbox_options().CHECK_LIMIT),
     }
     if row.state == State.STUCK:
         return warning(

@@ -1,9 +1,10 @@
-"""The outbox's section of the overview and of the page of the database's health."""
+"""What the outbox shows on the pages about both halves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from django.utils.html import format_html
@@ -17,13 +18,14 @@ from exactly_once.admin.sections import (
     OldestRow,
     Reading,
     Section,
+    Traffic,
     count_text,
     failing_dead,
     listed,
     register,
     waiting,
 )
-from exactly_once.display import duration, identifier, visible
+from exactly_once.display import duration, identifier, number, visible
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
@@ -32,10 +34,11 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operations import groups
 from outbox.states import State
-from outbox.store import figures
+from outbox.store import figures, operating
 from outbox.store.heartbeats import relays
 
 _MOST_NAMED = 5
+_BACKLOG = (State.READY, State.WAITING, State.PAUSED)
 
 
 def _read(alias: str) -> Reading:
@@ -43,7 +46,7 @@ def _read(alias: str) -> Reading:
     alive = [process for process in relays.rows(alias) if not process.silent]
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
-    rate = f"{sum(process.rate for process in alive):,.1f}" if alive else _("unknown")
+    rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
     processes, paused = listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
     return Reading(
         counts=counts,
@@ -117,5 +120,13 @@ register(
         lag=("to_broker", _("Due → confirmed, seconds")),
         failures=["retried", "dead"],
         failing=_("Failing topics, last hour"),
+        traffic=Traffic(
+            kind="topic",
+            title=_("Topics"),
+            backlog=_BACKLOG,
+            counts=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+            names=operating.topics,
+            paused=PausedTopic,
+        ),
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from django import forms
 from django.contrib import admin
@@ -13,26 +13,24 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
+from exactly_once.admin.columns import shown
 from exactly_once.admin.message_filters import MOST_OFFERED
-from exactly_once.admin.paused import PausedAdmin
+from exactly_once.admin.paused import PausedAdmin, PauseForm
 from exactly_once.display import NOTHING, age, identifier, labelled
 from exactly_once.operators.actions import Action, Given, ReasonForm
-from exactly_once.wire.text import why_no_topic
+from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
 from outbox.states import State
 from outbox.store import operating
 
 
-class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
-    class Meta:
-        model = PausedTopic
-        fields = ("topic", "reason")
-        widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
-        help_texts: ClassVar[Any] = {
-            "topic": _("Its exact name."),
-            "reason": _("Optional. It is shown with the topic, and logged."),
-        }
+class PauseTopicForm(PauseForm):
+    named_by = "topic"
+    topic = forms.CharField(label=_("Topic"), max_length=NAME_LENGTH, help_text=_("Its exact name."))
+
+    def known(self) -> Sequence[str]:
+        return operating.topics(self.alias, MOST_OFFERED)
 
     def clean_topic(self) -> str:
         topic: str = self.cleaned_data["topic"]
@@ -40,8 +38,10 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
             raise forms.ValidationError(gettext("No message has this topic: %(reason)s.") % {"reason": reason})
         return topic
 
-    def validate_unique(self) -> None:
-        """What the circuit breaker has paused may be paused by a person, too."""
+
+def _pause(alias: str, pk: Any, given: Given) -> bool:
+    pause(given.values["topic"], reason=given.reason, by=given.who, using=alias)
+    return True
 
 
 def _resume(alias: str, pk: int, given: Given) -> bool:
@@ -52,6 +52,15 @@ def _resume(alias: str, pk: int, given: Given) -> bool:
     return True
 
 
+PAUSE = Action(
+    name="pause",
+    label=_("Pause a topic"),
+    done=_("paused"),
+    run=_pause,
+    form=PauseTopicForm,
+    question=_("Pause a topic? Its messages wait until it is resumed."),
+    button=_("Pause the topic"),
+)
 RESUME = Action(
     name="resume",
     label=_("Resume"),
@@ -78,37 +87,24 @@ class PausedTopicAdmin(PausedAdmin):
         "every half minute, and resumes the topic when the broker takes one. Only an operator resumes what an operator paused."
     )
     named_by = "topic"
-    form = PauseForm
+    adds = PAUSE
     actions = (RESUME,)
 
     ordering = ("topic",)
     list_display = ("topic_name", "state_badge", "messages", "since", "by_whom", "why")
-    shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
-
-    def known(self) -> Sequence[str]:
-        return operating.topics(self.using, MOST_OFFERED)
-
-    def pause(self, row: Any, by: str) -> None:
-        pause(row.topic, reason=row.reason, by=by, using=self.using)
+    fields = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
         if row.is_resuming:
             return gettext("It is being resumed already.")
         return "" if row.paused_by else gettext("If the broker still refuses its messages, it is paused again.")
 
-    @admin.display(description=_("topic"))
-    def topic_name(self, row: Any) -> SafeString:
-        return identifier(row.topic)
+    topic_name = shown(_("topic"), "topic", identifier)
 
     @admin.display(description=_("messages"))
     def messages(self, row: Any) -> SafeString:
         waiting = OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED)
         return labelled(_("messages"), format_html("{}", counted(waiting)))
-
-    @admin.display(description=_("by"))
-    def by_whom(self, row: Any) -> SafeString:
-        by = identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
-        return labelled(_("by"), by)
 
     @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:

@@ -51,7 +51,7 @@ class Migration(migrations.Migration):
                 ('key', models.CharField(blank=True, default='', max_length=255, verbose_name='ordering key')),
                 ('shard', models.PositiveSmallIntegerField(editable=False, verbose_name='shard')),
                 ('priority', models.PositiveSmallIntegerField(default=0, verbose_name='priority')),
-                ('state', models.CharField(choices=[('prepared', 'Prepared'), ('stuck', 'Stuck'), ('scheduled', 'Scheduled'), ('ready', 'Ready'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('paused', 'Paused'), ('published', 'Published'), ('dead', 'Dead'), ('expired', 'Expired'), ('cancelled', 'Cancelled'), ('rolled_back', 'Rolled Back')], default='ready', max_length=12)),
+                ('state', models.CharField(choices=[('prepared', 'Prepared'), ('stuck', 'Stuck'), ('scheduled', 'Scheduled'), ('ready', 'Ready'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('paused', 'Paused'), ('published', 'Published'), ('dead', 'Dead'), ('expired', 'Expired'), ('cancelled', 'Cancelled'), ('rolled_back', 'Rolled back')], default='ready', max_length=12)),
                 ('body', models.BinaryField()),
                 ('headers', models.JSONField(default=dict)),
                 ('wire', models.TextField(editable=False, null=True, verbose_name='wire format')),

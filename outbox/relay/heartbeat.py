@@ -16,6 +16,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
+from exactly_once.plurals import number
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
@@ -137,7 +138,7 @@ class Heartbeat:
 def _counts(row: Any) -> Sequence[str]:
     shards = row.facts["shards"]
     return [
-        gettext("{} published").format(f"{row.facts['published']:,}"),
+        gettext("{} published").format(number(row.facts["published"])),
         gettext("shards {}").format(f"{shards} / {SHARDS}" if shards else "-"),
     ]
 

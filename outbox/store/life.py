@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from exactly_once.operators.trail import Account, ChainRow, ChainRows, Moment, Standing
+from exactly_once.operators.trail import Account, ChainRow, Moment, Standing, moment_of
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.connections import with_table
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
 
+ENTRIES = TrailEntry
+NOT_HERE = "It is not in the outbox: it was published elsewhere, or its row and its trail have been purged."
 _HERE = "outbox"
 _OF_A_CHAIN = (
     *("message_id", "correlation_id", "causation_id", "topic", "biz_id"),
@@ -23,90 +24,64 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 """States that no message enters after a relay has claimed it. A cancelled message, for example, may have been sent before."""
 
 
-def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
+def account_of(alias: str, message_id: str) -> Account:
     """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
-    having, unavailable = with_table(TrailEntry, aliases)
-    moments: list[Moment] = []
-    standings: list[Standing] = []
-    unknown = [f"The database {alias!r} is unavailable, and may contain more." for alias in unavailable]
-    retained_since = utcnow() - outbox_options().TRAIL_RETENTION
-    name = _as_id(message_id)
-    for alias in having:
-        if name is None:  # the outbox's ids are UUIDs
-            break
-        row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
-        entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
-        moments += _moments(alias, row, entries)
-        if row is not None:
-            standings.append(_standing(alias, row))
-            if row.created_at < retained_since:
-                unknown.append(f"What happened to it in the outbox before {retained_since:%Y-%m-%d} may be purged.")
-    if moments and not standings:
+    if (name := _as_id(message_id)) is None:  # the outbox's ids are UUIDs
+        return Account()
+    row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
+    entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
+    unknown = []
+    kept_since = utcnow() - outbox_options().TRAIL_RETENTION
+    if row is not None and row.created_at < kept_since:
+        unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
+    if row is None and entries:
         unknown.append("Its row in the outbox has been purged; only its trail is left.")
-    elif not moments:
-        unknown.append("It is not in the outbox: it was published elsewhere, or its row and its trail have been purged.")
     return Account(
-        searched=f"the outbox ({', '.join(having) or 'no database has its tables'})",
-        moments=moments,
-        standings=standings,
+        moments=list(_moments(alias, row, entries)),
+        standings=[] if row is None else [_standing(alias, row)],
         unknown=unknown,
-        never_left=any(standing.state in _NEVER_SENT for standing in standings),
+        never_left=row is not None and row.state in _NEVER_SENT,
     )
 
 
-def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
+def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
     """See `exactly_once.operators.trail`."""
+    rows = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id).order_by("pk")
+    return [str(message_id) for message_id in rows.values_list("message_id", flat=True)]
+
+
+def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
+    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    rows, name = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN), _as_id(correlation_id)
+    found = [] if name is None else list(rows.filter(message_id=name))
+    found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most - len(found)]
     return [
-        str(message_id)
-        for alias in with_table(TrailEntry, aliases)[0]
-        for message_id in OutboxMessage.objects.using(alias)
-        .filter(topic=topic, biz_id=biz_id)
-        .order_by("pk")
-        .values_list("message_id", flat=True)
+        ChainRow(
+            app="outbox",
+            pk=row.pk,
+            message_id=str(row.message_id),
+            correlation_id=row.correlation_id,
+            causation_id=row.causation_id,
+            topic=row.topic,
+            biz_id=row.biz_id,
+            where=_HERE,
+            state=row.state,
+            began_at=row.created_at,
+            settled_at=row.settled_at,
+            published_at=row.created_at,
+            attempts=row.attempts,
+            error=row.last_error,
+            database=alias,
+        )
+        for row in found
     ]
 
 
-def rows_of(correlation_id: str, aliases: Collection[str] | None, most: int) -> ChainRows:
-    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
-    having, unavailable = with_table(TrailEntry, aliases)
-    chain: list[ChainRow] = []
-    is_cut, name = False, _as_id(correlation_id)
-    for alias in having:
-        rows = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN)
-        found = [] if name is None else list(rows.filter(message_id=name))
-        found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most + 1]
-        is_cut = is_cut or len(found) > most
-        chain += [
-            ChainRow(
-                app="outbox",
-                pk=row.pk,
-                message_id=str(row.message_id),
-                correlation_id=row.correlation_id,
-                causation_id=row.causation_id,
-                topic=row.topic,
-                biz_id=row.biz_id,
-                where=_HERE,
-                state=row.state,
-                began_at=row.created_at,
-                settled_at=row.settled_at,
-                published_at=row.created_at,
-                attempts=row.attempts,
-                error=row.last_error,
-                database=alias,
-            )
-            for row in found[:most]
-        ]
-    return ChainRows(chain, is_cut, unavailable)
-
-
-def correlation_of(message_id: str, aliases: Collection[str] | None) -> str:
+def correlation_of(alias: str, message_id: str) -> str:
     """See `exactly_once.operators.trail`."""
-    if (name := _as_id(message_id)) is not None:
-        for alias in with_table(TrailEntry, aliases)[0]:
-            rows = OutboxMessage.objects.using(alias).filter(message_id=name)
-            if found := rows.values_list("correlation_id", flat=True).first():
-                return found
-    return ""
+    if (name := _as_id(message_id)) is None:
+        return ""
+    return OutboxMessage.objects.using(alias).filter(message_id=name).values_list("correlation_id", flat=True).first() or ""
 
 
 def _as_id(message_id: str) -> uuid.UUID | None:
@@ -119,16 +94,7 @@ def _as_id(message_id: str) -> uuid.UUID | None:
 def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
     if row is not None and not (entries and entries[0].was == ""):
         yield Moment(at=row.created_at, where=_HERE, was="", became=_began_as(row, entries), database=alias)
-    for entry in entries:
-        yield Moment(
-            at=entry.at,
-            where=_HERE,
-            was=entry.was,
-            became=entry.became,
-            process=entry.process,
-            reason=entry.reason,
-            database=alias,
-        )
+    yield from (moment_of(entry, _HERE, alias) for entry in entries)
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
     # Only a ready message becomes published. For other states the previous state was not recorded.

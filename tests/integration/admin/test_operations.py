@@ -31,7 +31,7 @@ from outbox.operations import CLIENT, MANAGE, TOPIC, operations
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.replaying import executor as outbox_executor
 from outbox.states import State as OutboxState
-from tests.support.admin_pages import Page, a_message, act, staff_client
+from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
 from tests.support.http_api import TOKENS
 from tests.support.waiting import wait_until
@@ -40,7 +40,8 @@ from tests.support.workers import Process, as_environment
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
 VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
-LIST, OPERATION = "admin:inbox_inboxmessage_changelist", "admin:exactly_once_operation_change"
+LIST = "admin:inbox_inboxmessage_changelist"
+OPERATIONS, OPERATION = (f"admin:exactly_once_operation_{page}" for page in ("changelist", "change"))
 CONFIRMED = {"select_across": "1", "plan_confirmed": "yes", "reason": "because"}
 
 
@@ -181,7 +182,6 @@ class TestExecution:
         dead_rows(3)
         client = staff_client(VIEW, RETRY)
         operation = planned(client, "retry")
-        url = reverse("admin:exactly_once_operation_cancel", args=[operation.pk])
         perform = decisions.decide_many
 
         def cancelling(alias, rows, decision):
@@ -190,14 +190,15 @@ class TestExecution:
             return answer
 
         monkeypatch.setattr(decisions, "decide_many", cancelling)
-        assert client.get(url).status_code == 405
-        assert staff_client(VIEW, SKIP).post(url).status_code == 403
+        act(staff_client(VIEW, SKIP), "cancel", operation, page=OPERATIONS)
+        operation.refresh_from_db()
+        assert operation.cancelled_by == ""
         operate()
         operation.refresh_from_db()
         assert (operation.state, operation.done, operation.total) == ("cancelled", 1, 3)
         assert states() == ["dead", "dead", "retrying"]
         assert not OperationPart.objects.exists()
-        client.post(url)
+        assert "it had ended already" in said(act(client, "cancel", operation, page=OPERATIONS))[-1][1]
         operation.refresh_from_db()
         assert operation.state == "cancelled"
 
@@ -266,11 +267,7 @@ class TestCanary:
         assert "It stopped by itself" in page.text
         failing = InboxMessage.objects.order_by("pk").first()
         assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
-        assert not page.all("form", action=self.url(operation))
-
-    @staticmethod
-    def url(operation):
-        return reverse("admin:exactly_once_operation_continue", args=[operation.pk])
+        assert not page.all("button", value="continue")
 
     def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, handles):
         fails = [True]
@@ -296,10 +293,12 @@ class TestCanary:
         assert (operation.state, operation.done) == ("stopped", 1)
         fails.clear()
         other = staff_client(VIEW, RETRY)
-        assert Page(other.get(reverse(OPERATION, args=[operation.pk]))).all("form", action=self.url(operation))
-        assert staff_client(VIEW, SKIP).post(self.url(operation)).status_code == 403
-        other.post(self.url(operation))
-        other.post(self.url(operation))
+        assert Page(other.get(reverse(OPERATION, args=[operation.pk]))).all("button", value="continue")
+        act(staff_client(VIEW, SKIP), "continue", operation, page=OPERATIONS)
+        operation.refresh_from_db()
+        assert operation.state == "stopped"
+        act(other, "continue", operation, page=OPERATIONS)
+        act(other, "continue", operation, page=OPERATIONS)
         executor.drain(StopRequest())
         operation.refresh_from_db()
         assert (operation.state, operation.done) == ("running", 2)
@@ -309,7 +308,7 @@ class TestCanary:
         assert states() == ["dead"] + ["done"] * 19
         assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == [
             "retry",
-            "resume_operation",
+            "continue",
         ]
         assert not OperationPart.objects.exists()
 
@@ -406,7 +405,7 @@ class TestOutbox:
             operation.refresh_from_db()
             assert operation.state == "stopped"
 
-            user.post(reverse("admin:exactly_once_operation_continue", args=[operation.pk]))
+            act(user, "continue", operation, page=OPERATIONS)
             outbox_executor("default").drain(StopRequest())
 
         operation.refresh_from_db()

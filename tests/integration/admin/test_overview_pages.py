@@ -144,9 +144,9 @@ def test_what_needs_attention_in_both_halves_stands_before_all_figures_with_the_
     lines = attention(page)
     assert [degree for degree, _text in lines] == ["urgent"] * 3 + ["known"] * 2
     assert [" ".join(text.split()[:4]) for _degree, text in lines] == [
+        "Inbox: No consumer is",
         "Outbox: 1 message is",
         "Outbox: Topic shop.refused has",
-        "Inbox: No consumer is",
         "Outbox: Topic shop.slow has",
         "Inbox: Handler shop.charge has",
     ]

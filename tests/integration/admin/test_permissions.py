@@ -63,6 +63,7 @@ NEEDED = {
 
 EFFECTIVE = {
     ("exactly_once.Process", "resume"): {"mode": "paused"},
+    ("exactly_once.Operation", "continue"): {"state": "stopped"},
     ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
     ("inbox.InboxMessage", "run_conflicting"): {
         "conflicts": 1,
@@ -88,8 +89,8 @@ def url_of(label, page="changelist", *args):
 
 
 def name_of(action, model_admin):
-    """The permission of an action, without the app."""
-    return action.codename(model_admin.model).partition(".")[2]
+    """The permission of an action, without the app. An operation has that of its own action."""
+    return "cancel_outboxmessage" if action.may else action.codename(model_admin.model).partition(".")[2]
 
 
 def view_permission(label):
@@ -139,7 +140,7 @@ def a_row(handles):
         "outbox.ScheduledMessage": partial(a_message, State.SCHEDULED, due_ago=-timedelta(hours=1)),
         "outbox.PreparedMessage": partial(a_message, State.PREPARED, due_ago=-timedelta(hours=1)),
         "exactly_once.Alert": an_alert,
-        "exactly_once.Operation": partial(Operation.objects.create, app="outbox", action="x", planned_at=DatabaseTime()),
+        "exactly_once.Operation": partial(Operation.objects.create, app="outbox", action="cancel", planned_at=DatabaseTime()),
         "exactly_once.FailureNote": partial(
             FailureNote.objects.create, app="outbox", error_class="x", written_at=DatabaseTime()
         ),
@@ -172,6 +173,8 @@ def a_row_to_act_on(a_row, joins):
         if given := EFFECTIVE.get((label, action)):
             type(row).objects.filter(pk=row.pk).update(**given)
             row.refresh_from_db()
+        if action == "continue":
+            row.parts.create(rows=[1])
         return row
 
     return make
@@ -270,8 +273,6 @@ def forms_beside_the_actions(a_row):
         group = f"{reverse('admin:exactly_once_failurenote_group')}?app={app}&class=x&place=y"
         yield group, {"action": "note", "note": "x"}
         yield group, {"action": "cancel" if app == "outbox" else "skip", "plan_confirmed": "yes", "reason": "x"}
-    for decision in ("cancel", "continue"):
-        yield reverse(f"admin:exactly_once_operation_{decision}", args=[a_row("exactly_once.Operation").pk]), {}
     yield url_of("outbox.PausedTopic", "add"), {"topic": "t", "reason": "x"}
     yield url_of("inbox.PausedHandler", "add"), {"handler": "h", "reason": "x"}
     yield (
@@ -291,7 +292,7 @@ def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_no
         assert client.get(asked).status_code in {200, 405}, path
 
     assert not FailureNote.objects.exists()
-    assert {operation.cancelled_by for operation in Operation.objects.all()} == {""}
+    assert not Operation.objects.exists()
     assert not AuditEntry.objects.exists()
     assert not PausedTopic.objects.exists()
     assert not PausedHandler.objects.exists()
@@ -366,7 +367,8 @@ def test_table_of_the_actions_is_that_of_the_declared_actions():
         f"{', '.join(f'`{state}`' for state in action.sources)} | {'yes' if action.perform else ''} |"
         for model_admin in OURS.values()
         if not model_admin.model._meta.proxy  # their actions are among those of all messages
-        for action in model_admin.actions or ()
+        for action in (*(model_admin.actions or ()), *filter(None, [getattr(model_admin, "adds", None)]))
+        if not action.may  # that of another action
     ]
     start = page.index("| page | action |")
     assert page[start : page.index("\n\n", start)].splitlines()[2:] == sorted(declared)

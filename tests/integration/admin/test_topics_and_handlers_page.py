@@ -110,7 +110,7 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
     for kind, name, model in (("topic", SMS, PausedTopic), ("handler", RESERVE, PausedHandler)):
         found = rows(client.get(reverse(PAGE)))[name]
         form = client.get(found["pause_url"])
-        assert form.context["adminform"].form.initial[kind] == name
+        assert form.context["form"].initial[kind] == name
         client.post(found["pause_url"], {kind: name, "reason": "the provider is down"})
         assert model.objects.get(**{kind: name}).reason == "the provider is down"
         entry = AuditEntry.objects.get(kind=kind)

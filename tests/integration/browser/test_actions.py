@@ -82,6 +82,13 @@ def a_dead_letter(biz_id, **given):
     return failing(CHARGE, biz_id, (NASTY, NASTY, NASTY), dead=True, **given)
 
 
+def an_operation(**given):
+    texts = {"action": "retry", "selection": NASTY, "requested_by": NASTY, "planned_at": DatabaseTime()}
+    operation = Operation.objects.create(app="inbox", **texts, **given)
+    operation.parts.create(rows=[1])
+    return operation
+
+
 def a_run(run_id):
     comes(TOPICS[0], run_id)
     return Run.objects.get(run_id=run_id)
@@ -118,6 +125,8 @@ def rows_to_act_on():
         conflicting_body=b"{}",
         conflicting_attributes=A_CONFLICT,
     )
+    found["exactly_once.Operation", "cancel"] = partial(an_operation, state="planned")
+    found["exactly_once.Operation", "continue"] = partial(an_operation, state="stopped")
     for action in ("complete", "extend", "start"):
         found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
     for action in ("test", "edit", "rotate", "enable", "disable"):
@@ -190,14 +199,10 @@ def test_topic_and_handler_are_paused_by_a_form(operator, handles):
     ):
         page = operator.visit(f"admin:{name}_changelist")
         page.locator(".object-tools .addlink").click()
-        entry = page.locator(f"[name={field}]")
-        if entry.evaluate("field => field.tagName") == "SELECT":
-            entry.select_option(value)
-        else:
-            entry.fill(value)
+        page.locator(f"[name={field}]").fill(value)
         page.locator("[name=reason]").fill(NASTY)
         require_good_layout(page)
-        page.locator("[name=_save]").click()
+        page.locator("form input[type=submit]").click()
         page.locator(".messagelist .success").wait_for()
         require_good_layout(page)
         assert model.objects.get(**{field: value}).paused_by == "operator in the admin"
@@ -243,7 +248,7 @@ def test_failure_group_takes_a_note_and_its_operation_is_cancelled(operator):
     page.locator("form input[type=submit]").click()
     page.get_by_text("The operation is planned.").wait_for()
     page.get_by_role("button", name="Cancel the operation").click()
-    page.get_by_text("The operation ends after its current batch.").wait_for()
+    page.get_by_text("ends after its current batch").wait_for()
     assert Operation.objects.get().cancelled_by == "operator"
     assert all("csrfmiddlewaretoken=" in body for _path, body in operator.posted)
 

@@ -52,8 +52,8 @@ def test_operator_pauses_a_topic_with_a_reason_and_resumes_it(operator, running,
     page = operator.visit(TOPICS)
     page.locator("tr", has_text=JOB).filter(has_not_text=OF_THE_WORKERS.name).get_by_role("link", name="Pause…").click()
     assert page.get_by_label("Topic").input_value() == JOB
-    page.get_by_label("Why").fill("the provider is down")
-    page.locator("input[name='_save']").click()
+    page.get_by_label("Reason").fill("the provider is down")
+    page.get_by_role("button", name="Pause the topic").click()
     page.locator(".messagelist .success").wait_for()
     published(topic=JOB, payload={"do": "work"}, biz_id="second")
     running.until(lambda: OutboxMessage.objects.filter(state=State.PAUSED).exists())

@@ -14,7 +14,8 @@ from inbox import checks as ours
 from tests.support.deliveries import the_effect
 from tests.support.http_api import HTTP
 
-pytestmark = pytest.mark.every_database
+# On SQLite, the checks of Django 6.1 ask the database what it can do.
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 
 
 def found(*, deploy=False, databases=None):

@@ -327,7 +327,7 @@ def is_subscribed(url, name):
 
 def is_bound(server, url):
     """Whether the exchange routes the topic to any queue."""
-    return TOPIC in server.ctl("list_bindings", "-q", "--vhost", url.rpartition("/")[2], "routing_key").split()
+    return TOPIC in server.routing_keys(url)
 
 
 def send_with_timestamp(url, seconds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -125,9 +124,7 @@ PROBLEMS = {
 @pytest.fixture
 def limited(rabbitmq_server, rabbitmq_url):
     """A policy that has the broker drop what it has delivered several times, as an operator may set for all queues."""
-    vhost = rabbitmq_url.rpartition("/")[2]
-    definition = json.dumps({"delivery-limit": LIMIT})
-    rabbitmq_server.ctl("set_policy", "-p", vhost, "limit", ".*", definition, "--apply-to", "queues")
+    rabbitmq_server.set_policy(rabbitmq_url, {"delivery-limit": LIMIT})
     return rabbitmq_url
 
 

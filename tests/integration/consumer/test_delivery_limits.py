@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from contextlib import closing, contextmanager, suppress
@@ -175,23 +174,18 @@ class TestPolicies:
         yield url
         managed.delete_vhost(url)
 
-    @pytest.mark.parametrize(
-        ("command", "clear"),
-        [("set_policy", "clear_policy"), ("set_operator_policy", "clear_operator_policy")],
-        ids=["policy", "operator policy"],
-    )
+    @pytest.mark.parametrize("by_operator", [False, True], ids=["policy", "operator policy"])
     def test_queue_with_a_delivery_limit_by_policy_is_received_from_once_the_policy_is_changed(
-        self, handles, managed, url, caplog, command, clear
+        self, handles, managed, url, caplog, by_operator
     ):
-        vhost = url.rpartition("/")[2]
-        managed.ctl(command, "-p", vhost, "limit all", ".*", json.dumps({"delivery-limit": 5}), "--apply-to", "queues")
+        managed.set_policy(url, {"delivery-limit": 5}, name="limit all", by_operator=by_operator)
         handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
 
         with consuming([handler], options):
             wait_until(lambda: "drops a message that has been delivered 5 times" in caplog.text)
             send(url, TOPIC, {}, message_id="m")
             assert consumers_of(url, queue_name(handler, options)) == 0
-            managed.ctl(clear, "-p", vhost, "limit all")
+            managed.clear_policy(url, name="limit all", by_operator=by_operator)
             wait_until(lambda: effects("m") == 1)
 
         (complaint,) = [record.getMessage() for record in caplog.records if "drops a message" in record.getMessage()]
@@ -199,8 +193,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("existing", ["quorum", "classic"])
     def test_policy_limits_what_a_classic_queue_type_finds_as_a_quorum_queue(self, handles, managed, url, caplog, existing):
-        vhost = url.rpartition("/")[2]
-        managed.ctl("set_policy", "-p", vhost, "limit", ".*", json.dumps({"delivery-limit": 5}), "--apply-to", "queues")
+        managed.set_policy(url, {"delivery-limit": 5})
         handler = handles(the_effect)
         options = broker_options(url, MANAGEMENT_URL=managed.management_url, QUEUE_TYPE="classic")
         declare_by_hand(url, queue_name(handler, options), queue_type=existing)
@@ -210,18 +203,16 @@ class TestPolicies:
             wait_until(lambda: expected in caplog.text)
 
     def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
-        vhost = url.rpartition("/")[2]
         handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
 
         def limited(times):
-            definition = json.dumps({"delivery-limit": 5})
-            managed.ctl("set_policy", "-p", vhost, "limit all", ".*", definition, "--apply-to", "queues")
+            managed.set_policy(url, {"delivery-limit": 5})
             wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
 
         with consuming([handler], options):
             wait_until(lambda: "receiving from 1 queues" in caplog.text)
             limited(1)
-            managed.ctl("clear_policy", "-p", vhost, "limit all")
+            managed.clear_policy(url)
             wait_until(lambda: caplog.text.count("receiving from 1 queues") == 2)
             limited(2)
 

@@ -89,16 +89,13 @@ def test_checking_a_forbidden_queue_repeatedly_leaves_no_channel_open(handles, r
     permitted = handles(the_effect, name="tests.permitted")
     permit(read=ALL_BUT_IT)
 
-    def channels():
-        return rabbitmq_server.ctl("list_channels", "vhost").count(rabbitmq_url.rpartition("/")[2])
-
     with consuming([forbidden, permitted], options) as consumer:
         wait_until(lambda: "receiving from 1 queues" in caplog.text)
-        before = channels()
+        before = rabbitmq_server.channels(rabbitmq_url)
         for _ in range(5):
             consumer._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
-        assert channels() == before
+        assert rabbitmq_server.channels(rabbitmq_url) == before
 
 
 def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):

@@ -32,12 +32,7 @@ def publish_jobs(count):
             publish(JOB, {})
 
 
-@pytest.fixture
-def connections_to(rabbitmq_server):
-    return lambda url: rabbitmq_server.ctl("list_connections", "--quiet", "vhost").split().count(url.rpartition("/")[2])
-
-
-def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service, rabbitmq_url, connections_to):
+def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service, rabbitmq_url, rabbitmq_server):
     """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop and three companions."""
     relay, threads = 5 + 1, 3
     consumer = threads + 4
@@ -46,16 +41,16 @@ def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service,
 
     with shop.runs("inbox_consume"):
         wait_until(lambda: sessions() == before + consumer)
-        wait_until(lambda: connections_to(rabbitmq_url) == 1)
+        wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1)
         with shop.runs("outbox_relay"):
             wait_until(lambda: sessions() == before + consumer + relay)
-            wait_until(lambda: connections_to(rabbitmq_url) == 1 + 2)
+            wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1 + 2)
 
             publish_jobs(100)
             wait_until(lambda: effects() == 100)
 
             assert sessions() <= before + consumer + relay + 2 * ALERTS
-            assert connections_to(rabbitmq_url) == 1 + 2
+            assert rabbitmq_server.connections(rabbitmq_url) == 1 + 2
 
 
 def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(service):

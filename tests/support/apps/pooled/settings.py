@@ -5,4 +5,13 @@ from tests.support.apps.worker.settings import DATABASES as _DATABASES
 from tests.support.apps.worker.settings import INSTALLED_APPS as _INSTALLED_APPS
 
 INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.limited", "tests.support.apps.leased"]
-DATABASES = {alias: {**given, "OPTIONS": {**given.get("OPTIONS", {}), "pool": True}} for alias, given in _DATABASES.items()}
+
+
+def _pooled(given):
+    # The template of processes reads these settings without DATABASE_URL, and the system checks of Django 6.1 connect.
+    if given["ENGINE"].endswith(".sqlite3"):
+        return given
+    return {**given, "OPTIONS": {**given.get("OPTIONS", {}), "pool": True}}
+
+
+DATABASES = {alias: _pooled(given) for alias, given in _DATABASES.items()}
