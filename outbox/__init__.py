@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, arequest, publish, publish_many, request
     from outbox.callbacks import SettledMessage, on_dead, on_published
-    from outbox.checkers import Answer, HalfMessage, checker
+    from outbox.checkers import Answer, UndecidedMessage, checker
     from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         AlreadyDecided,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UnknownMessage,
     )
     from outbox.pausing import TopicState, pause, resume
-    from outbox.preparing import Half, prepare
+    from outbox.preparing import PreparedMessage, prepare
     from outbox.restoring import Restoration, arestore, restore
 
 __all__ = [
@@ -39,19 +39,19 @@ __all__ = [
     "Answer",
     "Decision",
     "Draft",
-    "Half",
-    "HalfMessage",
     "InvalidMessage",
     "NoChecker",
     "OutboxError",
     "Outcome",
     "PayloadTooLarge",
     "PreparedInsideTransaction",
+    "PreparedMessage",
     "PublishedMessage",
     "PublishedOutsideTransaction",
     "Restoration",
     "SettledMessage",
     "TopicState",
+    "UndecidedMessage",
     "UnknownMessage",
     "acancel",
     "apublish",
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "outbox.checkers": {"Answer", "HalfMessage", "checker"},
+    "outbox.checkers": {"Answer", "UndecidedMessage", "checker"},
     "outbox.errors": {
         "AlreadyDecided",
         "InvalidMessage",
@@ -88,7 +88,7 @@ _MODULES = {
         "UnknownMessage",
     },
     "outbox.pausing": {"TopicState", "pause", "resume"},
-    "outbox.preparing": {"Half", "prepare"},
+    "outbox.preparing": {"PreparedMessage", "prepare"},
     "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
     "outbox.restoring": {"Restoration", "arestore", "restore"},
     "outbox.decisions": {

@@ -77,8 +77,7 @@ class Draft:
     key: str = ""
     headers: Mapping[str, HeaderValue] | None = None
     priority: int = 0
-    delay: timedelta | None = None
-    delay_level: str | int | None = None
+    delay: timedelta | str | None = None
     deliver_at: datetime | None = None
     expires_in: timedelta | None = None
     unique: bool = False
@@ -93,8 +92,7 @@ def publish(
     key: str = "",
     headers: Mapping[str, HeaderValue] | None = None,
     priority: int = 0,
-    delay: timedelta | None = None,
-    delay_level: str | int | None = None,
+    delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     expires_in: timedelta | None = None,
     unique: bool = False,
@@ -110,9 +108,8 @@ def publish(
         key: messages with the same key keep their order, that of their rows; "" promises none.
         headers: text, whole numbers, floats and booleans that travel beside the payload.
         priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
-        delay: deliver no earlier than this long from now, by the database's clock.
-        delay_level: the same by name, "2m", or by number, 1 to 18: one of `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. What
-            is written is the instant, so that a level that is changed later moves no message.
+        delay: deliver no earlier than this long from now, by the database's clock; or a delay level, "2m", one of
+            `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. The instant is stored: a later change of levels moves no message.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
         unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is retained
@@ -134,7 +131,6 @@ def publish(
         headers=headers,
         priority=priority,
         delay=delay,
-        delay_level=delay_level,
         deliver_at=deliver_at,
         expires_in=expires_in,
         unique=unique,
@@ -278,7 +274,7 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
         InvalidMessage, PayloadTooLarge: with the value and the remedy.
     """
     name, cause = str(message_id), current_cause()
-    at = due(draft.delay, draft.delay_level, draft.deliver_at)
+    at = due(draft.delay, draft.deliver_at)
     headers = "{}"
     traceparent: object = None
     if draft.headers:
@@ -427,31 +423,29 @@ _LONGEST = timedelta(days=3650)
 _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def due(delay: timedelta | None, delay_level: str | int | None, deliver_at: datetime | None) -> timedelta | datetime | None:
+def due(delay: timedelta | str | None, deliver_at: datetime | None) -> timedelta | datetime | None:
     """When to deliver a message: a duration from now, an instant, or None for now.
 
+    Args:
+        delay: a duration, or the name of a delay level.
+
     Raises:
-        InvalidMessage: it cannot be, or there is more than one.
+        InvalidMessage: it cannot be, or both are given.
     """
-    if (delay is not None) + (delay_level is not None) + (deliver_at is not None) > 1:
-        raise InvalidMessage(
-            f"delay ({delay!r}), delay_level ({delay_level!r}) and deliver_at ({deliver_at!r}): only one of them can be given."
-        )
+    if delay is not None and deliver_at is not None:
+        raise InvalidMessage(f"delay ({delay!r}) and deliver_at ({deliver_at!r}): only one of them can be given.")
     if deliver_at is not None:
         return _instant(deliver_at)
-    return _duration("delay", delay if delay_level is None else _level(delay_level))
+    return _duration("delay", _of_level(delay) if isinstance(delay, str) else delay)
 
 
-def _level(level: str | int) -> timedelta:
+def _of_level(name: str) -> timedelta:
     delays = outbox_options().delays
-    if isinstance(level, str) and level in delays:
-        return delays[level]
-    if type(level) is int and 1 <= level <= len(delays):
-        return list(delays.values())[level - 1]
-    raise InvalidMessage(
-        f"delay_level is {_short(level)}: it must be 1 to {len(delays)} or one of OUTBOX['DELAY_LEVELS'], {', '.join(delays)}. "
-        "For any other delay use delay=timedelta(…)."
-    )
+    if name not in delays:
+        raise InvalidMessage(
+            f"delay is {_short(name)}: it must be a timedelta, or one of OUTBOX['DELAY_LEVELS'], {', '.join(delays)}."
+        )
+    return delays[name]
 
 
 def _instant(value: datetime) -> datetime:

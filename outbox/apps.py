@@ -24,9 +24,9 @@ class OutboxConfig(AppConfig):
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from outbox import checks  # noqa: F401 - registers itself
-        from outbox.alerting import CONDITIONS
-        from outbox.relay.heartbeat import RELAYS
-        from outbox.store import dry_run, life
+        from outbox.operators import dry_run, life
+        from outbox.operators.alerting import CONDITIONS
+        from outbox.operators.relays import RELAYS
 
         register_part("outbox", "outbox.management.part.OutboxPart")
         register("outbox", life)

@@ -31,7 +31,7 @@ class Answer(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfMessage:
+class UndecidedMessage:
     """The prepared message that a checker gets.
 
     Attributes:
@@ -53,7 +53,7 @@ class HalfMessage:
     checks: int
 
 
-Checker = Callable[[HalfMessage], object]
+Checker = Callable[[UndecidedMessage], object]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -82,7 +82,7 @@ class Checkers:
     def topics(self) -> list[str]:
         return list(self._by_topic)
 
-    def ask(self, message: HalfMessage) -> Answer:
+    def ask(self, message: UndecidedMessage) -> Answer:
         """Ask the checker of its topic.
 
         Raises:
@@ -101,9 +101,9 @@ checkers = Checkers()
 def checker(topic: str) -> Callable[[Function], Function]:
     """Register the decorated function as the checker of `topic`. It is asked about messages that are not decided in time.
 
-    It gets a `HalfMessage` and returns an `Answer`. It runs in a relay process, outside any transaction, and may be called
-    several times, also by several processes at once. If it raises, or returns anything other than an `Answer`, the relay logs
-    that, writes it to the message, does not count it, and asks again. An `async def` is run to its end.
+    It gets an `UndecidedMessage` and returns an `Answer`. It runs in a relay process, outside any transaction, and may be
+    called several times, also by several processes at once. If it raises, or returns anything other than an `Answer`, the
+    relay logs that, writes it to the message, does not count it, and asks again. An `async def` is run to its end.
 
     Raises:
         ValueError: the topic is invalid, or has another checker.

@@ -33,7 +33,7 @@ class OutboxOptions(AppOptions):
         EXCHANGE: the topic exchange that the relay publishes to.
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
         BODY_LIMIT_BYTES: maximum size of the serialised payload for publish().
-        DELAY_LEVELS: the values of `delay_level`, by name or counted from 1: "30s", "2m", "1h". The default is RocketMQ's.
+        DELAY_LEVELS: the names that `delay` takes: "30s", "2m", "1h". The default is RocketMQ's.
         WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
         CHECK_AFTER: how long a prepared message may stay undecided before its checker is asked.
         CHECK_EVERY: time between two checks of one prepared message; a checker that takes longer is logged.

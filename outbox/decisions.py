@@ -7,12 +7,12 @@ relay has claimed the message, the call waits for the relay's pass and returns t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -71,9 +71,9 @@ def cancel(
     unchanged, too.
 
     It runs in the transaction that is open on `using`, or in its own. A relay may have claimed a ready message: the call waits
-    for the relay, at most ten seconds. From then on until the transaction ends, no relay claims the message's shard, so
-    keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its outcome is
-    `TOO_LATE`, and the state is `ready`.
+    for the relay, at most ten seconds. From then on until the transaction ends, no relay sends the message or a later one of
+    its key, so keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its
+    outcome is `TOO_LATE`, and the state is `ready`.
 
     Args:
         by: who decides, for the trail.
@@ -81,7 +81,7 @@ def cancel(
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    change = partial(operating.cancel, reason=f"cancel() by {by}")
+    change = partial(operating.cancel, using, reason=f"cancel() by {by}")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
         if decision:
@@ -95,8 +95,7 @@ def reschedule(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
-    delay: timedelta | None = None,
-    delay_level: str | int | None = None,
+    delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     by: str = BUSINESS,
     using: str = DEFAULT_DB_ALIAS,
@@ -107,16 +106,16 @@ def reschedule(
     of its key still waits for that one.
 
     Args:
-        delay, delay_level, deliver_at: one of them, as for `publish`.
+        delay, deliver_at: one of them, as for `publish`.
         by: who decides, for the trail.
 
     Raises:
         UnknownMessage: see `cancel`.
         InvalidMessage: no time is given, more than one, or an invalid one.
     """
-    at = due(delay, delay_level, deliver_at)
+    at = due(delay, deliver_at)
     if at is None:
-        raise InvalidMessage("reschedule() needs a time: give delay, delay_level or deliver_at, or call publish_now().")
+        raise InvalidMessage("reschedule() needs a time: give delay or deliver_at, or call publish_now().")
     return _reschedule(named(message_id, topic, biz_id), at, using, f"reschedule() by {by}")
 
 
@@ -141,14 +140,8 @@ apublish_now = sync_to_async(publish_now)
 """`publish_now` for async code, see `acancel`."""
 
 
-class _Find(Protocol):
-    """What finds the messages of a name: position and state."""
-
-    def __call__(self, alias: str, *, everywhere: bool = False) -> dict[int, str]: ...
-
-
-def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
-    """A function that finds the messages: one by its id, or those with this topic and biz-id.
+def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> Mapping[str, Any]:
+    """The columns that identify the messages: one by its id, or those with this topic and biz-id.
 
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
@@ -160,10 +153,10 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             raise UnknownMessage(
                 f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
             ) from None
-        return partial(operating.identified, message_id=name)
+        return {"message_id": name}
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
-        return partial(operating.named, topic=topic, biz_id=biz_id)
+        return {"topic": topic, "biz_id": biz_id}
     raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
 
 
@@ -174,28 +167,28 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def _reschedule(find: _Find, at: timedelta | datetime, using: str, reason: str) -> Decision:
-    change = partial(operating.reschedule, due=at, reason=reason)
+def _reschedule(name: Mapping[str, Any], at: timedelta | datetime, using: str, reason: str) -> Decision:
+    change = partial(operating.reschedule, using, at, reason=reason)
     with transaction.atomic(using=using):
-        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
+        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, name, using)
         if decision:
             doorbell.ring_if_soon(using, at)
     return decision
 
 
 def _decide(
-    change: Callable[[str, int], bool], done: Outcome, open_states: Collection[str], find: _Find, using: str
+    change: Callable[..., set[int]], done: Outcome, open_states: Collection[str], name: Mapping[str, Any], using: str
 ) -> Decision:
     with transaction.atomic(using=using):
-        positions = find(using)
-        changed = [position for position in positions if change(using, position)]
-        states = find(using)
+        positions = operating.find(using, name)
+        changed = change(*positions)
+        states = operating.find(using, name)
         if not positions.keys() <= states.keys():
-            states = find(using, everywhere=True)  # some of them are history by now
+            states = operating.find(using, name, everywhere=True)  # some of them are history by now
         states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
         left = [state for position, state in states.items() if position not in changed and state in open_states]
         if changed and not left:
-            return Decision(done, states[changed[-1]])
+            return Decision(done, states[max(changed)])
         # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=using)
     if not states:

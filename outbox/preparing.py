@@ -40,12 +40,11 @@ def prepare(
     key: str = "",
     headers: Mapping[str, HeaderValue] | None = None,
     priority: int = 0,
-    delay: timedelta | None = None,
-    delay_level: str | int | None = None,
+    delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     expires_in: timedelta | None = None,
     using: str = DEFAULT_DB_ALIAS,
-) -> Half:
+) -> PreparedMessage:
     """Commit a message on `using` that is published only after a decision. Call it outside any transaction.
 
         with prepare("bank.transfer", {"amount": "10.00"}, biz_id=transfer_id):
@@ -69,7 +68,6 @@ def prepare(
         headers=headers,
         priority=priority,
         delay=delay,
-        delay_level=delay_level,
         deliver_at=deliver_at,
         expires_in=expires_in,
     )
@@ -78,10 +76,10 @@ def prepare(
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=using):
         position = writing.insert_prepared(using, row, outbox_options().CHECK_AFTER)
-    return Half(row.message_id, row.topic, row.biz_id, position, using)
+    return PreparedMessage(row.message_id, row.topic, row.biz_id, position, using)
 
 
-class Half:
+class PreparedMessage:
     """A prepared message, for the code that prepared it.
 
     As a context manager it is committed at the end of the block. If an exception leaves the block, it is unknown whether the
@@ -103,7 +101,7 @@ class Half:
         self._decided = False
 
     def __repr__(self) -> str:
-        return f"<Half {self.id} of {self.topic}>"
+        return f"<PreparedMessage {self.id} of {self.topic}>"
 
     def commit(self) -> None:
         """The effect happened: publish the message, at `deliver_at` if that is in the future. A second call changes nothing.

@@ -14,8 +14,10 @@ from outbox import doorbell
 from outbox.decisions import BUSINESS, named, refuse_unfit
 from outbox.errors import InvalidMessage
 from outbox.states import RESTORE
+from outbox.store import operating
 from outbox.store.dialect import chunks
-from outbox.store.restoring import Restored, Selection, restorable, restore_some, restored_by_default
+from outbox.store.restoring import Restored, restore_some, restored_by_default
+from outbox.store.selecting import Selection
 
 _AT_ONCE = 500
 
@@ -72,9 +74,9 @@ def restore(
         )
     if topic is not None and message_id is None and biz_id is None:
         refuse_unfit(topic=topic)
-        positions: Iterable[int] = restorable(using, Selection(topic=topic, states=states))
+        positions: Iterable[int] = list(Selection(topic=topic, states=states).positions(using))
     else:
-        positions = named(message_id, topic, biz_id)(using, everywhere=True)
+        positions = operating.find(using, named(message_id, topic, biz_id), everywhere=True)
     restored, left = 0, Counter[str]()
     for some in restoring(using, positions, states=states, overdue=overdue, reason=f"restore() by {by}"):
         restored += some.ready + some.scheduled

@@ -20,6 +20,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 
 from exactly_once.admin.health import horizon_warnings, our_tables
+from exactly_once.admin.message_search import BadSearch, read
 from exactly_once.admin.pages import PageAdmin
 from exactly_once.admin.sections import (
     Attention,
@@ -36,7 +37,7 @@ from exactly_once.admin.sections import (
     sections,
     view_permission,
 )
-from exactly_once.display import age, badge, headline, identifier, number
+from exactly_once.display import age, badge, headline, identifier, number, visible
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
 from exactly_once.operators.alerts import raised as raised_alerts
@@ -48,9 +49,11 @@ from exactly_once.telemetry.statistics import Counted, percentile
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 _DAY_STEP = timedelta(minutes=10)
 _RANGES = {"hour": HOUR, "day": DAY}
+_PARTS = ("attention", "states", "figures")
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_FAILING = _MOST_ALERTS = 5
 _MOST_STOPPED = 3
+_MOST_FOUND = 20
 _MOST_ALERTS_READ = 500
 _LAST = 100
 _UNKNOWN = Condition(link=lambda name: listed(Alert))
@@ -73,11 +76,12 @@ class OverviewAdmin(PageAdmin):
         return [
             path("figures/", view(self.figures_view), name="exactly_once_overview_figures"),
             path("latency/", view(self.latency_view), name="exactly_once_overview_latency"),
+            path("search/", view(self.search_view), name="exactly_once_overview_search"),
             *super().get_urls(),
         ]
 
     def content(self, request: HttpRequest) -> dict[str, Any]:
-        urls = {"figures_url": self._url("figures"), "latency_url": self._url("latency")}
+        urls = {f"{page}_url": self._url(page) for page in ("figures", "latency", "search")}
         return {"title": _("Overview"), **self._parts(request), **urls}
 
     def latency_view(self, request: HttpRequest) -> HttpResponse:
@@ -89,6 +93,42 @@ class OverviewAdmin(PageAdmin):
             "overview_url": self._url("changelist"),
         }
         return self.respond(request, "exactly_once/latency.html", content)
+
+    def search_view(self, request: HttpRequest) -> HttpResponse:
+        """A search in the messages of both halves."""
+        self.require_permission(request)
+        term, problem = request.GET.get("q", "").strip(), ""
+        try:
+            read(term)
+        except BadSearch as error:
+            problem = visible(str(error))
+        known = [section for section in sections(request) if self.admin_site.is_registered(section.model)]
+        content = {
+            "title": _("Search"),
+            "term": term,
+            "problem": problem,
+            "parts": [self._found(request, section, term) for section in known if term and not problem],
+            "overview_url": self._url("changelist"),
+            "search_url": self._url("search"),
+        }
+        return self.respond(request, "exactly_once/search.html", content)
+
+    def _found(self, request: HttpRequest, section: Section, term: str) -> dict[str, Any]:
+        """The first messages of a half, as their list shows them."""
+        page: Any = self.admin_site.get_model_admin(section.model)
+        rows, _is_distinct = page.get_search_results(request, page.get_queryset(request), term)
+        found = list(rows.defer(*page.large_columns).order_by(*page.ordering)[: _MOST_FOUND + 1])
+        shown = found[:_MOST_FOUND]
+        return {
+            "app": section.app,
+            "title": section.title,
+            "rows": [
+                (page.own_url(row.pk), page.summary(row), page.badge_of(row), page.age(row), page.error_headline(row))
+                for row in shown
+            ],
+            "is_cut": len(found) > len(shown),
+            "url": listed(section.model, q=term).url(self.admin_site, request),
+        }
 
     def figures_view(self, request: HttpRequest) -> HttpResponse:
         """The figures for the script: as HTML, and with `charts` the series of the last hour or day."""
@@ -106,10 +146,8 @@ class OverviewAdmin(PageAdmin):
     def _parts(self, request: HttpRequest) -> dict[str, str]:
         """The refreshed parts of the page."""
         view = View(self, request)
-        return {
-            name: render_to_string(f"exactly_once/overview_{name}.html", context, request)
-            for name, context in (("attention", {"lines": view.lines()}), ("figures", view.figures()))
-        }
+        context = {"lines": view.lines(), **view.figures()}
+        return {name: render_to_string(f"exactly_once/overview_{name}.html", context, request) for name in _PARTS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from django.db import DatabaseError, InterfaceError
 
 from exactly_once.process.logs import Reminder
-from exactly_once.sql.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows, may_be_of_one_row, why_unwritable
+from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, UnwritableRows, may_be_of_one_row, why_unwritable
 from inbox.models import InboxMessage
 from inbox.store import trial
 from inbox.store.dialect import TABLE
@@ -23,7 +23,7 @@ _AT_ONCE = 5
 """How many refused rows one claim finds or retries."""
 
 
-class RefusedMessages(RefusedRows):
+class RefusedMessages(UnwritableRows):
     """The refused messages of one database, for all threads of a process."""
 
     def __init__(self, alias: str) -> None:
@@ -69,7 +69,7 @@ class RefusedMessages(RefusedRows):
                 "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "
                 "row %d: %s These rows are retried at least every %.0f s; other messages run.",
                 self._alias,
-                len(self),
+                self.count,
                 row,
                 why_unwritable(error, self._alias, TABLE),
                 LONGEST_SKIP_SECONDS,

@@ -23,8 +23,8 @@ from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
+from outbox.operators import callbacks
 from outbox.states import State
-from outbox.store import pending_callbacks
 
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 
@@ -51,14 +51,14 @@ CALL_NOW = Action(
     label=_("Call now"),
     done=_("to be called now"),
     permission="run",
-    run=lambda alias, pk, given: pending_callbacks.call_now(alias, pk),
+    run=lambda alias, pk, given: callbacks.call_now(alias, pk),
     why_not=_is_being_called,
 )
 DISCARD = Action(
     name="discard",
     label=_("Discard"),
     done=_("discarded"),
-    run=lambda alias, pk, given: pending_callbacks.discard_call(alias, pk),
+    run=lambda alias, pk, given: callbacks.discard_call(alias, pk),
     why_not=_is_being_called,
     question=_("Discard these callbacks? They are never called, so the project is not notified about their messages."),
     button=_("Discard the callbacks"),

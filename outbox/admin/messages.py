@@ -53,9 +53,10 @@ from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.dead_letters import letters
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
-from outbox.operations import (
+from outbox.operators import figures
+from outbox.operators.dead_letters import letters
+from outbox.operators.operations import (
     ACTIONS,
     ASK_AGAIN,
     CANCEL_THEM,
@@ -68,9 +69,9 @@ from outbox.operations import (
     is_overdue,
     notes,
 )
-from outbox.relay.replaying import REPLAY
+from outbox.operators.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import figures, operating, unique
+from outbox.store import operating, unique
 from outbox.store.heartbeats import relays
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)

@@ -32,9 +32,10 @@ from exactly_once.sql.counts import Count
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.operations import groups
+from outbox.operators import figures
+from outbox.operators.operations import groups
 from outbox.states import State
-from outbox.store import figures, operating
+from outbox.store import operating
 from outbox.store.heartbeats import relays
 
 _MOST_NAMED = 5

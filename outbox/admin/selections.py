@@ -25,7 +25,7 @@ from outbox.admin.messages import OutboxMessageAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PreparedMessage, ScheduledMessage
-from outbox.operations import ASK_AGAIN, CANCEL_THEM, COMMIT_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM, ROLL_THEM_BACK
+from outbox.operators.operations import ASK_AGAIN, CANCEL_THEM, COMMIT_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM, ROLL_THEM_BACK
 from outbox.states import UNDECIDED, State
 
 

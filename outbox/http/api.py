@@ -41,9 +41,10 @@ from outbox.http.schemas import (
     Statuses,
 )
 from outbox.models import OutboxMessage
-from outbox.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
-from outbox.store.replaying import plan_alone
-from outbox.store.restoring import Selection, restorable_positions, restored_by_default
+from outbox.operators.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
+from outbox.operators.replaying import plan_alone
+from outbox.store.restoring import restored_by_default
+from outbox.store.selecting import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
         for found in same.filter(selection=plan.selection):
             if (found.sources, found.given) == (states, plan.given):
                 return OperationStatus.of(found)
-        rows = restorable_positions(alias, Selection(topic=topic, states=states))
+        rows = Selection(topic=topic, states=states).positions(alias)
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
     logger.info(
         "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic

@@ -14,12 +14,14 @@ from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sente
 from exactly_once.plurals import ngettext
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.dead_letters import letters
 from outbox.models import TrailEntry
-from outbox.operations import operations
-from outbox.relay.heartbeat import RELAYS
+from outbox.operators.callbacks import PendingCalls, pending_calls
+from outbox.operators.counts import count_states, topics_unchecked
+from outbox.operators.dead_letters import letters
+from outbox.operators.operations import operations
+from outbox.operators.relays import RELAYS
 from outbox.states import State
-from outbox.store import history, pausing, pending_callbacks, preparing
+from outbox.store import history, pausing
 
 _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW, State.PAUSED: YELLOW}
 
@@ -32,17 +34,17 @@ class OutboxPart(Part):
         return outbox_options().keeps
 
     def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
-        counts = history.count_states(alias)
+        counts = count_states(alias)
         return {
             "states": counts.states,
             "estimated": sorted(counts.estimated),
             "oldest_waiting": counts.oldest_waiting,
-            "callbacks": asdict(pending_callbacks.pending_calls(alias)),
+            "callbacks": asdict(pending_calls(alias)),
             "paused_topics": [_topic_as_json(topic) for topic in pausing.paused_topics(alias)],
         }
 
     def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
-        counted = history.count_states(alias)
+        counted = count_states(alias)
         states = counted.states
         lines = [Line(["outbox", alias], BOLD)]
         for state, count in states.items():
@@ -50,7 +52,7 @@ class OutboxPart(Part):
             style = _STYLES.get(State(state), "") if count else ""
             lines.append(Line([state, f"{about}{count:,}", rates(f"outbox {state}", count)], style))
         yield Table([*lines, Line([_("oldest waiting"), age(counted.oldest_waiting)])])
-        calls = pending_callbacks.pending_calls(alias)
+        calls = pending_calls(alias)
         if calls.pending:
             yield _calls(calls)
         if paused := list(pausing.paused_topics(alias)):
@@ -60,12 +62,12 @@ class OutboxPart(Part):
             yield sentence(words % {"dates": ", ".join(str(history.date_of(day)) for day in days)})
         if states[State.STUCK]:
             yield sentence(_stuck(states[State.STUCK]), RED)
-        if unchecked := preparing.topics_unchecked(alias, checkers.topics()):
+        if unchecked := topics_unchecked(alias, checkers.topics()):
             words = _("No checker is registered for prepared messages of: %(topics)s.")
             yield sentence(words % {"topics": ", ".join(unchecked)}, RED)
 
 
-def _calls(calls: pending_callbacks.PendingCalls) -> Table:
+def _calls(calls: PendingCalls) -> Table:
     lines = [
         Line([_("callbacks")], BOLD),
         Line([_("pending"), f"{calls.pending:,}"]),

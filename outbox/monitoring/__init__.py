@@ -8,7 +8,9 @@ from typing import Any
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
-from outbox.store import history, pausing, pending_callbacks
+from outbox.operators.callbacks import pending_calls
+from outbox.operators.counts import count_states
+from outbox.store import pausing
 from outbox.store.heartbeats import relays
 
 _MOST_TOPICS = 100
@@ -20,11 +22,11 @@ def table_gauges(alias: str) -> TableGauges:
 
 
 def _read(alias: str) -> Iterator[Sample]:
-    counted = history.count_states(alias)
+    counted = count_states(alias)
     for state, count in counted.states.items():
         yield metrics.MESSAGES, (str(state),), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
-    yield metrics.PENDING_CALLBACKS, (), pending_callbacks.pending_calls(alias).pending
+    yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
     paused: list[Any] = list(pausing.paused_topics(alias)[:_MOST_TOPICS])
     for topic in paused:
         yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages

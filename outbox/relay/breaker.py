@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
-from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import pausing
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
+from outbox.store.unwritable_rows import UnwritableRows
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class PausedTopics:
         self._refusals: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, bool]] = {}
         self._taken: set[str] = set()
-        self._stuck = StuckRows(alias, "relay")
+        self._unwritable = UnwritableRows(alias)
         self._looked_at = 0.0
         self._sweep_at = 0.0
 
@@ -136,9 +136,9 @@ class PausedTopics:
         since = monotonic() - self._looked_at
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
         for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
-            moved += pausing.begin_trial(self._alias, topic, _PROBES, _spread(), self._stuck)
+            moved += pausing.begin_trial(self._alias, topic, _PROBES, _spread(), self._unwritable)
         for topic in _some(self._resuming, 1):
-            moved += pausing.resume_some(self._alias, topic, most, self._stuck)
+            moved += pausing.resume_some(self._alias, topic, most, self._unwritable)
         if monotonic() >= self._sweep_at:
             self._sweep_at = monotonic() + _SWEEP_SECONDS
             for topic in pausing.resume_stranded(self._alias):

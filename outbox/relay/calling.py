@@ -25,8 +25,10 @@ from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.wire.text import describe
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
+from outbox.operators.callbacks import pending_calls
 from outbox.relay.attending import Attendant
 from outbox.store import pending_callbacks
+from outbox.store.dialect import begin_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class _Claims:
         return [_Callback(call, self._options, utcnow()) for call in claimed]
 
     def _report_unknown(self) -> None:
-        if unknown := pending_callbacks.pending_calls(self._alias).unknown:
+        if unknown := pending_calls(self._alias).unknown:
             logger.warning(
                 "%d pending callbacks have names that this process does not know. They stay pending until a process with these "
                 "callbacks calls them, or an operator discards them. Check whether a function was renamed without name=.",
@@ -111,7 +113,7 @@ def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
     began_at = monotonic()
     try:
         with transaction.atomic(using=call.alias, durable=True):
-            pending_callbacks.bound_call(call.alias, options.CALLBACK_TIMEOUT)
+            begin_bounded(call.alias, options.CALLBACK_TIMEOUT)
             registry.call(call.callback, pending_callbacks.begin_call(call))
             pending_callbacks.finish_call(call)
     except BaseException as error:

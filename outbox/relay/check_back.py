@@ -21,7 +21,7 @@ from exactly_once.redactors import redacted_error
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.wire.text import describe
 from outbox import doorbell, signals
-from outbox.checkers import Answer, HalfMessage, checkers
+from outbox.checkers import Answer, UndecidedMessage, checkers
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
@@ -89,7 +89,7 @@ class _Check:
     asked_at: datetime
 
     def __str__(self) -> str:
-        return f"the checker of {_named(_half(self.row))}"
+        return f"the checker of {_named(_undecided(self.row))}"
 
     @property
     def group(self) -> str:
@@ -103,7 +103,7 @@ class _Check:
         preparing.make_check_due(self.alias, self.row.pk)
 
     def run(self) -> None:
-        message = _half(self.row)
+        message = _undecided(self.row)
         try:
             answer = checkers.ask(message)
         except BaseException as error:
@@ -121,7 +121,7 @@ class _Check:
         else:
             self._decide(message, answer)
 
-    def _decide(self, message: HalfMessage, answer: Answer) -> None:
+    def _decide(self, message: UndecidedMessage, answer: Answer) -> None:
         position = self.row.pk
         decide = preparing.commit_prepared if answer is Answer.COMMIT else preparing.roll_back_prepared
         with transaction.atomic(using=self.alias):
@@ -140,7 +140,7 @@ class _Check:
                 state or "deleted",
             )
 
-    def _count(self, message: HalfMessage) -> None:
+    def _count(self, message: UndecidedMessage) -> None:
         limit = self.options.CHECK_LIMIT
         reason = f"its checker answered unknown, {message.checks + 1} of {limit} times"
         state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, reason)
@@ -150,11 +150,11 @@ class _Check:
                 _named(message),
                 reason,
             )
-            signals.message_stuck.send_robust(sender=HalfMessage, message=message, error=reason)
+            signals.message_stuck.send_robust(sender=UndecidedMessage, message=message, error=reason)
 
 
-def _half(row: OutboxMessage) -> HalfMessage:
-    return HalfMessage(
+def _undecided(row: OutboxMessage) -> UndecidedMessage:
+    return UndecidedMessage(
         id=row.message_id,
         topic=row.topic,
         biz_id=row.biz_id,
@@ -166,5 +166,5 @@ def _half(row: OutboxMessage) -> HalfMessage:
     )
 
 
-def _named(message: HalfMessage) -> str:
+def _named(message: UndecidedMessage) -> str:
     return f"message {message.id} ({message.topic}, biz-id {message.biz_id})"

@@ -3,9 +3,8 @@
 A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
 the rows after it, except for the later messages of its key, which must not overtake it.
 
-A locked shard usually belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass
-lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended, or by a relay that does
-not read what the database sends it. The session of such a relay is ended.
+A locked shard belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass lasts is
+held by a relay that does not read what the database sends it. The session of such a relay is ended.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class Contention:
     def record(self, claim: Claim) -> int:
         """Record the locks that a claim found, and report them if a report is due; return the number of skipped rows."""
         now = monotonic()
-        if claim.locked:
-            self._remember(claim.locked, now)
-        if claim.refused and now >= self._look_for_holders_at:
+        if claim.locked_rows:
+            self._remember(claim.locked_rows, now)
+        if claim.locked_shards and now >= self._look_for_holders_at:
             self._look_for_holders_at = now + self._longest_pass.total_seconds()
             self._report_shards(now)
         return len(self._locked)
@@ -125,7 +124,7 @@ class Contention:
         for holder in held:
             logger.warning(
                 "relay: the ready messages of %d of %d shards (%s) are not sent, because the transaction of another session "
-                "(pid %d) has held them for %d s, such as one that called cancel(). They are sent when it ends: commit it, or "
+                "(pid %d) has held them for %d s, which no pass of a relay takes. They are sent when it ends: commit it, or "
                 "end it by pg_terminate_backend().",
                 len(holder.shards),
                 SHARDS,

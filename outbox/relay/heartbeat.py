@@ -8,23 +8,14 @@ request, and only every five seconds a write. A failed write affects only the di
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 from django.db import connections
-from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
-from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
-from exactly_once.plurals import number
+from exactly_once.operators.heartbeat_table import HeartbeatWriter
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.connections import with_table
-from exactly_once.sql.counts import LIMIT
 from exactly_once.telemetry.statistics import Tally
-from outbox.models import SHARDS, OutboxMessage
-from outbox.states import State
 from outbox.store.heartbeats import relays
 
 
@@ -133,22 +124,3 @@ class Heartbeat:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
         return waits[0] if waits and all(waits) else ""
-
-
-def _counts(row: Any) -> Sequence[str]:
-    shards = row.facts["shards"]
-    return [
-        gettext("{} published").format(number(row.facts["published"])),
-        gettext("shards {}").format(f"{shards} / {SHARDS}" if shards else "-"),
-    ]
-
-
-def _missing(alias: str) -> str:
-    if relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
-        return ""
-    ready = OutboxMessage.objects.using(alias).filter(state=State.READY)[: LIMIT + 1].count()
-    count = f"{LIMIT:,}+" if ready > LIMIT else f"{ready:,}"
-    return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": count}
-
-
-RELAYS = ProcessKind(name=_("relay"), heartbeats=relays, counts=_counts, missing=_missing)

@@ -21,7 +21,7 @@ from exactly_once.sql.faults import is_canceled, is_collision, sqlstate_of
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
-from outbox.operations import operations
+from outbox.operators.operations import operations
 from outbox.store import claiming, history
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from django.db import Error, transaction
+from django.db import transaction
 from django.dispatch import Signal
 
 from exactly_once.process.clock import monotonic
@@ -29,12 +29,12 @@ from outbox.conf import OutboxOptions
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
-from outbox.relay.outgoing import outgoing
-from outbox.relay.unwritable_rows import Unsettled
-from outbox.relay.waves import waves
-from outbox.store import claiming, halving, lease, settling
+from outbox.store import claiming, lease, settling
 from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
-from outbox.store.settling import Failure, SettledApart, Settlement
+from outbox.store.outgoing import outgoing
+from outbox.store.settling import Failure, Settlement
+from outbox.store.unwritable_rows import UnwritableRows
+from outbox.store.waves import waves
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class PassReport:
 
     Attributes:
         claimed: number of claimed rows; 0 means that there was nothing to do.
-        refused: number of shards that another session has locked.
-        locked: number of messages whose rows were found locked by other sessions.
+        locked_shards: number of shards that another session has locked.
+        locked_rows: number of messages whose rows were found locked by other sessions.
         skipped: number of such messages that are not read for a moment.
-        unsettled: number of messages that are not read for some time, because the database refuses to change their rows.
+        unwritable: number of messages that are not read for some time, because the database refuses to change their rows.
         unconfirmed: number of messages that are not read, because the broker may still confirm them.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
@@ -69,10 +69,10 @@ class PassReport:
     """
 
     claimed: int = 0
-    refused: int = 0
-    locked: int = 0
+    locked_shards: int = 0
+    locked_rows: int = 0
     skipped: int = 0
-    unsettled: int = 0
+    unwritable: int = 0
     unconfirmed: int = 0
     settled: int = 0
     published: int = 0
@@ -120,7 +120,7 @@ class Pass:
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
-        self.unsettled = Unsettled(alias)
+        self._unwritable = UnwritableRows(alias, purpose="settled", at_once=None)
         # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
@@ -131,10 +131,10 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
-        unsettled, self._begun_at = self.unsettled.skipped(), monotonic()
-        skipped = {**unsettled, **self._transport.unconfirmed()}
+        unwritable, self._begun_at = self._unwritable.skipped(), monotonic()
+        skipped = {**unwritable, **self._transport.unconfirmed()}
         report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
-        return replace(report, unsettled=len(unsettled), unconfirmed=len(self._transport.unconfirmed()))
+        return replace(report, unwritable=len(unwritable), unconfirmed=len(self._transport.unconfirmed()))
 
     def close(self) -> None:
         """Release the lease, so that another relay takes over at once."""
@@ -142,46 +142,38 @@ class Pass:
             self._lease.release()
 
     def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
-        sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
-        try:
-            with transaction.atomic(using=self._alias, durable=True):
-                claiming.bound_transaction(self._alias, self._longest)
-                begun_at = monotonic()
-                skipped = {**self.contention.skipped(), **skipped}
-                claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
-                batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
-                sent = batch, (settlement := self._decide(batch))
-                settled = settling.settle(self._alias, settlement)
-        except Error as error:
-            if sent is None or not halving.may_be_halved(error, len(sent[0].rows)):
-                raise
-            self.unsettled.failed()
-            return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
-        report = self._report(batch, settlement, settled)
-        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=self.contention.record(claim))
-
-    def _settle_apart(self, batch: _Batch, settlement: Settlement, begun_at: float, error: Error) -> SettledApart:
-        """Settle the other rows after the database rolled the pass back because of one, so that they are not sent again.
-
-        The rollback has also released their locks. Rows that another relay has claimed since are left to that relay.
-        """
-        if self._transport.capabilities.transactional:
-            # The messages were rolled back, too.
-            return SettledApart(settlement=Settlement(), changed=0, refused={})
         with transaction.atomic(using=self._alias, durable=True):
             claiming.bound_transaction(self._alias, self._longest)
-            locked = claiming.lock_again(self._alias, batch.rows)
-            # Locked rows no longer change. They may have changed before, if this process was frozen.
-            if monotonic() > begun_at + self._longest.total_seconds():
-                raise error
-            return settling.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
+            begun_at = monotonic()
+            skipped = {**self.contention.skipped(), **skipped}
+            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
+            batch = self._send(self._writable(claim.rows), begun_at)
+            settled = self._settle(batch)
+        report = self._report(batch, *settled)
+        return replace(
+            report,
+            locked_shards=len(claim.locked_shards),
+            locked_rows=len(claim.locked_rows),
+            skipped=self.contention.record(claim),
+        )
 
-    def _report_apart(self, batch: _Batch, apart: SettledApart, error: Error) -> PassReport:
-        self.unsettled.record(apart, batch.rows)
-        if len(apart.refused) > 1 and not apart.settlement.positions:
-            raise error
-        return self._report(batch, apart.settlement, apart.changed)
+    def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
+        """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds."""
+        known = [row.position for row in rows if row.position in self._unwritable]
+        if not known:
+            return rows
+        rehearsed = settling.rehearse(self._alias, known)
+        self._unwritable.forget_due(rehearsed.done)
+        self._unwritable.record(rehearsed.unwritable, rehearsed.keys)
+        left = set(known).difference(rehearsed.done or ())
+        return claiming.in_order(rows, {row.position for row in rows} - left)
+
+    def _settle(self, batch: _Batch) -> tuple[Settlement, int]:
+        """Store the outcomes, without those of rows that the database refuses to change; and the number of changed rows."""
+        settlement, changed = settling.settle_writable(self._alias, self._decide(batch))
+        self._unwritable.record(changed.unwritable, changed.keys)
+        return settlement, changed.count
 
     @property
     def _longest(self) -> timedelta:
@@ -194,23 +186,14 @@ class Pass:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
             return PassReport()
-        batch = self._send(self.unsettled.settleable(rows), begun_at)
-        settlement = self._decide(batch)
+        batch = self._send(self._writable(rows), begun_at)
         try:
-            return self._settle_by_lease(batch, settlement)
+            with self._lease.fenced():
+                settled = self._settle(batch)
         except lease.LeaseLost:
             logger.warning("relay: lost its lease during a pass and settled nothing; %d messages are sent again.", len(rows))
             return PassReport(claimed=len(rows), broken=batch.broken)
-
-    def _settle_by_lease(self, batch: _Batch, settlement: Settlement) -> PassReport:
-        try:
-            settled = self._lease.settle(settlement)
-        except Error as error:
-            if not halving.may_be_halved(error, len(batch.rows)):
-                raise
-            self.unsettled.failed()
-            return self._report_apart(batch, self._lease.settle_apart(settlement, _keys(batch.rows)), error)
-        return self._report(batch, settlement, settled)
+        return self._report(batch, *settled)
 
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
         # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.
@@ -412,10 +395,6 @@ class Pass:
         if heard:
             for position in settlement.published:
                 _send_signal(signals.message_published, by_position[position])
-
-
-def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
-    return {row.position: row.key for row in rows}
 
 
 def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:

@@ -32,8 +32,8 @@ from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
-from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, settling
+from outbox.store.unwritable_rows import UnwritableRows
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _MADE_READY_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
-_BESIDE_STUCK_SECONDS = 1.0
+_BESIDE_UNWRITABLE_SECONDS = 1.0
 _PAUSED_SECONDS = 0.2
 _RELEASING_SHARE = 20
 """Queries that find no key to release take at most one part in this many of the time (1/20)."""
@@ -90,8 +90,8 @@ class Relay:
         self._pass = Pass(alias, transport, options, heartbeat.tally)
         self._shards = tuple(shards)
         self._timed = timed
-        stuck_rows = partial(StuckRows, alias, "relay", Reminder())
-        self._stuck_retrying, self._stuck_scheduled, self._stuck_waiting = stuck_rows(), stuck_rows(), stuck_rows()
+        reminder = Reminder()
+        self._retrying, self._scheduled, self._waiting = (UnwritableRows(alias, reminder=reminder) for _ in range(3))
         self._floors = Floors(self._shards, partial(claiming.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
@@ -163,7 +163,7 @@ class Relay:
         if report is None:
             return None
         self._record(report)
-        is_held_elsewhere = report.refused or report.skipped or report.unconfirmed or report.waits_for
+        is_held_elsewhere = report.locked_shards or report.skipped or report.unconfirmed or report.waits_for
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
@@ -183,8 +183,7 @@ class Relay:
             self._size.overdue(error)
             return True
         else:
-            if not self._pass.unsettled.is_doubtful:  # else only messages that can be settled are sent
-                self._size.failed()
+            self._size.failed()
             self._transport.close()
         return False
 
@@ -211,11 +210,11 @@ class Relay:
         # If due rows are not made ready, another relay has locked them and makes them ready.
         self._retry_in, self._moved = found.retry_in, 0
         if found.retry_in <= 0:
-            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_retrying)
-            if self._stuck_retrying and not self._moved:
-                self._retry_in = _BESIDE_STUCK_SECONDS  # the stuck rows hide when the next one is due
+            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._retrying)
+            if self._retrying.count and not self._moved:
+                self._retry_in = _BESIDE_UNWRITABLE_SECONDS  # the unwritable rows hide when the next one is due
         if not self._timed:
-            self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_scheduled)
+            self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):
@@ -235,14 +234,14 @@ class Relay:
             report = self._pass.run(wanted[:limit] if limit < self._options.BATCH_SIZE else wanted, limit)
         finally:
             work.end(before)
-        self._share.record(report.refused)
+        self._share.record(report.locked_shards)
         self._floors.saw(report.highest)
         return report
 
     def _release(self) -> int:
         begun_at = monotonic()
         released = settling.release_waiting(
-            self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, refused=self._stuck_waiting
+            self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, unwritable=self._waiting
         )
         now = monotonic()
         idle_seconds = max(_RELEASE_SECONDS, 2 * self._poll_seconds, _RELEASING_SHARE * (now - begun_at))
@@ -289,7 +288,7 @@ class Relay:
         self._broker.wait(reason, self._stop, remedy=REFUSAL_REMEDY, describe_error=describe)
 
     def _wait(self, report: PassReport) -> None:
-        is_contended = bool(report.refused or report.skipped or report.unsettled or report.unconfirmed)
+        is_contended = bool(report.locked_shards or report.skipped or report.unwritable or report.unconfirmed)
         if not is_contended:
             self._contended.reset()
         if report.settled:
@@ -301,7 +300,7 @@ class Relay:
                 self._transport.idle()
             return
         self._transport.idle()
-        if report.locked:
+        if report.locked_rows:
             return  # the next pass reads the messages after them
         # Another relay soon ends its pass. Any other transaction may hold a shard or a row for a long time.
         wait = self._contended.next_seconds() if is_contended else min(self._poll_seconds, self._retry_in)

@@ -20,13 +20,13 @@ from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion, Transport
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
+from outbox.operators.replaying import executor
 from outbox.relay.calling import callers
 from outbox.relay.check_back import askers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
-from outbox.relay.replaying import executor
 from outbox.relay.starting import starters
 from outbox.relay.timer import Timer
 from outbox.store import claiming

@@ -33,9 +33,9 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
 from outbox.conf import OutboxOptions
-from outbox.relay.outgoing import outgoing
-from outbox.store import replaying
+from outbox.store import backfilling
 from outbox.store.claiming import DamagedRow, RelayedMessage
+from outbox.store.outgoing import outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Starter:
                 return None
             if start.round_at is not None:
                 return self._hand_over_batch(name, start)
-        replaying.wait_for_passes(self._alias)
+        backfilling.wait_for_passes(self._alias)
         if not self._is_local:
             # The round ends at its instant, which must be later than that of each message before, see `_CLOCK_STEP`.
             stop.wait(_CLOCK_STEP.total_seconds())
@@ -113,7 +113,7 @@ class Starter:
                 return None
         round_at = database_time(self._alias)
         # What was settled before this instant is visible from the first batch on, so no batch overtakes a part of it.
-        replaying.wait_for_passes(self._alias)
+        backfilling.wait_for_passes(self._alias)
         with self._bound():
             if (start := self._starts.lock(name)) is None or start.round_at is not None:
                 return 0
@@ -125,13 +125,13 @@ class Starter:
     def _bound(self) -> Iterator[None]:
         """A transaction that the server ends if this process is frozen."""
         with transaction.atomic(using=self._alias):
-            replaying.bound_step(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
+            backfilling.bound_step(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
             yield
 
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
         chosen = (start.topic, start.read_from, start.round_at)
-        rows, position, are_all = replaying.read_past(self._alias, *chosen, start.position, _BATCH)
+        rows, position, are_all = backfilling.read_past(self._alias, *chosen, start.position, _BATCH)
         before = int(start.handed_over)
         handed = before + self._hand_over(name, rows)
         if not are_all:
@@ -144,11 +144,11 @@ class Starter:
 
     def _hand_over_last(self, name: str, start: Any, handed: int) -> int:
         """Hand over what was published since the round began, while no pass runs, and complete the start."""
-        replaying.stop_passes(self._alias)
+        backfilling.stop_passes(self._alias)
         since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
         are_all = False
         while not are_all:
-            rows, position, are_all = replaying.read_past(self._alias, start.topic, since, None, position, _BATCH)
+            rows, position, are_all = backfilling.read_past(self._alias, start.topic, since, None, position, _BATCH)
             handed += self._hand_over(name, rows)
             if not are_all and monotonic() >= until:
                 # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.

@@ -33,9 +33,9 @@ from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.turns import Turns
 from outbox.conf import OutboxOptions
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
-from outbox.relay.unwritable_rows import StuckRows
 from outbox.store import claiming, scheduling
 from outbox.store.scheduling import Offset
+from outbox.store.unwritable_rows import UnwritableRows
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Timer:
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
         self._turns = Turns("timer", _UNEXPECTED, database=Outage("the database", log=database_log))
-        self._stuck = StuckRows(alias, "timer")
+        self._unwritable = UnwritableRows(alias, "timer")
         self._table = self._new_table()
         self._load_at = self._sweep_at = self._may_catch_up_at = self._quiet_at = 0.0
         self._catch_up_at = math.inf
@@ -186,7 +186,7 @@ class Timer:
         if in_a_burst and not self._has_room():
             return self._ask_for_room_at
         positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
-        fired = scheduling.fire(self._alias, positions, self._stuck)
+        fired = scheduling.fire(self._alias, positions, self._unwritable)
         self._table.fired(positions, fired)
         self._room -= min(len(fired), self._room)
         if fired:

@@ -21,13 +21,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import NOW_AFTER, now
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import FIRST_DAY, HOLDING_KEY
-from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of, live
+from outbox.store.dialect import (
+    HISTORY,
+    LIVE_PART,
+    LOCK_SPACE,
+    PAUSED_TOPICS,
+    READ_COMMITTED,
+    TABLE,
+    any_of,
+    array_of,
+    begin_bounded,
+    live,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -58,6 +69,7 @@ class RelayedMessage(NamedTuple):
         is_secondary: it is in the secondary ready index, not in the stream.
         wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
+        version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
     """
 
     position: int
@@ -80,6 +92,7 @@ class RelayedMessage(NamedTuple):
     is_secondary: bool
     wire: str | None = None
     unread_bytes: int | None = None
+    version: str = ""
 
     @property
     def message_id(self) -> uuid.UUID:
@@ -147,7 +160,10 @@ _READ_AS = {
     "is_secondary": "{{is_secondary}}",
     "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
     "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
+    "version": "{{version}}",
 }
+_VERSION = "CAST(m.xmin AS text)"
+"""The transaction that has written this version of the row."""
 _SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
 """The fields of a `RelayedMessage`: columns of that name, or an expression."""
 _EXPIRES_IN_SECONDS = (
@@ -186,10 +202,12 @@ def _of_a_shard(
     Bodies of more than `small` bytes are not read.
     """
     select = _SELECT.format(expires_in=expires_in, live=table, small=small)
+    version = _VERSION if table == LIVE_PART else "''"
+    stream, secondary = (select.format(is_secondary=is_secondary, version=version) for is_secondary in ("false", "true"))
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select.format(is_secondary='false')} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{secondary} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{stream} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
@@ -216,7 +234,7 @@ _READ_PREPARED = PreparedStatement(
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
-    f"{_RELAY_COMMENT}SELECT m.id, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
+    f"{_RELAY_COMMENT}SELECT m.id, {_VERSION}, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
     "WHERE m.id = ANY({positions}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 )
 _LOCK_ROWS_PREPARED = PreparedStatement(
@@ -295,13 +313,13 @@ class Claim:
 
     Attributes:
         rows: in the order to send them in. On PostgreSQL they are locked until the transaction ends, so they can be settled.
-        refused: shards that another relay, or another transaction, has locked.
-        locked: ready messages that were not claimed, because another session has locked their rows.
+        locked_shards: shards that another relay, or another transaction, has locked.
+        locked_rows: ready messages that were not claimed, because another session has locked their rows.
     """
 
     rows: Sequence[RelayedMessage] = ()
-    refused: Sequence[int] = ()
-    locked: Sequence[RelayedMessage] = ()
+    locked_shards: Sequence[int] = ()
+    locked_rows: Sequence[RelayedMessage] = ()
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
@@ -394,19 +412,12 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
     Raises:
         django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
-    # In the transaction of a test the settings would remain after the pass.
-    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
-        return
-    milliseconds = int(longest.total_seconds() * 1000)
-    for_a_lock = min(milliseconds, _LONGEST_WAIT_FOR_A_LOCK)
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; "
-            f"SET LOCAL statement_timeout = {milliseconds}; SET LOCAL lock_timeout = {for_a_lock}; "
-            "SET LOCAL enable_seqscan = off; "
-            f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
-        )
+    for_a_lock = min(int(longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
+    then = (
+        f"SET LOCAL lock_timeout = {for_a_lock}; SET LOCAL enable_seqscan = off; "
+        f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
+    )
+    begin_bounded(alias, longest, first=READ_COMMITTED, then=then)
 
 
 def claim_ready(
@@ -428,24 +439,24 @@ def claim_ready(
         most_bytes: of all bodies together. A larger one is claimed alone.
     """
     connection = connections[alias]
-    locked = _lock(connection, shards)
-    refused = [one.shard for one in shards if one not in locked]
-    if not locked:
-        return Claim(refused=refused)
-    each = -(-limit // len(locked))
-    rows = _read(connection, locked, each, skipped, most_bytes)
+    free_shards = _lock(connection, shards)
+    locked_shards = [one.shard for one in shards if one not in free_shards]
+    if not free_shards:
+        return Claim(locked_shards=locked_shards)
+    each = -(-limit // len(free_shards))
+    rows = _read(connection, free_shards, each, skipped, most_bytes)
     counted = Counter(row.shard for row in rows)
-    if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
+    if 2 * len(rows) < limit and (cut := [one for one in free_shards if counted[one.shard] >= each]):
         # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
         others = [row for row in rows if counted[row.shard] < each]
         rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped, most_bytes)
     rows = _within(most_bytes, sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
     free = _lock_rows(connection, rows)
-    rows_locked = [row for row in rows if row.position not in free]
-    if rows_locked:
+    locked_rows = [row for row in rows if row.position not in free]
+    if locked_rows:
         rows = in_order(rows, free)
     rows = [row if (body := free[row.position]) is None else row._replace(body=body, unread_bytes=None) for row in rows]
-    return Claim(rows=rows, refused=refused, locked=rows_locked)
+    return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows)
 
 
 def _within(most_bytes: int, rows: list[RelayedMessage]) -> list[RelayedMessage]:
@@ -463,7 +474,8 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES).format(is_secondary="false")
+    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES)
+    select = select.format(is_secondary="false", version="''")
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
@@ -494,17 +506,6 @@ def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Se
         return list(cursor.fetchall())
 
 
-def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """Lock messages in another transaction than that of their claim; the positions that are still ready and unchanged."""
-    connection = connections[alias]
-    positions = _lock_rows(connection, rows)
-    condition, among = any_of(connection, list(positions))
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT id, attempts FROM {live(connection)} WHERE id {condition}", [among])
-        attempts = dict(cursor.fetchall())
-    return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
-
-
 def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The write lock of the open transaction, or the lease, covers every shard.
@@ -519,7 +520,9 @@ def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> Mapping[int, bytes | None]:
-    """Lock the rows that are still ready, and skip those that another session has locked.
+    """Lock the rows that have not changed since they were read, and skip those that another session has locked.
+
+    `publish_now()`, for example, may have committed in between, and what was read of its row is outdated.
 
     Returns:
         The locked positions, each with its body if that has not been read.
@@ -534,12 +537,17 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT id, body FROM {TABLE} WHERE id {condition}", [among])
             return dict.fromkeys(positions) | {position: _bytes(body) for position, body in cursor.fetchall()}
+    if not positions:
+        return {}
     given = [array_of(unread), array_of(positions)]
-    if not positions or is_usable(connection):
-        return dict(_LOCK_ROWS_PREPARED.fetch(connection, given)) if positions else {}
-    with connection.cursor() as cursor:
-        cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
-        return dict(cursor.fetchall())
+    if is_usable(connection):
+        found = _LOCK_ROWS_PREPARED.fetch(connection, given)
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
+            found = cursor.fetchall()
+    versions = {row.position: row.version for row in rows}
+    return {position: body for position, version, body in found if version == versions[position]}
 
 
 def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:

@@ -6,10 +6,13 @@ import json
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from exactly_once.sql.connections import is_postgresql
+from django.db import connections
+
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
@@ -27,8 +30,27 @@ HISTORY = f"{TABLE}_history"
 COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 """All columns of a message."""
 PAUSED_TOPICS = PausedTopic._meta.db_table
+READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+"""A transaction's first statement."""
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
+
+
+def begin_bounded(alias: str, longest: timedelta, *, first: str = "", then: str = "") -> None:
+    """Let the server end the open transaction if it is idle, or executes one statement, for this long.
+
+    Args:
+        first, then: statements to execute before and after that, in the same round trip.
+    """
+    connection = connections[alias]
+    # In the transaction of a test the settings would remain afterwards.
+    if is_postgresql(connection) and is_outermost(connection):
+        milliseconds = int(longest.total_seconds() * 1000)
+        bounds = (
+            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}; "
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(f"{first}{bounds}{then}")
 
 
 def live(connection: BaseDatabaseWrapper) -> str:

@@ -1,4 +1,4 @@
-"""History, the settled messages: counting, partitions and deletion.
+"""History, the settled messages: partitions and deletion.
 
 On PostgreSQL history has one partition for each day of settling. The relay's housekeeping creates partitions some days ahead
 and drops old ones; a row of a day without a partition is in the default partition. Creating or dropping one locks history
@@ -15,23 +15,22 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.faults import is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.rows import delete_in_chunks
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.states import FIRST_DAY
 from outbox.store.dialect import HISTORY, TABLE
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+    pass
 
 _LONGEST_WAIT = timedelta(seconds=0.2)
 _LONGEST_READ = timedelta(seconds=2)
@@ -40,61 +39,10 @@ _DAY = re.compile(rf"{TABLE}_(\d{{4}})_(\d\d)_(\d\d)")
 _EPOCH = date(1970, 1, 1)
 _PENDING = PendingCallback._meta.db_table
 _DAYS = f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{HISTORY}'::regclass"
-_COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
+COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
 INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
 _ALONE = f"LOCK TABLE ONLY {HISTORY} IN ACCESS EXCLUSIVE MODE"
-_WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
-    state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()
-)
 _BEGINNING = uuid.UUID(int=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """The number of messages in each state; `states` has every state.
-
-    Attributes:
-        oldest_waiting: the due time of the message that is longest overdue; None if none is due.
-        estimated: the states whose number is an estimate from PostgreSQL's statistics, because counting would take long.
-    """
-
-    states: dict[str, int]
-    oldest_waiting: datetime | None
-    estimated: frozenset[str] = frozenset()
-
-
-def count_states(alias: str) -> Counts:
-    """Count the live messages. History is counted while it is small, and estimated when it is large."""
-    connection = connections[alias]
-    rows = OutboxMessage.objects.using(alias)
-    if not is_postgresql(connection) or _size(connection) <= _COUNTED_EXACTLY_BYTES:
-        return _counted(rows)
-    with connection.cursor() as cursor:
-        estimates = {state.value: _estimate(cursor, state) for state in SETTLED}
-    live = _counted(rows.filter(day=LIVE))
-    return replace(live, states=live.states | estimates, estimated=frozenset(estimates))
-
-
-def _counted(rows: QuerySet[OutboxMessage]) -> Counts:
-    """Count all rows by one scan."""
-    found = rows.values_list("state").annotate(Count("id"), oldest=Min("available_at", filter=_WAITING)).order_by()
-    counted = {state: (count, oldest) for state, count, oldest in found}
-    return Counts(
-        states={state.value: counted.get(state, (0, None))[0] for state in State},
-        oldest_waiting=min((oldest for _, oldest in counted.values() if oldest is not None), default=None),
-    )
-
-
-def _size(connection: BaseDatabaseWrapper) -> int:
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree('{HISTORY}') WHERE isleaf")
-        return int(cursor.fetchone()[0] or 0)
-
-
-def _estimate(cursor: Any, state: State) -> int:
-    """The planner's estimate: the density of each partition at its last ANALYZE or VACUUM, times its present size."""
-    cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {HISTORY} WHERE state = %s", [state.value])
-    return int(cursor.fetchone()[0][0]["Plan"]["Plan Rows"])
 
 
 def days(alias: str) -> list[int]:
@@ -115,7 +63,7 @@ def first_day(alias: str) -> int | None:
                 found.append(day)
                 break
         cursor.execute(f"SELECT pg_relation_size('{_DEFAULT}')")
-        if cursor.fetchone()[0] <= _COUNTED_EXACTLY_BYTES:
+        if cursor.fetchone()[0] <= COUNTED_EXACTLY_BYTES:
             cursor.execute(f"SELECT min(day) FROM {_DEFAULT}")
             found += [day for (day,) in cursor.fetchall() if day is not None]
     return min(found, default=None)

@@ -12,7 +12,6 @@ from exactly_once.models import Lease
 from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
 from outbox.store.claiming import NOTHING_SKIPPED, UNBOUNDED_BYTES, BusyShard, RelayedMessage, claim_ready
-from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 RELAYING = "outbox: relaying"
 
@@ -59,26 +58,13 @@ class RelayLease(TableLease):
             self._own().update(in_hand=[row.position for row in rows if not row.is_blocked])
             return rows
 
-    def settle(self, settlement: Settlement) -> int:
-        """`settle`, if this process still holds the lease.
-
-        Raises:
-            LeaseLost: this process does not hold the lease; nothing was written.
-        """
-        with self._fenced():
-            return settle(self._alias, settlement)
-
-    def settle_apart(self, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
-        """`settle_apart`, if this process still holds the lease.
-
-        Raises:
-            LeaseLost: this process does not hold the lease; nothing was written.
-        """
-        with self._fenced():
-            return settle_apart(self._alias, settlement, keys)
-
     @contextmanager
-    def _fenced(self) -> Iterator[None]:
+    def fenced(self) -> Iterator[None]:
+        """A transaction that settles what was claimed.
+
+        Raises:
+            LeaseLost: this process does not hold the lease; nothing is written.
+        """
         with transaction.atomic(using=self._alias, durable=True):
             if not self._own().filter(expires_at__gt=DatabaseTime()).update(in_hand=[]):
                 raise LeaseLost

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import QuerySet
 
-from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.faults import is_collision
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, LIVE, PUBLISH_NOW, RESCHEDULE, State, Transition
-from outbox.store.dialect import LIVE_PART, LOCK_SPACE, TABLE, each_topic
+from outbox.states import CANCEL, LIVE, PUBLISH_NOW, RESCHEDULE, Transition
+from outbox.store.claiming import claims_by_locks
+from outbox.store.dialect import TABLE, each_topic
 from outbox.store.lease import in_hand
 from outbox.store.transitions import move
 
+_Result = TypeVar("_Result")
+
 OPERATORS_WAIT = timedelta(seconds=10)
+_A_MOMENT = timedelta(milliseconds=100)
 
 
-def cancel(alias: str, position: int, *, reason: str = "") -> bool:
-    """Cancel a message, so that no relay sends it any more. False: it is too late, or a relay has claimed it.
+def cancel(alias: str, *positions: int, reason: str = "") -> set[int]:
+    """Cancel messages, so that no relay sends them any more; returns those that were cancelled, see `decide`.
 
     A message whose last outcome is unknown may already be in the broker, and cannot be removed from there.
 
     Args:
         reason: for the trail: who decided.
     """
-    return _decide(alias, CANCEL, position, reason)
+    return decide(alias, CANCEL, positions, reason=reason)
 
 
-def reschedule(alias: str, position: int, due: datetime | timedelta, *, reason: str = "") -> bool:
-    """Change when a message is published: an instant, or a duration from now; 0 means now. False: see `cancel`.
+def reschedule(alias: str, due: datetime | timedelta, *positions: int, reason: str = "") -> set[int]:
+    """Change when messages are published: an instant, or a duration from now; 0 means now. Returns the changed ones.
 
-    Its attempts are counted from 0 again. The time from its due time to its expiry stays the same.
+    Their attempts are counted from 0 again. The time from the due time to the expiry stays the same.
 
     Args:
         reason: for the trail: who decided. The new due time is appended.
     """
     reason = "; ".join(filter(None, (reason, _due_text(due))))
-    return _decide(alias, RESCHEDULE, position, reason, due=due) if due else _decide(alias, PUBLISH_NOW, position, reason)
+    if not due:
+        return decide(alias, PUBLISH_NOW, positions, reason=reason)
+    return decide(alias, RESCHEDULE, positions, reason=reason, due=due)
 
 
 def _due_text(due: datetime | timedelta) -> str:
@@ -50,44 +54,58 @@ def _due_text(due: datetime | timedelta) -> str:
     return f"due in {due}" if due else "due now"
 
 
-def _decide(alias: str, transition: Transition, position: int, reason: str, **given: Any) -> bool:
-    """Apply a transition to a message that no relay has claimed. False: one has, or the message is in another state.
+def decide(
+    alias: str,
+    transition: Transition,
+    positions: Sequence[int],
+    *,
+    sources: Collection[str] | None = None,
+    reason: str = "",
+    **given: Any,
+) -> set[int]:
+    """Apply a transition to messages; returns those that it changed. The others are in another state, or locked for too long.
 
-    No relay can have claimed a message that is not ready, so locking its row is sufficient. If it is ready, this waits for the
-    relay's pass over its shard, and locks the shard until the open transaction ends.
+    A relay locks the rows that it has claimed until their outcome is stored, so a changed message is not sent. No relay claims
+    the changed rows before the open transaction ends.
+
+    Args:
+        sources: restricts the source states.
+        given: the parameters of the transition.
     """
-    decide = partial(move, alias, transition, [position], reason=reason, **given)
-    not_ready = [state for state in transition.sources if state is not State.READY]
+
+    def change(*, skip_locked: bool = False) -> set[int]:
+        # On SQLite a relay is not in a transaction while it sends. Waiting for it would make the only writer wait for itself.
+        claimed = frozenset() if claims_by_locks(alias) else in_hand(alias)
+        rows = [position for position in positions if position not in claimed]
+        moved = move(alias, transition, rows, only=sources, reason=reason, skip_locked=skip_locked, **given)
+        return {one.position for one in moved}
+
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
-            with transaction.atomic(using=alias):
-                if decide(only=not_ready):
-                    return True
-                # Unlock a row that became ready while this waited for its lock: else a relay that has the shard waits for the
-                # row, and this transaction for the shard.
-                transaction.set_rollback(True, using=alias)
-            return not _in_hand(alias, position) and bool(decide())
+        return waiting_for_locks(alias, change)
     except OperationalError as error:
         if is_collision(error):
-            return False
+            return set()
         raise
 
 
-def named(alias: str, topic: str, biz_id: str, *, everywhere: bool = False) -> dict[int, str]:
-    """Position and state of the messages with this topic and biz-id, in the order in which to lock them: by shard.
+def waiting_for_locks(alias: str, change: Callable[..., _Result]) -> _Result:
+    """Call `change`. If that waits for a lock for too long, call it again with `skip_locked=True`, to leave locked rows out."""
+    try:
+        with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
+            return change()
+    except OperationalError as error:
+        if not is_collision(error):
+            raise
+    with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT):
+        return change(skip_locked=True)
+
+
+def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> dict[int, str]:
+    """Position and state of the messages that have these values in their columns, the oldest first.
 
     History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
     """
-    return _found(OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id), everywhere=everywhere)
-
-
-def identified(alias: str, message_id: uuid.UUID, *, everywhere: bool = False) -> dict[int, str]:
-    """Position and state of the message with this id, if there is one; as `named`."""
-    return _found(OutboxMessage.objects.using(alias).filter(message_id=message_id), everywhere=everywhere)
-
-
-def _found(messages: QuerySet[OutboxMessage], *, everywhere: bool) -> dict[int, str]:
-    chosen = messages.order_by("shard", "pk").values_list("pk", "state")
+    chosen = OutboxMessage.objects.using(alias).filter(**name).order_by("pk").values_list("pk", "state")
     return (not everywhere and dict(chosen.filter(day=LIVE))) or dict(chosen)
 
 
@@ -96,14 +114,3 @@ def topics(alias: str, most: int = 10_000) -> list[str]:
     with connections[alias].cursor() as cursor:
         cursor.execute(f"{each_topic(f'{TABLE} m WHERE true')} LIMIT %s", [most])
         return [name for (name,) in cursor.fetchall()]
-
-
-def _in_hand(alias: str, position: int) -> bool:
-    """Has a relay claimed this row? If not, no relay claims it until the open transaction ends."""
-    connection = connections[alias]
-    if is_postgresql(connection):
-        # A waiting lock request makes every later try-lock fail, so even a relay with a backlog lets this in after its pass.
-        with connection.cursor() as cursor:
-            cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM {LIVE_PART} WHERE id = %s", [position])
-        return False
-    return position in in_hand(alias)

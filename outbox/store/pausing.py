@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from django.db import OperationalError, connections, transaction
@@ -21,14 +22,13 @@ from django.db.models.functions import Coalesce
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime, now, now_after
-from exactly_once.sql.refused_rows import RefusedRows
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import LIVE, PAUSE, RESUME, State
 from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
-from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
+from outbox.store.unwritable_rows import UnwritableRows
 
 _A_MOMENT = timedelta(milliseconds=100)
 _FIRST_RESUMED = 10
@@ -91,7 +91,7 @@ def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_aft
         return False
 
 
-def begin_trial(alias: str, topic: str, most: int, next_after: float, refused: RefusedRows | None = None) -> int:
+def begin_trial(alias: str, topic: str, most: int, next_after: float, unwritable: UnwritableRows | None = None) -> int:
     """Apply paused → ready to the `most` oldest messages of a topic whose next probe is due; returns their number.
 
     Their positions are written into the topic's row, so that the relays that claim their shards send them. The row is deleted
@@ -99,18 +99,18 @@ def begin_trial(alias: str, topic: str, most: int, next_after: float, refused: R
 
     Args:
         next_after: the next probe is due after this many times the pause, unless a relay stores the result of this one before.
-        refused: the rows that the database refuses to change, which are skipped. With None their error is raised.
     """
+    unwritable = unwritable or UnwritableRows(alias)
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, paused_by="", is_resuming=False, probe_at__lte=DatabaseTime())
         if row is None:
             return 0
-        positions = _oldest_paused(alias, topic, most, refused)
+        positions = _oldest_paused(alias, topic, most, unwritable)
         if not (positions or _has_open(alias, row)):
             row.delete(using=alias)
             return 0
         _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(timedelta(seconds=next_after * row.pause_seconds)))
-        return _resumed(alias, positions, refused)
+        return unwritable.change(positions, partial(count_moved, alias, RESUME))
 
 
 def prolong(alias: str, topic: str, reason: str, longest: float, next_after: float) -> str | None:
@@ -143,15 +143,13 @@ def begin_resuming(alias: str, topic: str) -> bool:
         return True
 
 
-def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None = None) -> int:
+def resume_some(alias: str, topic: str, most: int, unwritable: UnwritableRows | None = None) -> int:
     """Apply paused → ready to the next batch of a topic that is being resumed, the oldest first; returns the number.
 
     It does nothing until half of the last batch is no longer ready, so that messages of other topics are sent in between. The
     row is deleted when no message of the topic is paused.
-
-    Args:
-        refused: see `begin_trial`.
     """
+    unwritable = unwritable or UnwritableRows(alias)
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, is_resuming=True)
         if row is None:
@@ -160,9 +158,9 @@ def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None =
         if not is_late and 2 * _ready(alias, row.in_trial) > len(row.in_trial):
             return 0
         size = min(max(_FIRST_RESUMED, 2 * len(row.in_trial)), _MOST_RESUMED, most)
-        if positions := _oldest_paused(alias, topic, size, refused):
+        if positions := _oldest_paused(alias, topic, size, unwritable):
             _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(_AT_LEAST_EVERY))
-            return _resumed(alias, positions, refused)
+            return unwritable.change(positions, partial(count_moved, alias, RESUME))
         if not _has(alias, topic, State.PAUSED):
             row.delete(using=alias)
         return 0
@@ -223,17 +221,9 @@ def _locked(alias: str, topic: str, **conditions: Any) -> Any:
     return rows.select_for_update(skip_locked=True).first()
 
 
-def _oldest_paused(alias: str, topic: str, most: int, refused: RefusedRows | None) -> list[int]:
-    paused = _of(alias, topic).filter(state=State.PAUSED).order_by("pk")
-    if refused is not None and (skipped := refused.skipped()):
-        paused = paused.exclude(pk__in=list(skipped))
+def _oldest_paused(alias: str, topic: str, most: int, unwritable: UnwritableRows) -> list[int]:
+    paused = _of(alias, topic).filter(state=State.PAUSED).exclude(pk__in=list(unwritable.skipped())).order_by("pk")
     return list(paused.select_for_update(no_key=True, skip_locked=True).values_list("pk", flat=True)[:most])
-
-
-def _resumed(alias: str, positions: Sequence[int], refused: RefusedRows | None) -> int:
-    if not positions or refused is None:
-        return count_moved(alias, RESUME, positions)
-    return change_others(alias, positions, lambda some: count_moved(alias, RESUME, some), refused).changed
 
 
 def _ready(alias: str, positions: Sequence[int]) -> int:

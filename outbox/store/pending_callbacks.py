@@ -11,13 +11,13 @@ import json
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models import Count, F, Min, Q
+from django.db.models import F
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now
 from exactly_once.sql.rows import value_of
@@ -54,23 +54,6 @@ class DueCall:
 
     def __str__(self) -> str:
         return f"{self.callback} ({self.event}), call {self.number}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingCalls:
-    """The number of pending callbacks.
-
-    Attributes:
-        pending: all of them.
-        failing: those that have failed or been interrupted at least once.
-        unknown: those of a name that this process's code does not have.
-        oldest: when the message of the oldest one was settled; None if there is none.
-    """
-
-    pending: int
-    failing: int
-    unknown: int
-    oldest: datetime | None
 
 
 class CallLost(Exception):
@@ -122,18 +105,6 @@ def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection
             attempts=F("attempts") + 1, available_at=DatabaseTime(lease)
         )
     return claimed
-
-
-def bound_call(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction if it is idle, or executes one statement, for this long."""
-    # In the transaction of a test the settings would remain after the call.
-    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
-        return
-    milliseconds = int(longest.total_seconds() * 1000)
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}"
-        )
 
 
 def begin_call(call: DueCall) -> SettledMessage:
@@ -200,33 +171,6 @@ def give_back_call(call: DueCall) -> None:
     _rows(call.alias).filter(pk=call.pending, attempts=call.number).update(
         attempts=F("attempts") - 1, available_at=DatabaseTime(_AFTER_AN_OUTAGE)
     )
-
-
-def call_now(alias: str, pending: int) -> bool:
-    """Make a callback due now. False: it does not exist any more, or is being called."""
-    return _unless_in_hand(alias, pending, lambda row: row.update(available_at=DatabaseTime()))
-
-
-def discard_call(alias: str, pending: int) -> bool:
-    """Delete a pending callback. False: it does not exist any more, or is being called."""
-    return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
-
-
-def pending_calls(alias: str) -> PendingCalls:
-    """Count the pending callbacks."""
-    counted = _rows(alias).aggregate(
-        pending=Count("pk"),
-        failing=Count("pk", filter=~Q(last_error="") | Q(attempts__gt=1)),
-        unknown=Count("pk", filter=~Q(callback__in=registry.names)),
-        oldest=Min("settled_at"),
-    )
-    return PendingCalls(**counted)
-
-
-def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
-    with transaction.atomic(using=alias):
-        row = _rows(alias).filter(pk=pending)
-        return row.select_for_update(skip_locked=True).first() is not None and bool(write(row))
 
 
 def _settled(pending: PendingCallback, alias: str) -> SettledMessage:

@@ -70,12 +70,6 @@ def defer_check(alias: str, position: int, every: timedelta, said: str) -> bool:
     )
 
 
-def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
-    """The topics, other than these, that have undecided messages."""
-    others = OutboxMessage.objects.using(alias).filter(day=LIVE, state__in=UNDECIDED).exclude(topic__in=topics)
-    return sorted(others.values_list("topic", flat=True).distinct())
-
-
 def record_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
     """The number of messages per other topic whose check is overdue by `overdue`.
 
@@ -110,7 +104,7 @@ def record_no_answer(alias: str, position: int, error: str) -> bool:
 
 def state_of(alias: str, message_id: uuid.UUID) -> str:
     """The state of a message; of a deleted one its last, as its trail has it. "" if its trail has no decision either."""
-    for state in operating.identified(alias, message_id).values():
+    for state in operating.find(alias, {"message_id": message_id}).values():
         return state
     decided = TrailEntry.objects.using(alias).filter(message_id=message_id).exclude(became__in=UNDECIDED)
     last = decided.order_by("-pk").values_list("became", flat=True).first() or ""

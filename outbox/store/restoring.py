@@ -6,67 +6,27 @@ A second restore finds nothing to restore, and a restore that was killed is cont
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import NamedTuple
 
 from django.db import IntegrityError, OperationalError, transaction
-from django.db.models import Count, Min, QuerySet
 
-from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.faults import is_collision
 from outbox.expressions import IS_AHEAD
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP, RESTORE, State
-from outbox.store.operating import OPERATORS_WAIT
+from outbox.store.operating import waiting_for_locks
 from outbox.store.transitions import Moved, move
 from outbox.store.unique import IS_REPLACED, require_unpublished
 
 _ENDED = (State.CANCELLED, State.EXPIRED, State.DEAD)
 OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
 
-_A_MOMENT = timedelta(milliseconds=100)
-
 
 def restored_by_default(*, by_id: bool) -> Collection[State]:
     """The states to restore by default: those without an automatic next step, and with `by_id` retrying messages as well."""
     return RESTORE.sources if by_id else _ENDED
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The messages to restore: those in one of the `states` that meet all given conditions.
-
-    Attributes:
-        since, until: limits of the instant at which they were cancelled, expired or became dead; `until` is exclusive.
-    """
-
-    positions: Collection[int] | None = None
-    message_ids: Collection[uuid.UUID] | None = None
-    topic: str | None = None
-    biz_id: str | None = None
-    states: Collection[str] = _ENDED
-    since: datetime | None = None
-    until: datetime | None = None
-
-
-class Restorable(NamedTuple):
-    """The messages of one topic and state that a restore would affect.
-
-    Attributes:
-        messages: their number.
-        overdue: the number of those whose delivery time has passed; once restored, they are sent at once.
-        oldest: when the first of them was cancelled, expired or became dead.
-    """
-
-    topic: str
-    state: str
-    messages: int
-    overdue: int
-    oldest: datetime | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,27 +48,6 @@ class Restored:
     @property
     def left(self) -> Mapping[str, int]:
         return Counter(self.unchanged.values())
-
-
-def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
-    """The messages that a restore would affect, by topic and state. They are not locked, so the result may be outdated."""
-    groups = _chosen(alias, selection).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
-    return [
-        Restorable(topic, state, count, count - ahead, oldest)
-        for topic, state, count, ahead, oldest in groups.annotate(
-            Count("id"), ahead=Count("id", filter=IS_AHEAD), oldest=Min("settled_at")
-        )
-    ]
-
-
-def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
-    """The position and message id of the selected messages, the oldest first."""
-    return dict(_chosen(alias, selection).order_by("pk").values_list("pk", "message_id"))
-
-
-def restorable_positions(alias: str, selection: Selection) -> Iterator[int]:
-    """The positions of the selected messages, the oldest first, however many they are."""
-    return _chosen(alias, selection).order_by("pk").values_list("pk", flat=True).iterator(chunk_size=10_000)
 
 
 def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:
@@ -137,88 +76,70 @@ def restore_some(
         overdue: whether to restore messages whose delivery time has passed.
         reason: for the trail: who decided.
     """
-    some = _Some(alias, positions, states, overdue, reason)
+
+    def change(*, skip_locked: bool = False) -> Restored:
+        return _restored(alias, positions, states, reason, overdue=overdue, skip_locked=skip_locked)
+
+    # Another transaction may have locked one of the rows, or its unique topic and biz-id, for long. Only that row is left.
+    return waiting_for_locks(alias, change)
+
+
+def _restored(
+    alias: str, positions: Sequence[int], states: Collection[str], reason: str, *, overdue: bool, skip_locked: bool
+) -> Restored:
+    rows = OutboxMessage.objects.using(alias).filter(pk__in=positions)
+    # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
+    # statement that moves a row does not return its previous state.
+    locked = rows.exclude(state=State.PUBLISHED).select_for_update(skip_locked=skip_locked).order_by("pk")
+    locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
+    found: dict[str, list[int]] = {}
+    became: Counter[str] = Counter()
+    left: dict[int, str] = {}
+    for position, state, ahead, replaced in locked.values_list("pk", "state", "ahead", "replaced"):
+        if state not in states:
+            left[position] = state
+        elif replaced:
+            left[position] = REPLACED
+        elif not ahead and not overdue:
+            left[position] = OVERDUE
+        else:
+            found.setdefault(state, []).append(position)
+    changed: set[int] = set()
+    for state, group in found.items():
+        moved, replaced = _move_unless_replaced(alias, group, State(state), reason, may_wait=not skip_locked)
+        became.update(one.became for one in moved)
+        changed.update(one.position for one in moved)
+        left |= dict.fromkeys(replaced, REPLACED)
+    if missing := set(positions) - changed - set(left):
+        published = set(rows.filter(state=State.PUBLISHED).values_list("pk", flat=True)) & missing
+        left |= {position: State.PUBLISHED.value if position in published else LOCKED for position in missing}
+    return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], unchanged=left)
+
+
+def _move_unless_replaced(
+    alias: str, positions: Sequence[int], was: State, reason: str, *, may_wait: bool
+) -> tuple[list[Moved], list[int]]:
+    """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
+
+    Only the unique index detects that; then each half is tried separately. The others are locked by such a transaction that
+    is still open.
+    """
+    replaced: list[int] = []
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
-            return some.restored()
+        with transaction.atomic(using=alias):
+            moved = move(alias, RESTORE, positions, only=[was], reason=reason)
+            if was in GIVEN_UP:
+                require_unpublished(alias, [one.position for one in moved])
+            return moved, []
+    except IntegrityError:
+        replaced = [*positions]
     except OperationalError as error:
-        if not is_collision(error):
+        if may_wait or not is_collision(error):
             raise
-    # Another transaction has locked one of these rows, or its unique topic and biz-id, for long. Only that row is left.
-    with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT):
-        return some.restored(skip_locked=True)
-
-
-class _Some(NamedTuple):
-    alias: str
-    positions: Sequence[int]
-    states: Collection[str]
-    overdue: bool
-    reason: str
-
-    def restored(self, *, skip_locked: bool = False) -> Restored:
-        rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
-        # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
-        # statement that moves a row does not return its previous state.
-        locked = rows.exclude(state=State.PUBLISHED).select_for_update(skip_locked=skip_locked).order_by("pk")
-        locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
-        found: dict[str, list[int]] = {}
-        became: Counter[str] = Counter()
-        left: dict[int, str] = {}
-        for position, state, ahead, replaced in locked.values_list("pk", "state", "ahead", "replaced"):
-            if state not in self.states:
-                left[position] = state
-            elif replaced:
-                left[position] = REPLACED
-            elif not ahead and not self.overdue:
-                left[position] = OVERDUE
-            else:
-                found.setdefault(state, []).append(position)
-        changed: set[int] = set()
-        for state, group in found.items():
-            moved, replaced = self._move_unless_replaced(group, State(state), may_wait=not skip_locked)
-            became.update(one.became for one in moved)
-            changed.update(one.position for one in moved)
-            left |= dict.fromkeys(replaced, REPLACED)
-        if missing := set(self.positions) - changed - set(left):
-            published = set(rows.filter(state=State.PUBLISHED).values_list("pk", flat=True)) & missing
-            left |= {position: State.PUBLISHED.value if position in published else LOCKED for position in missing}
-        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], unchanged=left)
-
-    def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], list[int]]:
-        """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
-
-        Only the unique index detects that; then each half is tried separately. The others are locked by such a transaction that
-        is still open.
-        """
-        replaced: list[int] = []
-        try:
-            with transaction.atomic(using=self.alias):
-                moved = move(self.alias, RESTORE, positions, only=[was], reason=self.reason)
-                if was in GIVEN_UP:
-                    require_unpublished(self.alias, [one.position for one in moved])
-                return moved, []
-        except IntegrityError:
-            replaced = [*positions]
-        except OperationalError as error:
-            if may_wait or not is_collision(error):
-                raise
-        if len(positions) == 1:
-            return [], replaced
-        middle = len(positions) // 2
-        first, replaced_first = self._move_unless_replaced(positions[:middle], was, may_wait=may_wait)
-        second, replaced_second = self._move_unless_replaced(positions[middle:], was, may_wait=may_wait)
-        return first + second, replaced_first + replaced_second
-
-
-def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:
-    wanted = {
-        "pk__in": selection.positions,
-        "message_id__in": selection.message_ids,
-        "topic": selection.topic,
-        "biz_id": selection.biz_id,
-        "settled_at__gte": selection.since,
-        "settled_at__lt": selection.until,
-    }
-    given = {field: value for field, value in wanted.items() if value is not None}
-    return OutboxMessage.objects.using(alias).filter(state__in=selection.states, **given)
+    if len(positions) == 1:
+        return [], replaced
+    middle = len(positions) // 2
+    first, second = (
+        _move_unless_replaced(alias, half, was, reason, may_wait=may_wait) for half in (positions[:middle], positions[middle:])
+    )
+    return first[0] + second[0], first[1] + second[1]

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db import Error, connections
+from django.db import connections
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now, now_after
-from exactly_once.sql.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live
-from outbox.store.halving import found_apart, may_be_halved, undone_if_refused
 from outbox.store.transitions import Found, move
+from outbox.store.unwritable_rows import Rows, UnwritableRows
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -110,17 +109,15 @@ def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta,
         return list(map(Upcoming._make, cursor.fetchall()))
 
 
-def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = None) -> set[int]:
+def fire(alias: str, positions: Sequence[int], unwritable: UnwritableRows | None = None) -> set[int]:
     """Apply scheduled → ready to those of the messages that are due by the database's clock; returns their positions.
 
     Rows that another transaction has locked, for example to cancel them, are skipped.
-
-    Args:
-        refused: the rows that the database refuses to change, which are skipped. With None its error is raised.
     """
     connection = connections[alias]
-    if refused is not None and (skipped := refused.skipped()):
-        positions = [position for position in positions if position not in skipped]
+    unwritable = unwritable or UnwritableRows(alias, "timer")
+    skipped = unwritable.skipped()
+    positions = [position for position in positions if position not in skipped]
     condition, parameter = any_of(connection, positions)
     due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
     if is_postgresql(connection):
@@ -130,21 +127,15 @@ def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = Non
     if is_postgresql(connection):
         # A locked row keeps its ctid, so the UPDATE need not search for it again.
         placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {due}", [parameter], column="ctid")
-    try:
-        with undone_if_refused(alias):
-            fired = _fired(alias, placed)
-    except Error as error:
-        if refused is None or not may_be_halved(error, len(positions)):
-            raise
-    else:
-        if refused is not None:
-            refused.retried(among=positions)
-        return fired
-    return set(found_apart(alias, found, lambda some: len(_fired(alias, some)), refused).done)
+    fired: set[int] = set()
 
+    def change(rows: Rows) -> int:
+        moved = move(alias, FIRE, placed if rows is found else rows, reason="it is due")
+        fired.update(one.position for one in moved)
+        return len(moved)
 
-def _fired(alias: str, rows: Sequence[int] | Found) -> set[int]:
-    return {moved.position for moved in move(alias, FIRE, rows, reason="it is due")}
+    unwritable.change(found, change)
+    return fired
 
 
 def count_secondary_ready(alias: str, limit: int) -> int:

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from django.db import Error, connections, transaction
+from django.db import connections, transaction
 
 from exactly_once.failures import REFUSED
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now
-from exactly_once.sql.refused_rows import RefusedRows
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
@@ -33,10 +33,10 @@ from outbox.states import (
     Transition,
 )
 from outbox.store.dialect import any_of, live
-from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, count_moved, delete, move
+from outbox.store.unwritable_rows import Changed, Rows, UnwritableRows, change_each, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
@@ -97,21 +97,6 @@ class Settlement:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettledApart:
-    """The result of settling in parts, after the database had refused the whole settlement.
-
-    Attributes:
-        settlement: the outcomes that are stored.
-        changed: the number of changed rows.
-        refused: by position, the error of each refused row.
-    """
-
-    settlement: Settlement
-    changed: int
-    refused: Mapping[int, Error]
-
-
 def settle(alias: str, settlement: Settlement) -> int:
     """Store the outcomes of a batch, inside the claim's transaction; the number of changed rows.
 
@@ -152,35 +137,25 @@ def _settle(alias: str, transition: Transition, positions: Sequence[int], called
     return len(moved)
 
 
-def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
-    """`settle` in parts, halved down to the rows that the database refuses to change; inside an open transaction.
+def settle_writable(alias: str, settlement: Settlement) -> tuple[Settlement, Changed]:
+    """`settle` as far as the database changes the rows, inside an open transaction; the outcomes that are stored.
 
-    Later rows of the keys of refused rows are not settled either, so that they are sent again after them.
-
-    Args:
-        keys: of the messages, by position.
-
-    Raises:
-        django.db.Error: an error that these rows do not cause.
+    Later messages of the keys of unwritable rows are not settled either, so that they are sent again after them.
     """
-
-    def change(some: Sequence[int]) -> int:
-        return settle(alias, settlement.of(set(some)))
-
-    apart = change_apart(alias, settlement.positions, change, keys)
-    return SettledApart(settlement=settlement.of(set(apart.done)), changed=apart.changed, refused=apart.refused)
+    changed = change_writable(alias, settlement.positions, partial(_settle_some, alias, settlement))
+    return settlement.of(changed.done or ()) if changed.unwritable else settlement, changed
 
 
-def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
-    """The result that `settle_apart` would have if these messages were published; rolled back.
-
-    Args:
-        keys: of the messages, by position.
-    """
+def rehearse(alias: str, positions: Sequence[int]) -> Changed:
+    """The result of settling these messages as published, each alone; rolled back."""
     with transaction.atomic(using=alias):
-        apart = settle_apart(alias, Settlement(published=list(keys)), keys)
+        changed = change_each(alias, positions, partial(_settle_some, alias, Settlement(published=positions)))
         transaction.set_rollback(True, using=alias)
-    return apart
+    return changed
+
+
+def _settle_some(alias: str, settlement: Settlement, rows: Rows) -> int:
+    return settle(alias, settlement.of(set(cast("Sequence[int]", rows))))
 
 
 def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
@@ -193,47 +168,37 @@ def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
 
 
-def make_retrying_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
-    """Apply retrying → ready to up to `limit` messages whose backoff has ended; returns their number.
-
-    Args:
-        refused: the rows that the database refuses to change, which are skipped. With None their error is raised.
-    """
-    return _make_due_ready(alias, TRY_AGAIN, limit, refused)
+def make_retrying_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None) -> int:
+    """Apply retrying → ready to up to `limit` messages whose backoff has ended; returns their number."""
+    return _make_due_ready(alias, TRY_AGAIN, limit, unwritable or UnwritableRows(alias))
 
 
-def make_scheduled_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
-    """Apply scheduled → ready to up to `limit` due messages; returns their number. For a relay without a timer.
-
-    Args:
-        refused: see `make_retrying_ready`.
-    """
-    return _make_due_ready(alias, FIRE, limit, refused)
+def make_scheduled_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None) -> int:
+    """Apply scheduled → ready to up to `limit` due messages; returns their number. For a relay without a timer."""
+    return _make_due_ready(alias, FIRE, limit, unwritable or UnwritableRows(alias))
 
 
-def _make_due_ready(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
+def _make_due_ready(alias: str, transition: Transition, limit: int, unwritable: UnwritableRows) -> int:
     connection = connections[alias]
     (source,) = transition.sources
     due, parameters = f"state = '{source}' AND available_at <= {now(connection)}", []
-    if refused is not None and (skipped := refused.skipped()):
+    if skipped := unwritable.skipped():
         among, positions = any_of(connection, list(skipped))
         due, parameters = f"{due} AND NOT id {among}", [positions]
     found = Found(f"SELECT id FROM {live(connection)} WHERE {due} ORDER BY available_at, id LIMIT %s", [*parameters, limit])
-    return count_moved_of_others(alias, transition, found, refused)
+    return unwritable.change(found, partial(count_moved, alias, transition))
 
 
-def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | None = None) -> int:
+def release_waiting(alias: str, *, keys: int, each: int, unwritable: UnwritableRows | None = None) -> int:
     """Apply waiting → ready to the first `each` messages of up to `keys` keys that no message blocks; returns their number.
 
-    The keys are found by one index lookup each, however many messages wait behind each.
-
-    Args:
-        refused: see `make_retrying_ready`; all messages of their keys are skipped.
+    The keys are found by one index lookup each, however many messages wait behind each. Keys of unwritable rows are skipped.
     """
+    unwritable = unwritable or UnwritableRows(alias)
     connection = connections[alias]
     table = live(connection)
     holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
-    skipped = [key for key in refused.skipped().values() if key] if refused is not None else []
+    skipped = [key for key in unwritable.skipped().values() if key]
     not_skipped = ""
     if skipped:
         not_skipped = (
@@ -253,11 +218,10 @@ def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | 
         free = [key for (key,) in cursor.fetchall()]
     if not free:
         return 0
+    release = partial(count_moved, alias, RELEASE)
     first_of = f"SELECT id FROM {table} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
-        return sum(
-            count_moved_of_others(alias, RELEASE, Found(first_of.format(key="%s"), [key, each]), refused) for key in free
-        )
+        return sum(unwritable.change(Found(first_of.format(key="%s"), [key, each]), release) for key in free)
     first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
     found = f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w"
-    return count_moved_of_others(alias, RELEASE, Found(found, [free, each], locking=""), refused)
+    return unwritable.change(Found(found, [free, each], locking=""), release)

@@ -53,9 +53,11 @@ class Found(NamedTuple):
     column: str = "id"
 
     def condition(self, connection: BaseDatabaseWrapper) -> str:
-        if is_postgresql(connection):
-            return f"{self.column} = ANY(ARRAY({self.query} {self.locking}))"
-        return f"{self.column} IN ({self.query})"
+        query = self.locked(connection)
+        return f"{self.column} = ANY(ARRAY({query}))" if is_postgresql(connection) else f"{self.column} IN ({query})"
+
+    def locked(self, connection: BaseDatabaseWrapper) -> str:
+        return f"{self.query} {self.locking}" if is_postgresql(connection) else self.query
 
 
 class Moved(NamedTuple):
@@ -72,9 +74,10 @@ def move(
     transition: Transition,
     rows: Sequence[int] | Found,
     *,
-    only: Collection[State] | None = None,
+    only: Collection[str] | None = None,
     reason: str = "",
     recorded: bool | None = None,
+    skip_locked: bool = False,
     **given: Any,
 ) -> list[Moved]:
     """Apply a transition to those of the messages that are in one of its source states; returns the changed messages.
@@ -86,6 +89,7 @@ def move(
         only: restricts the source states.
         reason: for the trail: who decided and why.
         recorded: overrides `recorded` of the transition for this execution.
+        skip_locked: leave out the positions of rows that another transaction has locked.
         given: the parameters of the transition's columns.
     """
     if not rows:
@@ -95,7 +99,7 @@ def move(
     # Without a savepoint: after an error the code that opened the transaction rolls all of it back.
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
-        for was, its in _by_source(connection, rows, sources).items():
+        for was, its in _by_source(connection, rows, sources, skip_locked=skip_locked).items():
             cursor.execute(*_statement(connection, transition, was, its, given, " RETURNING id, message_id, state"))
             moved += [Moved(position, as_uuid(name), was, became) for position, name, became in cursor.fetchall()]
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
@@ -142,10 +146,10 @@ def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
 
 
 def _by_source(
-    connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[State]
+    connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[State], *, skip_locked: bool
 ) -> Mapping[str, Sequence[int] | Found]:
     """The rows by their state. With several sources they are locked first: a statement does not return the previous state."""
-    if len(sources) == 1:
+    if len(sources) == 1 and not skip_locked:
         return {sources[0].value: rows}
     if isinstance(rows, Found):
         raise TypeError("A query can only be given to a transition with one source.")
@@ -153,7 +157,7 @@ def _by_source(
     if not set(sources) & set(SETTLED):
         found = found.filter(day=LIVE)
     by_source: dict[str, list[int]] = {}
-    for position, state in found.select_for_update().values_list("pk", "state"):
+    for position, state in found.select_for_update(skip_locked=skip_locked).values_list("pk", "state"):
         by_source.setdefault(state, []).append(position)
     return by_source
 

@@ -27,7 +27,6 @@ from tests.support.crash.points import (
     RECORD_CALLS,
     SEND,
     SETTLE,
-    SETTLE_BY_LEASE,
     STORE_FAILED,
     WRITE,
 )
@@ -58,8 +57,6 @@ RELAY_POINTS = {
 @pytest.mark.parametrize("name", RELAY_POINTS)
 def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, engine, name):
     point, twice = RELAY_POINTS[name]
-    if engine == "sqlite":
-        point = point.replace(SETTLE, SETTLE_BY_LEASE)
     world.listening()
     world.operate_together(OPERATIONS, padding=PADDING)
 

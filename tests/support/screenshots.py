@@ -21,7 +21,7 @@ from tests.support.servers import PostgresServer
 
 DIRECTORY = ROOT / "docs" / "images"
 WIDE, NARROW = 1280, 390
-COLOURS = 128
+COLOURS = 224
 _PALETTE = Path(__file__).with_name("palette.js")
 LARGEST_BYTES = 150_000
 

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from exactly_once.process.clock import utcnow
-from outbox import Answer, HalfMessage, checker
+from outbox import Answer, UndecidedMessage, checker
 from outbox.checkers import checkers
 
 TOPIC = "checkers.topic"
@@ -20,7 +20,9 @@ def remove_checker():
 
 
 def a_message():
-    return HalfMessage(id=uuid.uuid4(), topic=TOPIC, biz_id="b", key="", payload={}, headers={}, created_at=utcnow(), checks=0)
+    return UndecidedMessage(
+        id=uuid.uuid4(), topic=TOPIC, biz_id="b", key="", payload={}, headers={}, created_at=utcnow(), checks=0
+    )
 
 
 def certain(message):

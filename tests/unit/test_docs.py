@@ -439,7 +439,7 @@ def test_diagram_of_the_outbox_states_is_that_of_the_declared_transitions_of_one
 def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
     expected = [
         ["publish", "(none)", "`ready`", "`publish()`"],
-        ["publish later", "(none)", "`scheduled`", "`publish()` with `delay`, `delay_level` or `deliver_at`"],
+        ["publish later", "(none)", "`scheduled`", "`publish()` with `delay` or `deliver_at`"],
         ["prepare", "(none)", "`prepared`", "[`prepare()`](how-to/prepared-messages.md)"],
         *([one.name, as_code(one.sources), as_code(one.targets), one.when] for one in TRANSITIONS),
     ]

@@ -5,8 +5,8 @@ import uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.relay.waves import waves
 from outbox.store.claiming import RelayedMessage
+from outbox.store.waves import waves
 
 
 def a_message(position, key=""):

@@ -17,10 +17,11 @@ from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
 from outbox.conf import outbox_options
-from outbox.operations import operations
-from outbox.relay.replaying import Replay, executor, plan
+from outbox.operators.operations import operations
+from outbox.operators.previews import Replayable, preview_replaying
+from outbox.operators.replaying import Replay, executor, plan
 from outbox.states import State
-from outbox.store.replaying import Replayable, Selection, preview
+from outbox.store.selecting import Selection
 
 _SELECTING = ("topic", "biz_id", "since", "until", "all")
 _POLL_SECONDS = 0.2
@@ -55,7 +56,7 @@ class Command(DatabaseCommand):
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         log_to_console(options["verbosity"])
         replay, rate = _replay(options), _per_second(options["rate"])
-        found = preview(alias, replay.selection)
+        found = preview_replaying(alias, replay.selection)
         show(_shown(found, replay), self.stdout)
         count = sum(group.messages for group in found if group.state == State.PUBLISHED)
         if options["dry_run"] or not count:

@@ -9,9 +9,11 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
+from outbox.operators.previews import Restorable, preview_restoring
 from outbox.restoring import restoring
 from outbox.states import RESTORE
-from outbox.store.restoring import Restorable, Restored, Selection, preview_restoring, restorable, restored_by_default
+from outbox.store.restoring import Restored, restored_by_default
+from outbox.store.selecting import Selection
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
 _STATES = [state.value for state in RESTORE.sources]
@@ -49,7 +51,7 @@ class Command(DatabaseCommand):
         if options["dry_run"]:
             show(_shown(preview, overdue=overdue), self.stdout)
             return
-        found = restorable(alias, selection)
+        found = dict(selection.messages(alias).order_by("pk").values_list("pk", "message_id"))
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
         total, left = Counter[str](), Counter[str]()
 

@@ -27,9 +27,9 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.operations import CLIENT, MANAGE, TOPIC, operations
+from outbox.operators.operations import CLIENT, MANAGE, TOPIC, operations
+from outbox.operators.replaying import executor as outbox_executor
 from outbox.relay.housekeeping import Housekeeper
-from outbox.relay.replaying import executor as outbox_executor
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect

@@ -19,7 +19,7 @@ from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.operations import RESTORE_THEM
+from outbox.operators.operations import RESTORE_THEM
 from outbox.states import State
 from outbox.store import operating, restoring
 from tests.support.admin_pages import (

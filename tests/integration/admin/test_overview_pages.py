@@ -19,6 +19,7 @@ from tests.support import ROOT
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.shop_day import CHARGE, TIMEOUT, failing
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -151,6 +152,23 @@ def test_what_needs_attention_in_both_halves_stands_before_all_figures_with_the_
         "Inbox: Handler shop.charge has",
     ]
     assert page.text.index("1 message is dead.") < page.text.index("Published")
+
+
+def test_one_box_searches_the_messages_of_both_halves_also_their_errors(handles):
+    failing(CHARGE, "order-17", TIMEOUT, dead=True)
+    a_message(State.DEAD, topic="shop.order.placed", biz_id="order-18", last_error="no answer within 3 s")
+    a_message(State.PUBLISHED, topic="shop.order.placed", biz_id="order-19", settled_at=utcnow())
+    found = f"{reverse('admin:exactly_once_overview_search')}?q="
+    client = staff_client("view_overview", "view_outboxmessage", "view_inboxmessage")
+
+    page = Page(client.get(f"{found}no answer within"))
+    assert "order-17" in page.text
+    assert "order-18" in page.text
+    assert "order-19" not in page.text
+    assert "order-19" in Page(client.get(f"{found}order-19")).text
+    assert "Write the beginning" in Page(client.get(f"{found}*")).text
+    assert "order-17" not in Page(staff_client("view_overview", "view_outboxmessage").get(f"{found}no answer within")).text
+    assert staff_client("view_outboxmessage").get(f"{found}order-19").status_code == 403
 
 
 def test_dead_messages_are_said_once_with_their_alert_and_their_largest_failure_groups():

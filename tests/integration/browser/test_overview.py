@@ -32,7 +32,8 @@ def test_overview_draws_charts_and_refreshes_its_figures(operator, running):
     page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
 
     published(topic="nobody.listens", payload={})
-    page.locator("[data-part=figures]", has_text="Failing topics").get_by_text("Retrying").first.wait_for()
+    page.locator("[data-part=states]").get_by_text("Retrying").first.wait_for()
+    page.locator("[data-part=figures]").get_by_text("Failing topics").wait_for()
     page.locator(".overview-states a[href*='outbox'][href*='state=retrying']", has_text="1").wait_for()
 
 

@@ -37,6 +37,7 @@ def name_of(model, page):
 
 def lists():
     yield reverse("admin:index")
+    yield f"{reverse('admin:exactly_once_overview_search')}?q=no answer"
     for model in OURS:
         yield reverse(name_of(model, "changelist"))
     for name in ("outbox_pausedtopic", "inbox_pausedhandler", "inbox_outgoing_webhooks_endpoint"):

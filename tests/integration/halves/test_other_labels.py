@@ -63,7 +63,7 @@ def said(*command):
 
 for order in ("good", "bad", "later"):
     with transaction.atomic():
-        publish("shop.order.placed", {"order": order}, biz_id=order, delay_level="2m" if order == "later" else None)
+        publish("shop.order.placed", {"order": order}, biz_id=order, delay="2m" if order == "later" else None)
 call_command("outbox_relay", drain=True, verbosity=0)
 assert {row.biz_id: row.state for row in InboxMessage.objects.all()} == {"good": "done", "bad": "dead"}
 

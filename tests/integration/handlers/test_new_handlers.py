@@ -27,7 +27,7 @@ from outbox.models import OutboxMessage
 from outbox.relay import starting
 from outbox.relay.service import serve
 from outbox.states import State
-from outbox.store import replaying
+from outbox.store import backfilling
 from tests.support.aliases import the_default_at
 from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
@@ -105,7 +105,7 @@ class TestLocally:
 
     def test_past_of_which_a_whole_batch_is_purged_meanwhile_is_handed_over_without_it(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 3)
-        read_published = replaying.read_published
+        read_published = backfilling.read_published
 
         def read_after_a_purge(alias, positions):
             OutboxMessage.objects.filter(biz_id__in=["order-0", "order-1", "order-2"]).delete()
@@ -117,7 +117,7 @@ class TestLocally:
         Effect.objects.all().delete()
 
         new = handles(notes, topic=TOPIC, name="new", start_from="first")
-        monkeypatch.setattr(replaying, "read_published", read_after_a_purge)
+        monkeypatch.setattr(backfilling, "read_published", read_after_a_purge)
         relay_all()
 
         assert has_its_past(new)
@@ -235,10 +235,10 @@ class TestLocally:
 
 
 def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolation_level(handles, monkeypatch):
-    stop_passes = replaying.stop_passes
+    stop_passes = backfilling.stop_passes
 
     def stopped_late(alias):
-        monkeypatch.setattr(replaying, "stop_passes", stop_passes)
+        monkeypatch.setattr(backfilling, "stop_passes", stop_passes)
         with in_threads(publish_one):
             pass
         stop_passes(alias)
@@ -247,7 +247,7 @@ def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolatio
         published()
         OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
 
-    monkeypatch.setattr(replaying, "stop_passes", stopped_late)
+    monkeypatch.setattr(backfilling, "stop_passes", stopped_late)
     repeatable = the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ})
     with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}), repeatable:
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
@@ -261,9 +261,9 @@ def test_the_server_ends_the_transaction_of_a_relay_that_is_frozen_with_all_shar
 
     def freeze_until_the_other_has_all_shards():
         with transaction.atomic():
-            replaying.bound_step("default", timedelta(milliseconds=50))
-            replaying.stop_passes("default")
-            other.does(replaying.stop_passes, "default").result(SECONDS)
+            backfilling.bound_step("default", timedelta(milliseconds=50))
+            backfilling.stop_passes("default")
+            other.does(backfilling.stop_passes, "default").result(SECONDS)
 
     try:
         with pytest.raises(Error):
@@ -319,7 +319,7 @@ class TestFromABroker:
 
     def test_its_past_ends_where_its_queue_begins_while_as_many_are_published_as_are_read(self, handles, options, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 3)
-        read_past, published_meanwhile = replaying.read_past, []
+        read_past, published_meanwhile = backfilling.read_past, []
 
         def read_while_others_publish(*arguments):
             if len(published_meanwhile) < 10:
@@ -335,7 +335,7 @@ class TestFromABroker:
         OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
         new = handles(the_effect, topic=TOPIC, name="new", start_from="first")
         waiting_among("default", [new])
-        monkeypatch.setattr(replaying, "read_past", read_while_others_publish)
+        monkeypatch.setattr(backfilling, "read_past", read_while_others_publish)
         relay_all()
 
         assert has_its_past(new)

@@ -11,7 +11,7 @@ from django.test import override_settings
 from exactly_once.process.loop import StopRequest
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.relay.replaying import executor as relays_operations
+from outbox.operators.replaying import executor as relays_operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api

@@ -21,6 +21,7 @@ from outbox import on_dead, on_published, restore
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PendingCallback
+from outbox.operators.callbacks import call_now, discard_call
 from outbox.relay import calling
 from outbox.states import State
 from outbox.store import history, pending_callbacks, restoring, settling
@@ -334,12 +335,12 @@ class TestCallbackClaim:
         published()
         relay()
 
-        assert pending_callbacks.call_now("default", pending().pk)
+        assert call_now("default", pending().pk)
         relay()
         assert len(calls) == 2
-        assert pending_callbacks.discard_call("default", pending().pk)
+        assert discard_call("default", pending().pk)
         assert not PendingCallback.objects.exists()
-        assert not pending_callbacks.call_now("default", 4711)
+        assert not call_now("default", 4711)
 
 
 # On SQLite the transaction of the callback is the only one that writes.
@@ -352,7 +353,7 @@ def test_running_callback_cannot_be_claimed_called_or_discarded(add_callback):
 
     with transaction.atomic():
         pending_callbacks.begin_call(call)
-        operators = (pending_callbacks.call_now, pending_callbacks.discard_call)
+        operators = (call_now, discard_call)
         with in_threads(
             lambda: found.append(claim()), *(lambda ask=ask: found.append(ask("default", row.pk)) for ask in operators)
         ):
@@ -399,7 +400,7 @@ def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
     call_command("exactly_once_purge", verbosity=0, stdout=io.StringIO())
 
     assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
-    pending_callbacks.discard_call("default", pending().pk)
+    discard_call("default", pending().pk)
     assert history.purgeable("default", timedelta(days=7)) == 1
     assert not OutboxMessage.objects.filter(message_id=purged.id).exists()
 

@@ -17,10 +17,10 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import (
     AlreadyDecided,
     Answer,
-    HalfMessage,
     InvalidMessage,
     NoChecker,
     PreparedInsideTransaction,
+    UndecidedMessage,
     checker,
     prepare,
     signals,
@@ -379,7 +379,7 @@ class TestCheck:
 
         assert asked() == 2
         assert received == [
-            HalfMessage(
+            UndecidedMessage(
                 id=halves[0].id,
                 topic=TOPIC,
                 biz_id="transfer-1",

@@ -250,7 +250,7 @@ class TestRestore:
 # On SQLite the only writer waits for the transaction before it: no row is locked.
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_a_row_locked_by_another_transaction_and_reports_it(monkeypatch):
-    monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.operating.OPERATORS_WAIT", timedelta(milliseconds=50))
     locked, free = ended(biz_id="b"), ended(biz_id="b")
     restorations = []
     with transaction.atomic():
@@ -347,7 +347,7 @@ def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(endin
 
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
-    monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.operating.OPERATORS_WAIT", timedelta(milliseconds=50))
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
     restorations = []
     with transaction.atomic():

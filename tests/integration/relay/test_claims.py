@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, pause, publish, publish_many, resume
+from outbox import Draft, pause, publish, publish_many, publish_now, resume
 from outbox.expressions import DAY_OF_NOW, Today
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
@@ -278,7 +278,7 @@ class TestCancelling:
             assert message.position in {row.position for row in in_hand(10)}
             thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
             thread.start()
-            wait_until(a_session_waits_for_an_advisory_lock)
+            wait_until(a_session_waits_for_a_row)
             assert not answers, "it waits for the pass"
             settling.settle("default", settlement)
         thread.join()
@@ -312,6 +312,30 @@ class TestCancelling:
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
 
+    def test_cancel_in_an_open_transaction_holds_back_its_key_and_not_its_shard(self):
+        message, of_its_key, another = published(key="k"), published(key="k"), published()
+        OutboxMessage.objects.update(shard=7)
+        with transaction.atomic():
+            assert operating.cancel("default", message.position)
+            assert claimed_elsewhere() == {another.position}
+        assert claimed_elsewhere() == {of_its_key.position, another.position}
+
+    def test_message_changed_after_its_row_was_read_is_claimed_by_the_next_pass_only(self, monkeypatch):
+        message, of_its_key, another = published(key="k", expires_in=HOUR), published(key="k"), published()
+        lock_rows, decided = claiming._lock_rows, []
+
+        def decide_before(*args):
+            if not decided:
+                with in_threads(lambda: decided.append(publish_now(message.id))):
+                    pass
+            return lock_rows(*args)
+
+        monkeypatch.setattr(claiming, "_lock_rows", decide_before)
+
+        assert claimed_elsewhere() == {another.position}
+        assert decided[0]
+        assert claimed_elsewhere() == {message.position, of_its_key.position, another.position}
+
     def test_cancel_restores_the_lock_timeout_of_the_caller(self):
         message = published()
         with transaction.atomic():
@@ -343,7 +367,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
     (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
-    assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
+    assert (work_found, claim.locked_shards) == (same_work_found, same_claim.locked_shards)
     assert [row._replace(expires_in_seconds=None) for row in claim.rows] == [
         row._replace(expires_in_seconds=None) for row in same_claim.rows
     ]
@@ -371,9 +395,9 @@ def test_prepared_statements_never_use_a_generic_plan():
         assert cursor.fetchall() == [("outbox_lock_rows", 0), ("outbox_look", 0), ("outbox_read", 0)]
 
 
-def a_session_waits_for_an_advisory_lock():
+def a_session_waits_for_a_row():
     with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE transactionid = pg_current_xact_id()::xid AND NOT granted")
         return cursor.fetchone()[0]
 
 

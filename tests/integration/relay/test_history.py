@@ -21,6 +21,7 @@ from outbox.callbacks import registry
 from outbox.decisions import Outcome
 from outbox.expressions import Today
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
+from outbox.operators.counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 from outbox.store import claiming, history, operating, preparing, restoring, settling
@@ -729,7 +730,7 @@ class TestFigures:
         settled(published())
         published()
 
-        counts = history.count_states("default")
+        counts = count_states("default")
 
         assert (counts.states["published"], counts.states["ready"]) == (1, 1)
         assert counts.estimated == frozenset()
@@ -740,9 +741,9 @@ class TestFigures:
             settling.settle("default", Settlement(published=[message.position for message in messages]))
         published()
         execute(f"ANALYZE {TABLE}")
-        monkeypatch.setattr(history, "_COUNTED_EXACTLY_BYTES", 0)
+        monkeypatch.setattr("outbox.operators.counts.COUNTED_EXACTLY_BYTES", 0)
 
-        counts = history.count_states("default")
+        counts = count_states("default")
 
         assert counts.estimated == set(SETTLED)
         assert counts.states["published"] == pytest.approx(500, rel=0.1)

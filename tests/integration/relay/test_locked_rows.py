@@ -16,15 +16,15 @@ from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, cancel, publish_many
+from outbox import Draft, publish_many
 from outbox.expressions import Today
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import replaying
+from outbox.store import backfilling
 from outbox.store.claiming import read_published, shard_holders
+from outbox.store.dialect import LOCK_SPACE
 from tests.support.aliases import the_default_at
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
@@ -48,16 +48,10 @@ def session(statement, parameters=()):
         yield other.info.backend_pid
 
 
-@contextmanager
 def held_shard(message):
-    """Another session whose open transaction has cancelled the message, for `with`."""
-    other = OpenTransaction()
-    try:
-        assert other.does(cancel, message.id).result()
-        yield
-    finally:
-        other.rolls_back()
-        other.ends()
+    """Another session that has locked the shard of the message, for `with`; its process id."""
+    shard = OutboxMessage.objects.get(pk=message.position).shard
+    return session("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, shard])
 
 
 def transactions_per_second(seconds=MEASURED_SECONDS):
@@ -222,7 +216,7 @@ def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_other
 
     def hand_over():
         with transaction.atomic():
-            replaying.stop_passes("default")
+            backfilling.stop_passes("default")
             read_published("default", [message.position for message in messages])
 
     server = FaultProxy("127.0.0.1", int(urlsplit(process_environment["DATABASE_URL"]).port))
@@ -284,5 +278,5 @@ class TestHeldShard:
         shard = OutboxMessage.objects.get(pk=message.position).shard
         assert report.startswith(f"relay: the ready messages of 1 of 64 shards ({shard}) are not sent")
         assert re.search(r"another session \(pid \d+\)", report)
-        assert "cancel()" in report
+        assert "which no pass of a relay takes" in report
         assert "pg_terminate_backend()" in report

@@ -24,10 +24,10 @@ from inbox.conf import inbox_options
 from inbox.consumer.topology import declare
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, TrailEntry
+from outbox.operators.replaying import Replay, executor, plan
 from outbox.pausing import pause
-from outbox.relay.replaying import Replay, executor, plan
 from outbox.states import State
-from outbox.store.replaying import Selection
+from outbox.store.selecting import Selection
 from tests.support.deliveries import drain, the_effect
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, set_columns
 from tests.support.servers import FaultProxy

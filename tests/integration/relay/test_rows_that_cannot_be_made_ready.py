@@ -6,11 +6,11 @@ import pytest
 from django.db import Error
 
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.refused_rows import RefusedRows
 from outbox import pause, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store import settling
+from outbox.store.unwritable_rows import UnwritableRows
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.refused_rows import POISON, cleared, refused
 from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of
@@ -88,7 +88,8 @@ class TestOneRow:
             wait_until(lambda: state_of(bad) == State.PUBLISHED)
 
         [report] = reports(caplog)
-        assert f"of 1 messages, so they cannot be made ready; the first is row {row_of(bad).pk}: this row is cursed" in report
+        assert f"of 1 messages, so they cannot be made ready; the first is message {bad.id} (" in report
+        assert f"biz-id {bad.biz_id}): this row is cursed" in report
         assert "Look for a trigger" in report
         assert not unexpected(caplog)
         assert sorted(ids(peer.published)) == sorted(ids([bad, *others])), "each of them once"
@@ -155,11 +156,11 @@ class TestManyRows:
         for _ in range(120):
             backed_off(published())
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
-            settling.make_retrying_ready("default", 1000, RefusedRows())
+            settling.make_retrying_ready("default", 1000, UnwritableRows("default"))
 
     def test_refused_row_is_skipped_until_its_backoff_ends(self):
         [bad], others = among_others(backed_off)
-        rows = RefusedRows()
+        rows = UnwritableRows("default")
         with refused(where=NOT_READY):
             assert settling.make_retrying_ready("default", 1000, rows) == len(others)
             assert [*rows.skipped()] == [row_of(bad).pk]

@@ -12,7 +12,7 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, operating
+from outbox.store import claiming, operating, settling
 from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
 from tests.support.relaying import (
@@ -57,6 +57,11 @@ def take(lease):
     return lease.claim(claiming.look("default").shards, 10)
 
 
+def settle(lease, settlement):
+    with lease.fenced():
+        return settling.settle("default", settlement)
+
+
 class TestLease:
     def test_lease_is_held_by_one_relay_at_a_time(self, ours, theirs):
         message = published()
@@ -99,11 +104,11 @@ class TestLease:
         take(theirs)
 
         with pytest.raises(LeaseLost):
-            ours.settle(Settlement(published=[message.position]))
+            settle(ours, Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
         assert Lease.objects.get(name=RELAYING).in_hand == [message.position], "the rows claimed by the new holder stay claimed"
-        assert theirs.settle(Settlement(published=[message.position])) == 1
+        assert settle(theirs, Settlement(published=[message.position])) == 1
 
     def test_expired_lease_settles_nothing_even_if_no_relay_took_it_over(self, ours):
         message = published()
@@ -111,7 +116,7 @@ class TestLease:
         expire_the_lease()
 
         with pytest.raises(LeaseLost):
-            ours.settle(Settlement(published=[message.position]))
+            settle(ours, Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
 
@@ -119,7 +124,7 @@ class TestLease:
         message = published()
 
         with pytest.raises(LeaseLost):
-            theirs.settle(Settlement(published=[message.position]))
+            settle(theirs, Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
 
@@ -173,13 +178,13 @@ class TestCancel:
 
         assert operating.cancel("default", message.position)
         with pytest.raises(LeaseLost):
-            ours.settle(Settlement(published=[message.position]))
+            settle(ours, Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_after_the_claim_was_settled_succeeds(self, ours):
         message = published()
         take(ours)
-        ours.settle(Settlement())
+        settle(ours, Settlement())
 
         assert operating.cancel("default", message.position)
         assert state_of(message) == State.CANCELLED

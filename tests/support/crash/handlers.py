@@ -9,7 +9,7 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from inbox import Message, idempotent_handler
-from outbox import Answer, HalfMessage, checker, publish
+from outbox import Answer, UndecidedMessage, checker, publish
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.failpoints import record
 from tests.support.crash.oracle import CHAINED, Fact
@@ -51,7 +51,7 @@ def apply_chained(message: Message) -> None:
 
 
 @checker("crash.done")
-def took_place(message: HalfMessage) -> Answer:
+def took_place(message: UndecidedMessage) -> Answer:
     """Whether the operation of a prepared message has taken place; if not, it cannot any more."""
     operation = message.payload["operation"]
     Unique.objects.get_or_create(name=Fact.DECIDED.of(operation))

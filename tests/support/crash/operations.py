@@ -23,7 +23,7 @@ from django.db.models.functions import Now
 
 from outbox import cancel, prepare, publish, reschedule, restore
 from outbox.checkers import checkers
-from outbox.preparing import Half
+from outbox.preparing import PreparedMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.oracle import CHAINS, EXPIRES, Fact
 
@@ -259,7 +259,7 @@ class Producer:
             return "ruled out by the checker"
         return "forgotten after it took place"
 
-    def _prepare(self, name: str) -> Half:
+    def _prepare(self, name: str) -> PreparedMessage:
         half = prepare(TOPIC, payload_of(name, ""))
         Unique.objects.create(name=Fact.PREPARED.of(name))
         return half

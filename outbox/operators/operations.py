@@ -24,8 +24,9 @@ from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
+from outbox.operators import bulk
 from outbox.states import CANCEL, COMMIT, LIVE, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
-from outbox.store import bulk, operating, preparing, restoring, unique
+from outbox.store import operating, preparing, restoring, unique
 from outbox.store.dialect import live
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
 
@@ -61,7 +62,6 @@ def restore(
 
 def _decided(
     transition: Transition,
-    one: Any,
     alias: str,
     rows: Sequence[int],
     *,
@@ -71,7 +71,7 @@ def _decided(
     reason: str,
 ) -> Sequence[RowOutcome]:
     names, told = bulk.names_of(alias, rows), _told(by, reason)
-    changed = bulk.decide_some(alias, transition, rows, sources=sources, one=partial(one, reason=told), reason=told)
+    changed = operating.decide(alias, transition, rows, sources=sources, reason=told)
     if changed:
         doorbell.ring_after_commit(alias)
     states = bulk.states_of(alias, [row for row in rows if row not in changed])
@@ -89,12 +89,8 @@ def _why(left: str) -> str:
     return _WHY.get(left) or f"it is {State(left).label.lower()} now"
 
 
-def _publish_now(alias: str, row: int, *, reason: str) -> bool:
-    return operating.reschedule(alias, row, timedelta(), reason=reason)
-
-
-cancel: Perform = partial(_decided, CANCEL, operating.cancel)
-publish_now: Perform = partial(_decided, PUBLISH_NOW, _publish_now)
+cancel: Perform = partial(_decided, CANCEL)
+publish_now: Perform = partial(_decided, PUBLISH_NOW)
 
 
 def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
@@ -175,7 +171,7 @@ class RescheduleForm(ReasonForm):
 def _must_be_near(at: timedelta | datetime) -> None:
     """Apply the limit of `publish`, whose error would name the arguments of `publish`."""
     try:
-        due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
+        due(*((at, None) if isinstance(at, timedelta) else (None, at)))
     except InvalidMessage as error:
         raise forms.ValidationError(gettext("This is too far in the future: the maximum is ten years.")) from error
 
@@ -236,7 +232,7 @@ CANCEL_THEM = Action(
     label=_("Cancel"),
     done=_("cancelled"),
     sources=CANCEL.sources,
-    run=_ringing(lambda alias, row, given: operating.cancel(alias, row, reason=given.text)),
+    run=_ringing(lambda alias, row, given: bool(operating.cancel(alias, row, reason=given.text))),
     form=ReasonForm,
     question=_(
         "Cancel these messages? No relay will send them any more. The broker may already have a message whose "
@@ -251,7 +247,7 @@ PUBLISH_THEM_NOW = Action(
     done=_("to be published now"),
     permission="reschedule",
     sources=PUBLISH_NOW.sources,
-    run=_ringing(lambda alias, row, given: _publish_now(alias, row, reason=given.text)),
+    run=_ringing(lambda alias, row, given: bool(operating.reschedule(alias, timedelta(), row, reason=given.text))),
     form=ReasonForm,
     question=_("Publish these messages now? A sent message cannot be taken back."),
     button=_("Publish the messages now"),
@@ -261,7 +257,7 @@ RESCHEDULE_THEM = Action(
     name="reschedule",
     label=_("Reschedule"),
     sources=RESCHEDULE.sources,
-    run=lambda alias, row, given: operating.reschedule(alias, row, given.values["due"], reason=given.text),
+    run=lambda alias, row, given: bool(operating.reschedule(alias, given.values["due"], row, reason=given.text)),
     form=RescheduleForm,
     question=_(
         "Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays the same."

@@ -30,15 +30,15 @@ def why_unwritable(error: BaseException, alias: str, table: str) -> str:
 
 
 @dataclass
-class _Refused:
-    """A refused row, and the instant of its next try (monotonic)."""
+class _Skipped:
+    """An unwritable row, and the instant of its next try (monotonic)."""
 
     key: str
     pause: Pause = field(default_factory=lambda: Pause(_FIRST_SKIP_SECONDS, LONGEST_SKIP_SECONDS))
     again_at: float = 0.0
 
 
-class RefusedRows:
+class UnwritableRows:
     """The rows that the database has recently refused to change, in the memory of one loop or process.
 
     Args:
@@ -48,37 +48,38 @@ class RefusedRows:
 
     def __init__(self, at_once: int | None = None) -> None:
         self._at_once = at_once
-        self._refused: dict[int, _Refused] = {}
+        self._rows: dict[int, _Skipped] = {}
         self._due: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._refused)
+    @property
+    def count(self) -> int:
+        return len(self._rows)
 
     def __contains__(self, position: int) -> bool:
-        return position in self._refused
+        return position in self._rows
 
     def skipped(self) -> Mapping[int, str]:
         """The positions of the rows that are not tried now, with the keys of their messages."""
         now = monotonic()
         # A row that was not tried since it was due has changed, or belongs to another process.
-        self._refused = {at: one for at, one in [*self._refused.items()] if now < one.again_at + LONGEST_SKIP_SECONDS}
-        due = sorted((one.again_at, position) for position, one in self._refused.items() if one.again_at <= now)
+        self._rows = {at: row for at, row in [*self._rows.items()] if now < row.again_at + LONGEST_SKIP_SECONDS}
+        due = sorted((row.again_at, position) for position, row in self._rows.items() if row.again_at <= now)
         self._due = [position for _, position in due[: self._at_once]]
-        return {position: one.key for position, one in self._refused.items() if position not in self._due}
+        return {position: row.key for position, row in self._rows.items() if position not in self._due}
 
     def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
         """Skip the refused rows until their backoff ends."""
         now = monotonic()
         for position in refused:
-            one = self._refused.setdefault(position, _Refused(keys.get(position, "")))
-            one.again_at = now + one.pause.next_seconds()
+            row = self._rows.setdefault(position, _Skipped(keys.get(position, "")))
+            row.again_at = now + row.pause.next_seconds()
 
-    def retried(self, refused: Collection[int] = (), among: Collection[int] | None = None) -> None:
-        """Forget the due rows that were tried again (those in `among`, if given), except those that are `refused` again."""
+    def forget_due(self, tried: Collection[int] | None = None) -> None:
+        """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""
         for position in self._due:
-            if position not in refused and (among is None or position in among):
+            if tried is None or position in tried:
                 self.forget(position)
 
     def forget(self, position: int) -> None:
         """Forget a row that could be changed."""
-        self._refused.pop(position, None)
+        self._rows.pop(position, None)

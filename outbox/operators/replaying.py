@@ -11,10 +11,11 @@ which is as large as the part that was confirmed.
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,23 +23,29 @@ from django.db import transaction
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.broker import queue_name
-from exactly_once.models import Operation
+from exactly_once.models import Lease, Operation
 from exactly_once.operators.actions import Action
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operation_rows import Plan, RowOutcome
 from exactly_once.operators.operations import Operations
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.operations import ACTIONS, operations, why_not
-from outbox.relay.outgoing import outgoing
-from outbox.relay.waves import waves
+from outbox.models import PausedTopic
+from outbox.operators import bulk
+from outbox.operators.operations import ACTIONS, operations, why_not
 from outbox.states import State
-from outbox.store import bulk, replaying, trail
+from outbox.store import trail
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
-from outbox.store.replaying import Selection
+from outbox.store.outgoing import outgoing
+from outbox.store.selecting import Selection
+from outbox.store.waves import waves
 from outbox.transports import open_transport
 
+_PLANNING = "outbox: planning a replay"
 _TRY_AGAIN = (PublishOutcome.UNKNOWN, PublishOutcome.NACKED)
 _LONGEST_BATCH = timedelta(seconds=20)
 """Less than the time after which PostgreSQL ends the idle transaction of a batch."""
@@ -83,8 +90,8 @@ def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) ->
     """
     given = replay.given
     with transaction.atomic(using=alias):
-        replaying.plan_alone(alias)
-        if found := replaying.open_replay(alias, REPLAY.name, given):
+        plan_alone(alias)
+        if found := _open_replay(alias, REPLAY.name, given):
             return Planned(found, is_new=False)
         planned = Plan(
             action=REPLAY.name,
@@ -95,11 +102,35 @@ def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) ->
             given=given,
             rate=rate,
         )
-        operation = operations.plan(alias, planned, replaying.positions(alias, replay.selection))
+        operation = operations.plan(alias, planned, replace(replay.selection, states=[State.PUBLISHED]).positions(alias))
         subject = Subject(kind="operation", id=str(operation.pk), name=operation.selection)
         parameters = {**given, "rate": rate, "reason": reason, "messages": operation.total}
         record("outbox", alias, actor, REPLAY.name, [subject], parameters)
     return Planned(operation, is_new=True)
+
+
+def plan_alone(alias: str) -> None:
+    """Wait until no other transaction plans a replay; none does until the open transaction ends."""
+    lease = Lease.objects.using(alias).filter(name=_PLANNING)
+    holder = process_name()[:NAME_LENGTH]
+    # The first statement writes, because SQLite refuses to upgrade a transaction that has read an older snapshot.
+    if not lease.update(holder=holder):
+        now = DatabaseTime()
+        row = Lease(name=_PLANNING, token=uuid.UUID(int=0), holder=holder, valid_from=now, expires_at=now)
+        Lease.objects.using(alias).bulk_create([row], ignore_conflicts=True)
+        lease.update(holder=holder)
+
+
+def _open_replay(alias: str, action: str, given: dict[str, str]) -> Operation | None:
+    """The replay of the same selection that is planned or running, if there is one."""
+    rows = Operation.objects.using(alias).filter(action=action, state__in=["planned", "running"]).order_by("pk")
+    return next((operation for operation in rows if operation.given == given), None)
+
+
+def _paused_topics(alias: str) -> frozenset[str]:
+    """The topics that an operator has paused. Those of the circuit breaker may have a queue again."""
+    rows = PausedTopic.objects.using(alias).filter(is_resuming=False).exclude(paused_by="")
+    return frozenset(rows.values_list("topic", flat=True))
 
 
 def executor(alias: str, **options: Any) -> Operations:
@@ -132,7 +163,7 @@ def send_again(
 
 def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by: str, reason: str) -> Sequence[RowOutcome]:
     options = outbox_options()
-    paused, to_group = replaying.paused_topics(alias), str(given.get("to_group", ""))
+    paused, to_group = _paused_topics(alias), str(given.get("to_group", ""))
     unchanged = dict.fromkeys(rows, "it is no longer in the history")
     sendable: list[RelayedMessage] = []
     messages: dict[int, OutgoingMessage] = {}

@@ -1,0 +1,181 @@
+"""Rows that the database refuses to change, because a trigger, a constraint or a damaged index raises for them.
+
+A change of many rows that failed because of one of them is repeated row by row, so that the others are changed. Unwritable rows
+are skipped for some time, longer after each try, and reported once a minute. Later rows of their keys wait for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from django.db import Error, connections, transaction
+
+from exactly_once.process.logs import Reminder
+from exactly_once.sql import unwritable_rows
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.faults import is_canceled
+from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
+from outbox.models import OutboxMessage
+from outbox.states import LIVE
+from outbox.store.dialect import TABLE
+from outbox.store.transitions import Found
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+logger = logging.getLogger(__name__)
+
+Rows = Sequence[int] | Found
+Change = Callable[[Rows], int]
+"""Changes rows inside an open transaction or in its own, and returns their number."""
+
+_IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE; "
+"""A deferred constraint would raise when the transaction commits, and not for a row."""
+_MANY = 100
+_RETRIED_AT_ONCE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """The result of a change.
+
+    Attributes:
+        count: the number of changed rows.
+        done: the positions that `change` took; None for all rows of a query.
+        unwritable: by position, the error of each row that the database refused to change.
+        keys: those of the messages, by position; known if some are unwritable.
+    """
+
+    count: int
+    done: Collection[int] | None = None
+    unwritable: Mapping[int, Error] = field(default_factory=dict)
+    keys: Mapping[int, str] = field(default_factory=dict)
+
+
+def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
+    """Call `change` with all rows or, if the database refuses that because of one of them, with each row alone.
+
+    Raises:
+        django.db.Error: an error that these rows do not cause.
+    """
+    positions = None if isinstance(rows, Found) else rows
+    if positions == []:
+        return Changed(count=0, done=())
+    connection = connections[alias]
+    in_transaction = connection.in_atomic_block
+    if in_transaction:
+        # One round trip: it is not released, because the transaction soon ends.
+        _execute(connection, f"{_IMMEDIATE if is_postgresql(connection) else ''}SAVEPOINT writable")
+    try:
+        return Changed(count=change(rows), done=positions)
+    except Error as error:
+        if not _may_be_of_one(error, positions):
+            raise
+    if in_transaction:
+        transaction.set_rollback(False, using=alias)
+        _execute(connection, "ROLLBACK TO SAVEPOINT writable")
+    with transaction.atomic(using=alias):
+        return change_each(alias, rows, change)
+
+
+def change_each(alias: str, rows: Rows, change: Change) -> Changed:
+    """Call `change` with each row alone; see `change_writable`. Inside an open transaction."""
+    if is_postgresql(connections[alias]):
+        _execute(connections[alias], _IMMEDIATE)
+    keys = _keys(alias, rows)
+    count, done, stopped_keys = 0, set[int](), set[str]()
+    unwritable: dict[int, Error] = {}
+    for position, key in keys.items():
+        if key in stopped_keys:
+            continue
+        try:
+            with transaction.atomic(using=alias):
+                count += change([position])
+        except Error as error:
+            if not _may_be_of_one(error, keys):
+                raise
+            unwritable[position] = error
+            stopped_keys.update([key] if key else [])
+        else:
+            done.add(position)
+    return Changed(count=count, done=done, unwritable=unwritable, keys=keys)
+
+
+def _may_be_of_one(error: BaseException, rows: Collection[int] | None) -> bool:
+    # After a canceled statement the caller tries fewer rows first.
+    return may_be_of_one_row(error) or (is_canceled(error) and rows is not None and len(rows) == 1)
+
+
+def _execute(connection: BaseDatabaseWrapper, statement: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+
+
+def _keys(alias: str, rows: Rows) -> dict[int, str]:
+    """The keys of the messages by position, the oldest first."""
+    if isinstance(rows, Found):
+        with connections[alias].cursor() as cursor:
+            cursor.execute(rows.locked(connections[alias]), rows.parameters)
+            rows = [position for (position,) in cursor.fetchall()]
+    live = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=rows)
+    return dict(live.order_by("pk").values_list("pk", "key"))
+
+
+class UnwritableRows(unwritable_rows.UnwritableRows):
+    """The rows that one loop could not change by one kind of transition.
+
+    Args:
+        component: begins the log line.
+        purpose: of the change, as in "they cannot be made ready".
+        at_once: see `exactly_once.sql.unwritable_rows`.
+        reminder: decides when to report; loops may share it.
+    """
+
+    def __init__(
+        self,
+        alias: str,
+        component: str = "relay",
+        purpose: str = "made ready",
+        *,
+        at_once: int | None = _RETRIED_AT_ONCE,
+        reminder: Reminder | None = None,
+    ) -> None:
+        super().__init__(at_once)
+        self._alias = alias
+        self._component = component
+        self._purpose = purpose
+        self._reminder = reminder or Reminder()
+
+    def change(self, rows: Rows, change: Change) -> int:
+        """`change_writable`, recording what is unwritable; the number of changed rows.
+
+        Raises:
+            django.db.Error: none of many rows can be changed, so the cause is not one row.
+        """
+        changed = change_writable(self._alias, rows, change)
+        self.forget_due(changed.done)
+        self.record(changed.unwritable, changed.keys)
+        if not changed.count and len(changed.unwritable) >= _MANY:
+            raise next(iter(changed.unwritable.values()))
+        return changed.count
+
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = unwritable_rows.NO_KEYS) -> None:
+        """Skip the refused rows until their backoff ends, and report them if a report is due."""
+        super().record(refused, keys)
+        if refused and self._reminder.is_due():
+            position, error = next(iter(refused.items()))
+            live = OutboxMessage.objects.using(self._alias).filter(day=LIVE, pk=position)
+            logger.error(
+                "%s: the database refuses to change the rows of %d messages, so they cannot be %s; the first is message %s "
+                "(%s, biz-id %s): %s They are tried again every %.0f s at least, and are not sent meanwhile; the later "
+                "messages of their keys wait, and all others continue.",
+                self._component,
+                self.count,
+                self._purpose,
+                *live.values_list("message_id", "topic", "biz_id").get(),
+                why_unwritable(error, self._alias, TABLE),
+                LONGEST_SKIP_SECONDS,
+            )
