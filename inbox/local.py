@@ -28,7 +28,7 @@ from inbox.handlers.registry import registry
 from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on
-from inbox.receiving.reading import Arrival, read
+from inbox.receiving.reading import Arrival, read_body
 from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
@@ -141,7 +141,7 @@ class LocalTransport:
                 if handler.name in starting:
                     continue
                 handlers[handler.name] = handler
-                arrived = read(handler, message.envelope, options, is_past=self._is_past)
+                arrived = read_body(handler, message.envelope, options, is_past=self._is_past)
                 arrivals.setdefault(handler.name, []).append(arrived)
         for name, of_the_handler in arrivals.items():
             hand_over(handlers[name], *of_the_handler)

@@ -11,11 +11,10 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from math import inf
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
@@ -27,12 +26,12 @@ from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.operators.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
+from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received, announce_dead_letter
+from inbox.receiving.outcomes import announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
-from inbox.receiving.refused_rows import RefusedMessages
 from inbox.store import claims, due, ordering, starts
 from inbox.store.heartbeats import running_handlers
 from inbox.store.rows import Follower, OrderedKey
@@ -111,7 +110,6 @@ class Runner:
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
         self._refunds = AttemptRefunds()
-        self._refused: dict[str, RefusedMessages] = {}
         self._reported: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
@@ -276,9 +274,6 @@ class Runner:
                     ran += self._run(*claimed)
                 self.outages.end(_stored_on(alias))
             except DatabaseUnavailable as error:
-                if claimed and self._is_only_this_row_refused(claimed[1], alias, error):
-                    self._try_at[alias] = 0.0  # try again at once: other messages can be run
-                    continue
                 self._refunds.add(alias, error)
                 self._try_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
@@ -293,19 +288,6 @@ class Runner:
         with self._lock:
             self.ran += ran
         return ran
-
-    def _is_only_this_row_refused(self, stored: InboxMessage, alias: str, error: DatabaseUnavailable) -> bool:
-        """Does the database refuse only this message's row? Then the row is skipped until its backoff ends."""
-        if not (error.refused and self.outages.can_store(alias)):
-            return False
-        self._refused_of(alias).skip(stored.pk, error.__cause__ or error)
-        if error.refund is not None:
-            with suppress(DatabaseError, InterfaceError):
-                error.refund()
-        return True
-
-    def _refused_of(self, alias: str) -> RefusedMessages:
-        return self._refused.setdefault(alias, RefusedMessages(alias))
 
     def _may_try(self, alias: str) -> bool:
         """May this thread use the database? False while it is paused. During an outage, only one thread probes it."""
@@ -335,7 +317,7 @@ class Runner:
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1
-            if follower is None or follower.message is None or became is not Received.HANDLED:
+            if follower is None or follower.message is None or became is not Outcome.HANDLED:
                 return ran
             stored = follower.message
             if self._stop or self.is_paused(handler):
@@ -369,7 +351,7 @@ class Runner:
 
     def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """These handlers take turns as well, so that the backlog of one does not delay another."""
-        claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options, self._refused_of(alias))
+        claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options)
         if claimed:
             self._served[alias] = claimed[0].name
         return claimed
@@ -381,7 +363,7 @@ class Runner:
         for handler in _due_among(random.sample(ready, len(ready))):
             limiter = limiters[handler.name]
             if limiter.take_or_lease(1):
-                if claimed := claim_next([handler], alias, self._options, self._refused_of(alias)):
+                if claimed := claim_next([handler], alias, self._options):
                     return claimed
                 limiter.give_back(1)
         for handler, limiter in limited:

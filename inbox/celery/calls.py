@@ -42,7 +42,6 @@ class Call:
     Attributes:
         arguments: returns the args and kwargs of the delivery, even after the function has changed its arguments.
         message: the argument of the handler's function, which calls the task's function.
-        redelivered: the broker says that it has delivered this message before.
         eager: it is run by its caller, without a message.
         awaited: another task needs its result.
     """
@@ -52,7 +51,6 @@ class Call:
     handler: Handler
     arrival: Arrival
     message: Message
-    redelivered: bool
     eager: bool
     awaited: bool
 
@@ -122,7 +120,7 @@ def read_call(
         body=body,
     )
     outside = "" if request.is_eager else outside_window(envelope, options)
-    row = row_of(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
     if content_type == _NOT_JSON:
         # Equal arguments may differ as text, so they never conflict.
         row = replace(row, digest=hashlib.sha256().hexdigest())
@@ -135,7 +133,6 @@ def read_call(
         handler=handler,
         arrival=Arrival(row=row, envelope=envelope, refused=outside, quarantined=bool(outside)),
         message=message,
-        redelivered=redelivered,
         eager=bool(request.is_eager),
         awaited=bool(request.callbacks or request.chain or request.chord),
     )

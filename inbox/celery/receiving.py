@@ -1,6 +1,6 @@
 """One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-The pipeline (`inbox.receiving.transactional`) runs a task as it runs a message. This policy differs in four ways:
+The pipeline (`inbox.receiving.run`) runs a task as it runs a message. This policy differs in four ways:
 
 - A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
 - An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -35,10 +35,12 @@ from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.handlers.message import Message
 from inbox.models import DUE, InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.outcomes import Received, fail_exhausted, fail_stored, failure_of
-from inbox.receiving.transactional import Policy, run_claimed, run_fresh
+from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
+from inbox.receiving.reading import Arrival
+from inbox.receiving.run import Policy, run_claimed, run_fresh
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -83,7 +85,7 @@ def receive_task(
     try:
         _refunds.settle(call.handler.using)
         received = policy.receive()
-        return policy.returned if received is Received.HANDLED else _earlier_result(call, received)
+        return policy.returned if received is Outcome.HANDLED else _earlier_result(call, received)
     except ConcurrentDuplicate:
         _defer(call, options.DUPLICATE_TIMEOUT, "another delivery of its business id is being run")
     except DatabaseUnavailable as outage:
@@ -110,28 +112,31 @@ class TaskPolicy(Policy):
         self.returned: object = None
         self._began_at = monotonic()
 
-    def receive(self) -> Received:
-        arrival, redelivered = self.call.arrival, self.call.redelivered
-        if not (arrival.refused or redelivered):
-            return run_fresh(self, arrival, repeat(self.call.message))
+    def receive(self) -> Outcome:
+        arrival = self.call.arrival
+        if not (arrival.refused or arrival.row.redelivered):
+            return (run_fresh(self, [arrival]) or [Outcome.DEFERRED])[0]
         if received := self._run_open_row():
             return received
-        (received,) = admit(self.handler, [(arrival, redelivered)], self.options)
-        if received is Received.STORED:
+        (received,) = admit(self.handler, [arrival], self.options)
+        if received is Outcome.STORED:
             return self._run_open_row() or received
         return received
+
+    def messages_of(self, arrival: Arrival) -> Iterator[Message]:
+        return repeat(self.call.message)
 
     def encode_result(self, returned: object) -> str | None:
         self.returned = returned
         return encode_result(returned)
 
-    def settle_success(self, message: Message) -> Received:
+    def settle_success(self, message: Message) -> Outcome:
         # An eager task may be part of its caller's transaction; otherwise this is called at once.
         if connections[self.handler.using].in_atomic_block:
             transaction.on_commit(partial(self._announce_success, message), using=self.handler.using)
         else:
             self._announce_success(message)
-        return Received.HANDLED
+        return Outcome.HANDLED
 
     def _announce_success(self, message: Message) -> None:
         super().settle_success(message)
@@ -162,10 +167,10 @@ class TaskPolicy(Policy):
                 )
         raise error
 
-    def settle_duplicate(self, row: NewRow) -> Received:
+    def settle_duplicate(self, row: NewRow) -> Outcome:
         return self._run_open_row() or super().settle_duplicate(row)
 
-    def _run_open_row(self) -> Received | None:
+    def _run_open_row(self) -> Outcome | None:
         """Run the stored row of this task; None if there is none, if it is not open, or if it is being run."""
         claim = partial(tasks.claim_existing, self.handler.using, self.call.arrival.row, self.options.REDELIVERY_AFTER)
         stored = committed(claim, self.handler.using)
@@ -215,7 +220,7 @@ def _celery_retries(task: Any, error: Exception) -> bool:
     return most is None or task.request.retries < most
 
 
-def _earlier_result(call: Call, received: Received) -> object:
+def _earlier_result(call: Call, received: Outcome) -> object:
     """The stored result of a task that this delivery has not run.
 
     Raises:
@@ -224,7 +229,7 @@ def _earlier_result(call: Call, received: Received) -> object:
     """
     using, name, biz_id = call.handler.using, call.handler.name, call.message.biz_id
     earlier = None
-    if received is not Received.DEFERRED:
+    if received is not Outcome.DEFERRED:
         earlier = committed(lambda: tasks.outcome(using, call.arrival.row), using)
     if earlier is None or earlier.state in DUE:
         raise ConcurrentDuplicate

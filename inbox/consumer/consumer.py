@@ -52,7 +52,7 @@ from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits,
 from inbox.handlers.handler import Handler
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.shedder import shedder_of
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable
 
@@ -148,7 +148,7 @@ class Consumer:
         )
 
     @property
-    def received(self) -> Counter[Received]:
+    def received(self) -> Counter[Outcome]:
         return self._reception.received
 
     def run(self, *, drain: bool = False) -> None:
@@ -399,12 +399,12 @@ class Consumer:
     def _unanswered(self) -> int:
         return sum(len(subscription.acks) for subscription in self._open.values())
 
-    def _put_answer(self, delivery: Delivery, received: Received) -> None:
+    def _put_answer(self, delivery: Delivery, received: Outcome) -> None:
         """Called by the workers. A delivery without an answer stays here, because the broker counts each redelivery."""
         delay = 0.0
-        if received is Received.DEFERRED:
+        if received is Outcome.DEFERRED:
             delay = _DEFERRED_SECONDS
-        elif received is Received.UNSTORED:
+        elif received is Outcome.UNSTORED:
             shortest, longest = _UNSTORED_SECONDS
             # As long as it has been here: the delay doubles.
             delay = min(max(monotonic() - delivery.at, shortest), longest)

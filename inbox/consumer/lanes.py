@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import kombu
@@ -17,6 +17,7 @@ from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of, prefetch
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
+from inbox.receiving.reading import Arrival
 
 STORED_AT_ONCE = 100
 """Deliveries that are stored in one transaction, if their handler does not run them here."""
@@ -26,13 +27,15 @@ LOAD_BYTES = 8 * 1024 * 1024
 """Maximum total size of the bodies in one load of several deliveries: a worker decodes and stores a load at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Delivery:
     """A message from the broker, and the epoch of its connection.
 
     Attributes:
         at: when it arrived (monotonic).
         refused: why kombu could not decode the delivery, or "".
+        arrival: its content, once a worker has read it.
+        is_acknowledged: it was acknowledged before its handler ended. The broker must not be answered twice.
     """
 
     epoch: int
@@ -40,6 +43,8 @@ class Delivery:
     message: kombu.Message
     at: float
     refused: str = ""
+    arrival: Arrival = field(init=False)
+    is_acknowledged: bool = False
 
     @property
     def redelivered(self) -> bool:

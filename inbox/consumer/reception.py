@@ -7,7 +7,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -24,14 +24,14 @@ from inbox.consumer.lanes import Delivery, Unanswered
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.execute import receive
+from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received, failure_of, store_failure
+from inbox.receiving.outcomes import failure_of, store_failure
+from inbox.receiving.parking import park, read_counted
 from inbox.receiving.reading import Arrival, Unidentifiable, can_wait, message_of, read
-from inbox.receiving.together import receive_together
-from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
@@ -40,28 +40,11 @@ from inbox.transactions.persistence import DatabaseUnavailable
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Read:
-    """A delivery and its content.
-
-    Attributes:
-        is_acknowledged: True if it was acknowledged before its handler ended. The broker must not be answered twice.
-    """
-
-    delivery: Delivery
-    arrival: Arrival
-    is_acknowledged: bool = False
-
-    def again(self) -> _Read:
-        """A copy for another run, with a new message: the handler may have changed the payload of this one."""
-        return replace(self, arrival=replace(self.arrival, message=None))
-
-
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
 _IDENTITY_REMEDY = "Correct biz_id= of the handler, or the data that it queries."
-_TIMED = (Received.HANDLED, Received.STORED)
+_TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
-_Run = Callable[[list[_Read]], list[Received] | None]
+_Run = Callable[[list[Delivery]], list[Outcome] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
 
@@ -80,7 +63,7 @@ class Reception:
         options: InboxOptions,
         *,
         is_current: Callable[[int], bool],
-        answer: Callable[[Delivery, Received], None],
+        answer: Callable[[Delivery, Outcome], None],
         ring: Callable[[], None],
         outages: Outages,
     ) -> None:
@@ -94,7 +77,7 @@ class Reception:
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
-        self.received: Counter[Received] = Counter()
+        self.received: Counter[Outcome] = Counter()
 
     def close(self) -> None:
         """Begin no more runs."""
@@ -121,9 +104,11 @@ class Reception:
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts)), outage) from outage
                 ended, halve = self._defer_unstored(part, outage), True
             if not ended:
-                again = [one.again() for one in part]
+                for one in part:
+                    # A new message for another run: the handler may have changed the payload of this one.
+                    one.arrival = replace(one.arrival, message=None)
                 half = len(part) // 2
-                smaller = [again[:half], again[half:]] if halve else [[one] for one in again]
+                smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
                 parts.extendleft(
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )
@@ -152,8 +137,8 @@ class Reception:
             Unanswered: see `receive`; it includes the others.
         """
         handler = load[0].handler
-        shed: dict[str, list[_Read]] = {}
-        to_handle: list[_Read] = []
+        shed: dict[str, list[Delivery]] = {}
+        to_handle: list[Delivery] = []
         for one in self._read_all(handler, load):
             if reason := self._why_shed(handler, one.arrival):
                 shed.setdefault(reason, []).append(one)
@@ -168,7 +153,7 @@ class Reception:
                     raise self._unanswered(handler, chain(to_handle, *shed.values()), outage) from outage
                 to_handle += shed[reason]  # one of them cannot be stored; `receive` finds it
             del shed[reason]
-        return sorted((one.delivery for one in to_handle), key=lambda delivery: delivery.at)
+        return sorted(to_handle, key=lambda delivery: delivery.at)
 
     def probe(self, alias: str) -> float:
         """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
@@ -176,14 +161,14 @@ class Reception:
             self._refunds.settle(alias)
         return self._outages.ask(alias)
 
-    def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
+    def _parts(self, handler: Handler, load: list[Delivery]) -> deque[tuple[list[Delivery], _Run]]:
         """Split the load into parts that run the same way."""
         if handler.is_stored_first:
             return deque([(load, self._later(handler))] if load else [])
-        parts: deque[tuple[list[_Read], _Run]] = deque()
-        together: list[_Read] = []
+        parts: deque[tuple[list[Delivery], _Run]] = deque()
+        together: list[Delivery] = []
         for one in load:
-            if one.arrival.refused or one.delivery.redelivered or handler.lease:
+            if one.arrival.refused or one.redelivered or handler.lease:
                 parts.append(([one], self._singly(handler)))
             else:
                 together.append(one)
@@ -192,35 +177,23 @@ class Reception:
         return parts
 
     def _singly(self, handler: Handler) -> _Run:
-        def run(part: list[_Read]) -> list[Received]:
-            return [
-                receive(
-                    handler,
-                    one.arrival,
-                    self._options,
-                    redelivered=one.delivery.redelivered,
-                    acknowledge=partial(self._acknowledge, one),
-                )
-                for one in part
-            ]
-
-        return run
+        return lambda part: [
+            receive(handler, one.arrival, self._options, acknowledge=partial(self._acknowledge, one)) for one in part
+        ]
 
     def _together(self, handler: Handler) -> _Run:
         return lambda part: receive_together(handler, [one.arrival for one in part], self._options)
 
     def _later(self, handler: Handler) -> _Run:
-        def run(part: list[_Read]) -> list[Received]:
-            stored = admit(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options)
+        def run(part: list[Delivery]) -> list[Outcome]:
+            stored = admit(handler, [one.arrival for one in part], self._options)
             self._ring()
             return stored
 
         return run
 
     def _shed(self, handler: Handler, reason: str) -> _Run:
-        return lambda part: admit(
-            handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options, shed=reason
-        )
+        return lambda part: admit(handler, [one.arrival for one in part], self._options, shed=reason)
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)
@@ -228,22 +201,22 @@ class Reception:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
-    def _is_late(self, part: list[_Read]) -> bool:
+    def _is_late(self, part: list[Delivery]) -> bool:
         """Did the load take so long that this part must be stored and not run, before the broker's `consumer_timeout`?"""
-        first = part[0].delivery
+        first = part[0]
         return not first.handler.ordered and monotonic() - first.at > self._options.longest_silence
 
     def _is_wanted(self, delivery: Delivery) -> bool:
         return not self._closing and self._is_current(delivery.epoch)
 
-    def _run_part(self, part: list[_Read], run: _Run) -> bool:
+    def _run_part(self, part: list[Delivery], run: _Run) -> bool:
         """Run a part and answer its deliveries. False: it must be run in smaller parts.
 
         Raises:
             DatabaseUnavailable: no outcome was stored.
         """
-        handler = part[0].delivery.handler
-        if not self._is_wanted(part[0].delivery):
+        handler = part[0].handler
+        if not self._is_wanted(part[0]):
             return True
         try:
             self._refunds.settle(handler.using)
@@ -264,22 +237,22 @@ class Reception:
             if outcomes is None:
                 return False
             outcomes = [
-                self._deferred(one) if received is Received.DEFERRED else received
+                self._deferred(one) if received is Outcome.DEFERRED else received
                 for one, received in zip(part, outcomes, strict=True)
             ]
         with self._counting:
             self.received.update(outcomes)
         for one, received in zip(part, outcomes, strict=True):
             _time(one, received)
-            if handler.ordered and received is Received.STORED:
+            if handler.ordered and received is Outcome.STORED:
                 self._check_order(one)
             if not one.is_acknowledged:
-                self._answer(one.delivery, received)
+                self._answer(one, received)
         return True
 
-    def _check_order(self, one: _Read) -> None:
+    def _check_order(self, delivery: Delivery) -> None:
         """Report a message that the broker has returned to its queue only after it had delivered a later one of its key."""
-        envelope, delivery = one.arrival.envelope, one.delivery
+        envelope = delivery.arrival.envelope
         order = (delivery.message.delivery_info.get("consumer_tag"), envelope.key)
         with self._counting:
             if envelope.key and not delivery.redelivered:
@@ -300,53 +273,53 @@ class Reception:
                 queue_name(delivery.handler, self._options),
             )
 
-    def _acknowledge(self, one: _Read) -> None:
+    def _acknowledge(self, one: Delivery) -> None:
         """Acknowledge before the handler has ended."""
         one.is_acknowledged = True
-        self._answer(one.delivery, Received.STORED)
+        self._answer(one, Outcome.STORED)
 
-    def _deferred(self, one: _Read) -> Received:
+    def _deferred(self, one: Delivery) -> Outcome:
         """Store a delivery whose concurrent duplicate is being handled. If that fails, it is tried again shortly."""
-        handler = one.delivery.handler
+        handler = one.handler
         # In an ordered queue, the next delivery must not be stored before this one.
         if handler.ordered or one.arrival.refused:
-            return Received.DEFERRED
+            return Outcome.DEFERRED
         try:
-            return store_undecided(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
+            return park(handler, one.arrival, self._options)
         except Exception as error:  # noqa: BLE001 - the other deliveries have their outcome
             logger.debug("handler %s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
-            return Received.DEFERRED
+            return Outcome.DEFERRED
 
-    def _failed(self, one: _Read, error: BaseException) -> Received:
+    def _failed(self, one: Delivery, error: BaseException) -> Outcome:
         """Store the failure of a delivery outside its handler, so that operators see it and its attempts are limited."""
-        handler, again = one.delivery.handler, one.delivery.redelivered
+        handler = one.handler
         try:
             failure = failure_of(handler, error, 1, self._options)
-            return store_failure(handler, one.arrival.row, failure, self._options, redelivered=again)
+            return store_failure(handler, one.arrival.row, failure, self._options)
         except DatabaseUnavailable:
             raise
         except ConcurrentDuplicate:
-            return Received.DEFERRED
+            return Outcome.DEFERRED
         except BaseException:
             logger.exception(
                 "handler %s: a delivery cannot be stored. It stays unacknowledged and is tried again.", handler.name
             )
             connections.close_all()
-            return Received.UNSTORED
+            return Outcome.UNSTORED
 
     def _is_only_this_refused(self, handler: Handler, outage: DatabaseUnavailable) -> bool:
         """Can the database store other messages? False for an ordered queue, whose later messages must wait anyway."""
         return outage.refused and not handler.ordered and self._outages.can_store(handler.using)
 
-    def _defer_unstored(self, part: Sequence[_Read], outage: DatabaseUnavailable) -> bool:
+    def _defer_unstored(self, part: Sequence[Delivery], outage: DatabaseUnavailable) -> bool:
         """Defer a delivery that cannot be stored, so that the others continue. False: the part has several deliveries.
 
         If every message of a handler is deferred, the prefetch limit stops the handler.
         """
-        self._refunds.add(part[0].delivery.handler.using, outage)
+        self._refunds.add(part[0].handler.using, outage)
         if len(part) > 1:
             return False
-        self._answer_unstored(part[0].delivery, part[0].arrival.envelope.id, outage)
+        self._answer_unstored(part[0], part[0].arrival.envelope.id, outage)
         return True
 
     def _answer_unstored(self, delivery: Delivery, message_id: str, outage: DatabaseUnavailable) -> None:
@@ -360,31 +333,30 @@ class Reception:
                 outage.remedy or (_IDENTITY_REMEDY if isinstance(outage, Unidentifiable) else _REFUSAL_REMEDY),
             )
         with self._counting:
-            self.received[Received.UNSTORED] += 1
-        self._answer(delivery, Received.UNSTORED)
+            self.received[Outcome.UNSTORED] += 1
+        self._answer(delivery, Outcome.UNSTORED)
 
-    def _unanswered(self, handler: Handler, left: Iterable[_Read | Delivery], outage: DatabaseUnavailable) -> Unanswered:
+    def _unanswered(self, handler: Handler, left: Iterable[Delivery], outage: DatabaseUnavailable) -> Unanswered:
         self._refunds.add(handler.using, outage)
         seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
-        load = sorted((one.delivery if isinstance(one, _Read) else one for one in left), key=lambda delivery: delivery.at)
-        return Unanswered(load, seconds, everywhere=everywhere)
+        return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
 
-    def _read_all(self, handler: Handler, load: list[Delivery]) -> list[_Read]:
-        """Read the deliveries.
+    def _read_all(self, handler: Handler, load: list[Delivery]) -> list[Delivery]:
+        """Read the deliveries; returns those that could be read.
 
         Raises:
             Unanswered: see `receive`.
         """
-        found, left = [], list(load)
+        left = list(load)
         for delivery in load:
             try:
-                found.append(_Read(delivery, self._read(delivery)))
+                delivery.arrival = self._read(delivery)
             except DatabaseUnavailable as outage:
                 if handler.ordered or not isinstance(outage, Unidentifiable):
                     raise self._unanswered(handler, left, outage) from outage
                 self._answer_unstored(delivery, delivery.message.properties.get("message_id", ""), outage)
                 left.remove(delivery)
-        return found
+        return left
 
     def _read(self, delivery: Delivery) -> Arrival:
         handler, refused = delivery.handler, delivery.refused
@@ -394,23 +366,23 @@ class Reception:
             envelope = _opaque(delivery.message)
             refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
-            return read_counted(handler, envelope, self._options)
+            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
         try:
             return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
         except Unidentifiable:
             if can_wait(handler, envelope):
                 raise
-            return read_counted(handler, envelope, self._options)
+            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
 
 
-def _time(one: _Read, received: Received) -> None:
+def _time(one: Delivery, received: Outcome) -> None:
     """Count the latencies of a first delivery. The effect of a stored message is timed where it is run."""
-    handler, envelope = one.delivery.handler, one.arrival.envelope
-    if one.delivery.redelivered or received not in _TIMED:
+    handler, envelope = one.handler, one.arrival.envelope
+    if one.redelivered or received not in _TIMED:
         return
-    seconds = monotonic() - one.delivery.at
+    seconds = monotonic() - one.at
     statistics.time_received(handler.using, handler.name, envelope.deliver_at or envelope.created_at, seconds)
-    if received is Received.HANDLED:
+    if received is Outcome.HANDLED:
         statistics.time_effect(handler.using, handler.name, seconds)
 
 

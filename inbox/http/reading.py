@@ -25,8 +25,9 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.execute import open_claimed
-from inbox.receiving.outcomes import Received, announce, defer_locked, fail_stored, handled, redacted
+from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handled, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
@@ -124,7 +125,7 @@ def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
 
 def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> Leased | None:
     """The lease of a claimed message; None if it is settled, or is not to be had now."""
-    if isinstance(open_claimed(handler, stored, options), Received):
+    if isinstance(open_claimed(handler, stored, options), Outcome):
         return None
     message = _message(stored, options)
     if not _can_be_answered(message.payload):

@@ -26,7 +26,7 @@ from inbox.handlers.message import Message
 from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
 from inbox.models import DUE, InboxMessage, State
-from inbox.receiving.reading import UNDECIDED
+from inbox.receiving.reading import PARKED
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
@@ -107,12 +107,12 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
     inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
     if inserted is None:
         return None
-    record(alias, inserted.rows, was="", matters=False)
+    record(alias, [inserted], was="", matters=False)
     # By the same statement, so that the row is not due before the deadline.
-    opened_at, deadline_at = times_of(alias, inserted.rows[0])
-    run = Run(handler=handler, run_id=run_id, row_id=inserted.rows[0], opened_at=opened_at, deadline_at=deadline_at)
+    opened_at, deadline_at = times_of(alias, inserted)
+    run = Run(handler=handler, run_id=run_id, row_id=inserted, opened_at=opened_at, deadline_at=deadline_at)
     run.save(using=alias, force_insert=True)
-    return Locked(run.pk, inserted.rows[0])
+    return Locked(run.pk, inserted)
 
 
 def times_of(alias: str, row: int) -> tuple[datetime, Any]:
@@ -188,7 +188,7 @@ def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) 
 def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
     rows = _rows_of(alias, topics).filter(state__in=DUE, received_at__lte=run.deadline_at)
     # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
-    unread = rows.filter(biz_id__gte="undecided", biz_id__lt="undecidee", biz_id__startswith=UNDECIDED)
+    unread = rows.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
     found = [
         *rows.filter(biz_id=run.run_id).values_list("pk", "topic")[:_MOST_NAMED],
         *unread.values_list("pk", "topic")[:_MOST_NAMED],

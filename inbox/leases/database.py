@@ -6,15 +6,13 @@ over the message of a dead process when its lease has ended.
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
-from inbox.leases.stores import Consumed, Held, Lease, LeaseRequest, RowDecides, Verdict
-from inbox.models import SETTLED, State
+from inbox.leases.stores import Lease, LeaseRequest
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
@@ -25,18 +23,24 @@ class DatabaseLeases:
     """See `LeaseStore`. The clock is the database's."""
 
     def __init__(self, options: InboxOptions) -> None:
-        """The options are not needed: each handler names its database."""
+        self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
-    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
-        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
-        tries = itertools.count()
-        granted = committed(lambda: _grant(request, lasts, duplicate_timeout, is_retry=next(tries) > 0), alias)
+    def acquire(self, request: LeaseRequest) -> Lease | None:
+        began_at, alias = monotonic(), request.handler.using
+        granted = committed(partial(self._grant, request), alias)
         if granted is None:
-            return _verdict(request)
+            return None
         lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
         if granted.fence > 1:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
+
+    def _grant(self, request: LeaseRequest) -> leases.Granted | None:
+        alias, stored, duration = request.handler.using, request.stored, request.terms.duration
+        if stored is not None:
+            return leases.lease_stored(alias, stored, duration, request.exclusive_key)
+        fresh = leases.lease_fresh(alias, request.row, duration, self._duplicate_timeout)
+        return fresh or leases.lease_over(alias, request.row, duration)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         alias, pk = _row_of(lease)
@@ -58,36 +62,15 @@ class DatabaseLeases:
         alias, pk = _row_of(lease)
         committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
+    def leave(self, lease: Lease) -> None:
+        """Its row stays running until the lease ends."""
+
     def is_held(self, alias: str, row: NewRow) -> bool:
-        standing = committed(lambda: leases.standing(alias, row), alias)
-        return standing is not None and standing.state == State.RUNNING and standing.remaining > timedelta()
+        """The row of a running message says so itself."""
+        return False
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         return {}
-
-
-def _with_random_microseconds(lease: timedelta) -> timedelta:
-    """A duration that identifies the lease: its owner recognizes it if the answer to its request was lost."""
-    return lease + timedelta(microseconds=random.randrange(1, 100_000))
-
-
-def _grant(request: LeaseRequest, lasts: timedelta, duplicate_timeout: timedelta, *, is_retry: bool) -> leases.Granted | None:
-    handler, stored = request.handler, request.stored
-    if stored is not None:
-        return leases.lease_stored(handler.using, stored, lasts, request.exclusive_key)
-    fresh = leases.lease_fresh(handler.using, request.row, lasts, duplicate_timeout)
-    return fresh or leases.lease_over(handler.using, request.row, lasts, is_retry=is_retry)
-
-
-def _verdict(request: LeaseRequest) -> Verdict:
-    if request.stored is not None:
-        return RowDecides()
-    standing = committed(lambda: leases.standing(request.handler.using, request.row), request.handler.using)
-    if standing is None:
-        return RowDecides()
-    if standing.state in SETTLED:
-        return Consumed()
-    return Held(standing.remaining) if standing.state == State.RUNNING else RowDecides()
 
 
 def _row_of(lease: Lease) -> tuple[str, int]:

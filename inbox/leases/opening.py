@@ -12,13 +12,13 @@ from inbox.leases.database import DatabaseLeases
 from inbox.leases.stores import LeaseStore
 
 # Imported by name: its library is optional.
-_REDIS = "inbox.leases.redis.RedisLeases"
-_opened: dict[tuple[str, str, timedelta], LeaseStore] = {}
+_REDIS = "inbox.redis_leases.store.RedisLeases"
+_opened: dict[tuple[str, str, timedelta, timedelta], LeaseStore] = {}
 
 
 def lease_store(options: InboxOptions) -> LeaseStore:
     """The lease store, one for all threads of this process."""
-    key = (options.LEASE_STORE, options.group, options.RETENTION)
+    key = (options.LEASE_STORE, options.group, options.RETENTION, options.DUPLICATE_TIMEOUT)
     if key not in _opened:
         kind: Any = DatabaseLeases if options.LEASE_STORE == IN_THE_DATABASE else import_string(_REDIS)
         _opened.setdefault(key, kind(options))

@@ -23,7 +23,8 @@ from exactly_once.wire.retry import Pause
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
-from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
+from inbox.outcome import Outcome
+from inbox.store.rows import Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,12 @@ class LeaseRequest:
     Attributes:
         row: its content; for a delivery also the row to store if it fails.
         stored: its row, if its attempt was claimed; None for a delivery.
-        redelivered: the broker reports an earlier delivery.
         sent_at: when it could first be delivered, by the producer's clock; None if unknown.
     """
 
     handler: Handler
     row: NewRow
     stored: InboxMessage | None = None
-    redelivered: bool = False
     sent_at: datetime | None = None
 
     @property
@@ -120,53 +119,6 @@ class Lease:
         return self.lost or monotonic() >= self.ends_at
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Another owner runs it now.
-
-    Attributes:
-        remaining: time until that lease ends.
-        attempts: attempts so far, that one included.
-        cause: why this is a duplicate.
-        conflicting: the running message has other content under the same biz-id.
-        stopping: the process of the owner has been asked to stop.
-    """
-
-    remaining: timedelta
-    attempts: int = 0
-    cause: DuplicateCause = DuplicateCause.BUSINESS
-    conflicting: bool = False
-    stopping: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Consumed:
-    """It has been handled before.
-
-    Attributes:
-        counted: the store has counted this duplicate, with `cause` and `conflicting`; else its row counts it.
-    """
-
-    counted: bool = False
-    cause: DuplicateCause = DuplicateCause.BUSINESS
-    conflicting: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RowDecides:
-    """No lease: the message has a row, which decides what happens to it; or this claim is no longer valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryLost:
-    """The store has lost data, so it is unknown whether the message has been run before."""
-
-    reason: str
-
-
-Verdict = Lease | Held | Consumed | RowDecides | HistoryLost
-
-
 def store_as_owner(lease: Lease, what: str, write: Callable[[], T]) -> T:
     """Call `write`; while the store is unavailable, retry until the lease has ended.
 
@@ -192,11 +144,13 @@ class LeaseStore(Protocol):
     because its answer was lost gets the same answer.
     """
 
-    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
+    def acquire(self, request: LeaseRequest) -> Lease | Outcome | None:
         """Grant the right to run a message, and count its attempt.
 
+        Without a lease: the outcome, if the store decides about the message; None, if its row does, or the claim has ended.
+
         Raises:
-            ConcurrentDuplicate: another transaction is inserting its row and does not end within `duplicate_timeout`.
+            ConcurrentDuplicate: another transaction is inserting its row and does not end in time.
             KeyBusy: another message of its key is running; nothing was decided.
         """
 
@@ -219,8 +173,11 @@ class LeaseStore(Protocol):
     def forget(self, lease: Lease, step: str) -> None:
         """Delete the record of a step that was begun and has not ended, unless a later lease was granted."""
 
+    def leave(self, lease: Lease) -> None:
+        """The lease ended before its run. Ensure that a runner checks the message if no other owner takes it."""
+
     def is_held(self, alias: str, row: NewRow) -> bool:
-        """Is this stored message running now?"""
+        """Is this stored message running now, whatever its row says?"""
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         """By handler, for messages without a row: `handled`, `duplicates` (also by cause), and `conflicts` among these."""
@@ -228,4 +185,12 @@ class LeaseStore(Protocol):
 
 def stored_row(stored: InboxMessage) -> NewRow:
     """The `NewRow` of a stored message."""
-    return value_of(NewRow, stored, body=bytes(stored.body), headers=headers_as_json(stored.headers), replayed=False)
+    return value_of(
+        NewRow,
+        stored,
+        body=bytes(stored.body),
+        headers=headers_as_json(stored.headers),
+        replayed=False,
+        redelivered=False,
+        copies=0,
+    )

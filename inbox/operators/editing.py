@@ -30,11 +30,10 @@ from inbox.handlers.registry import registry
 from inbox.leases.stores import stored_row
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
-from inbox.receiving.reading import identify, is_undecided, message_of, stored_envelope, why_undecodable
-from inbox.store import ordering
+from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
+from inbox.store import admitting, ordering
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_one
-from inbox.store.intake import Incoming, store_incoming
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail import record
 
@@ -144,13 +143,12 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         # Fencing tokens of the corrected message are greater than those of this one.
         fence=replaced.fence,
     )
-    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
-    if inserted is None:
+    row = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    if row is None:
         raise NotEditable(
             f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
             "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
         )
-    (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
     InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**decisions.skipped(reason))
     record(alias, [replaced.pk], was=State.DEAD, reason=reason)
@@ -191,9 +189,10 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         if reason := _why_not_by_itself(row):
             raise NotEditable(reason)
         handler = registry.get(row.handler)
-        incoming = Incoming(row=row, in_order=bool(handler and handler.ordered))
-        (taken,) = store_incoming(alias, [incoming], dead_blocks=not (handler and handler.skips_dead))
-        if not taken.state and taken.earlier is None:
+        in_order = bool(handler and handler.ordered and row.key)
+        state = State.WAITING if in_order else State.RECEIVED
+        (became,) = admitting.admit(alias, [Insertion(row=row, state=state, due_after=0.0, ordered=in_order)])
+        if became is None:
             raise NotEditable(ROW_LOCKED.format(pk))
         # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
         counted = int(first.conflicting_id != first.message_id)
@@ -203,7 +202,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             conflicts=F("conflicts") - 1,
             duplicates=F("duplicates") - counted,
         )
-        if not taken.state:
+        if not isinstance(became, State):
             return False
         new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
         record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
@@ -232,7 +231,7 @@ def _why_not(stored: InboxMessage) -> str:
             "It is a Celery task, whose arguments cannot be corrected here: the copy would be a duplicate of this message. "
             "Call the task with the right arguments and another biz-id, then skip this message."
         )
-    if is_undecided(stored.biz_id):
+    if is_parked(stored.biz_id):
         return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
     return _why_not_by_its_handler(stored) or _why_not_after_steps(stored)
 

@@ -1,7 +1,7 @@
 """Admitting: storing deliveries that are not handled in the transaction which inserts their rows.
 
-A fresh delivery is handled at once, and its row and its effect commit together (`execute`, `together`). Every other delivery is
-stored first, many with one statement, and acknowledged after that commit; a runner handles it later:
+A fresh delivery is handled at once, and its row and its effect commit together (`run`). Every other delivery is stored first,
+many with one statement, and acknowledged after that commit; a runner handles it later:
 
 - a delivery to an *ordered* handler. Handlers cannot be called in the order of a broker's queue: a failed delivery returns
   behind others, and two processes that share a queue run concurrently. One consumer at a time stores the deliveries of a queue
@@ -10,6 +10,7 @@ stored first, many with one statement, and acknowledged after that commit; a run
 - a delivery that has waited too long for a worker, its batch or a token of its rate limit. RabbitMQ closes the channel of a
   consumer that leaves a delivery unacknowledged for longer than `consumer_timeout`.
 - a delivery that is refused, which is stored as a dead letter, or dropped by load shedding, which is stored as `shed`.
+- a delivery that was parked (`parking`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from django.db import DatabaseError, transaction
 
+from exactly_once.failures import REFUSED
 from exactly_once.sql.connections import lock_timeout
-from exactly_once.wire.text import describe
+from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
+from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, admitted, unfit
+from inbox.receiving.outcomes import admitted, unfit
 from inbox.receiving.reading import Arrival
-from inbox.store import intake, ordering
-from inbox.store.intake import Incoming, Taken
+from inbox.store import admitting, ordering, parking
+from inbox.store.admitting import Admitted
+from inbox.store.arrivals import counted_duplicates
+from inbox.store.inserting import Insertion
 from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
@@ -41,59 +48,53 @@ _HAND_OVER_WAIT = timedelta(milliseconds=20)
 
 
 def admit(
-    handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, *, shed: str = ""
-) -> list[Received]:
+    handler: Handler,
+    arrivals: Sequence[Arrival],
+    options: InboxOptions,
+    *,
+    shed: str = "",
+    parked: InboxMessage | None = None,
+) -> list[Outcome]:
     """Store deliveries of one handler in one transaction, in their order; returns the outcome of each.
 
     For an ordered handler, no other thread may admit deliveries of the same queue meanwhile, and after an error the same
     deliveries must be admitted again before any later one of that queue.
 
     Args:
-        deliveries: each with whether the broker has delivered this message before.
         shed: why load shedding drops them; "" stores them to be handled.
+        parked: the claimed row of the single delivery, which is deleted if that is admitted.
 
     Raises:
         DatabaseUnavailable: the database does not answer, or the deliveries of an ordered handler could not be stored for any
             reason. Nothing was decided.
         django.db.Error: the database refuses to store one delivery of an unordered handler, even without its values.
     """
-    incoming = [_incoming(handler, arrival, shed, redelivered=redelivered) for arrival, redelivered in deliveries]
-    inserted = _in_one_order(handler, incoming)
-
-    def write() -> list[Taken]:
-        with ordering.deciding(handler.using, options.DUPLICATE_TIMEOUT):
-            taken = intake.store_incoming(
-                handler.using, [incoming[index] for index in inserted], dead_blocks=not handler.skips_dead
-            )
-        by_index = dict(zip(inserted, taken, strict=True))
-        return [by_index[index] for index in range(len(incoming))]
-
     try:
-        taken = committed(write, handler.using)
+        became = committed(partial(_store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT, parked), handler.using)
     except DatabaseUnavailable:
         raise
     except ConcurrentDuplicate as error:
-        if handler.ordered:
+        if handler.ordered and parked is None:
             reason = f"a transaction has had one of these messages in hand for over {options.DUPLICATE_TIMEOUT}"
             raise DatabaseUnavailable(reason) from error
         # Every part with that message waits for it again, so there must be only one.
-        alone = [[delivery] for delivery in deliveries]
-        return _admit_in_parts(handler, alone, options, shed) if len(alone) > 1 else [_defer(incoming[0].row, options)]
+        alone = [[arrival] for arrival in arrivals]
+        return _admit_in_parts(handler, alone, options, shed) if len(alone) > 1 else [_defer(arrivals[0].row, options)]
     except DatabaseError as error:
         # The values of single deliveries cause the error. Halves find them with the fewest transactions.
-        if not (half := len(deliveries) // 2):
-            return _without_values(handler, *deliveries[0], options, error)
-        return _admit_in_parts(handler, [deliveries[:half], deliveries[half:]], options, shed)
+        if not (half := len(arrivals) // 2):
+            return _without_values(handler, arrivals[0], options, error, parked)
+        return _admit_in_parts(handler, [arrivals[:half], arrivals[half:]], options, shed)
     except Exception as error:
         if not handler.ordered:
             raise
         # No later delivery of the queue may be stored before these.
-        logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
+        logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(arrivals))
         raise DatabaseUnavailable(f"its deliveries cannot be stored: {describe(error)}") from error
-    became = [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
+    outcomes = [admitted(handler, arrival, one, shed) for arrival, one in zip(arrivals, became, strict=True)]
     if shedder := shedder_of(handler):
-        shedder.dropped(became.count(Received.SHED))
-    return became
+        shedder.dropped(outcomes.count(Outcome.SHED))
+    return outcomes
 
 
 def hand_over(handler: Handler, *arrivals: Arrival) -> None:
@@ -102,72 +103,92 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     Raises:
         ConcurrentDuplicate: another transaction is handling one of these messages; roll back and hand them over again.
     """
-    incoming = [_incoming(handler, arrival, "", redelivered=False) for arrival in arrivals]
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        taken = intake.store_incoming(handler.using, incoming, dead_blocks=not handler.skips_dead)
-    if any(not one.state and one.earlier is None for one in taken):
+        became = admitting.admit(handler.using, [_insertion(handler, arrival) for arrival in arrivals])
+    if None in became:
         raise ConcurrentDuplicate
 
     def announce() -> None:
-        for arrival, one in zip(arrivals, taken, strict=True):
+        for arrival, one in zip(arrivals, became, strict=True):
             admitted(handler, arrival, one)
 
     transaction.on_commit(announce, using=handler.using, robust=True)
 
 
-def _defer(row: NewRow, options: InboxOptions) -> Received:
+def _defer(row: NewRow, options: InboxOptions) -> Outcome:
     in_hand.remember_elsewhere(row, options.DUPLICATE_TIMEOUT)
-    return Received.DEFERRED
+    return Outcome.DEFERRED
 
 
-def _in_one_order(handler: Handler, incoming: Sequence[Incoming]) -> Sequence[int]:
-    """The indexes of `incoming` in the order to insert them in.
+def _store(
+    handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta, parked: InboxMessage | None
+) -> list[Admitted]:
+    order: Sequence[int] = range(len(arrivals))
+    if not handler.ordered:
+        # Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered handler are
+        # inserted as they came; one transaction at a time inserts those of a queue.
+        order = sorted(order, key=lambda index: arrivals[index].row.biz_id)
+    with ordering.deciding(handler.using, longest_wait):
+        insertions = [_insertion(handler, arrivals[index], shed) for index in order]
+        if parked is not None:
+            if (copies := parking.end(handler.using, parked)) is None:
+                return [None]
+            insertions = [_as_parked(insertion, parked, copies) for insertion in insertions]
+        stored = admitting.admit(handler.using, insertions)
+        if parked is not None and stored == [None]:
+            transaction.set_rollback(True, using=handler.using)
+    by_index = dict(zip(order, stored, strict=True))
+    return [by_index[index] for index in range(len(arrivals))]
 
-    Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered
-    handler are inserted as they came; one transaction at a time inserts those of a queue.
-    """
-    indexes = range(len(incoming))
-    return indexes if handler.ordered else sorted(indexes, key=lambda index: incoming[index].row.biz_id)
+
+def _as_parked(insertion: Insertion, parked: InboxMessage, copies: int) -> Insertion:
+    """The row of a delivery that arrived when it was parked, and of its copies."""
+    row = replace(insertion.row, copies=copies)
+    counts = counted_duplicates(row.cause, copies) if copies else {}
+    return replace(insertion, row=row, received_at=parked.received_at, **counts)
 
 
-def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: bool) -> Incoming:
-    return Incoming(
-        row=arrival.row,
-        in_order=bool(handler.ordered),
-        refused=arrival.refused,
+def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
+    row, refused = arrival.row, arrival.refused
+    state = State.DEAD if refused else State.SHED if shed else State.RECEIVED
+    # A dead letter keeps its place in the order until an operator decides, unless the handler skips it.
+    ordered = bool(handler.ordered and row.key) and not (refused and handler.skips_dead)
+    return Insertion(
+        row=row,
+        state=State.WAITING if ordered and state is State.RECEIVED else state,
+        due_after=None if refused or shed else 0.0,
+        ordered=ordered,
         quarantined=arrival.quarantined,
-        redelivered=redelivered,
-        shed="" if arrival.refused else shed,
+        last_error=printable(refused or shed, ERROR_LENGTH),
+        error_class=REFUSED if refused else "",
     )
 
 
-def _admit_in_parts(
-    handler: Handler, parts: Sequence[Sequence[tuple[Arrival, bool]]], options: InboxOptions, shed: str
-) -> list[Received]:
+def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], options: InboxOptions, shed: str) -> list[Outcome]:
     """Admit the parts in their order, each in its own transaction."""
-    became: list[Received] = []
+    became: list[Outcome] = []
     for part in parts:
         try:
             became += admit(handler, part, options, shed=shed)
         except DatabaseError as error:
             # It is a single delivery. The others are stored, and must not be stored again because of this one.
-            became.append(Received.UNSTORED)
+            became.append(Outcome.UNSTORED)
             logger.error(  # noqa: TRY400 - the reason says it all
                 "%s: message %s cannot be stored; it stays unacknowledged and is tried again later: %s",
                 handler.name,
-                part[0][0].row.message_id or "without id",
+                part[0].row.message_id or "without id",
                 describe(error),
             )
     return became
 
 
 def _without_values(
-    handler: Handler, arrival: Arrival, redelivered: bool, options: InboxOptions, error: DatabaseError
-) -> list[Received]:
+    handler: Handler, arrival: Arrival, options: InboxOptions, error: DatabaseError, parked: InboxMessage | None
+) -> list[Outcome]:
     """Store a delivery whose values the database refuses as a dead letter with its body only."""
     body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
     if arrival.refused == body_only.refused:
         if handler.ordered:
             raise DatabaseUnavailable(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
         raise error
-    return admit(handler, [(body_only, redelivered)], options)
+    return admit(handler, [body_only], options, parked=parked)

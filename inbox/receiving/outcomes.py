@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
 from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
@@ -25,9 +22,10 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.reading import Arrival
 from inbox.store import arrivals, claims, dialect, rows, statistics
-from inbox.store.intake import Taken
+from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
@@ -38,25 +36,7 @@ _NEVER_ENDED = "Its attempts never ended: its process died, or its database beca
 _NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or released it before its lease ended."
 
 
-class Received(Enum):
-    """The outcome of a delivery."""
-
-    HANDLED = "handled"
-    DUPLICATE = "duplicate"
-    STORED = "stored"
-    """Its attempt failed, or it takes the careful path; it is stored in the database."""
-    DEAD = "dead"
-    SHED = "shed"
-    """Dropped under load: stored, not handled."""
-    DEFERRED = "deferred"
-    """Another transaction is handling the same message: not acknowledged, and processed again soon."""
-    UNSTORED = "unstored"
-    """Neither it nor its failure could be stored: not acknowledged, and processed again later."""
-
-
-def store_failure(
-    handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
-) -> Received:
+def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
     if failure.is_stored:
         return announce(handler, row.message_id, row.biz_id, failure)
 
@@ -70,33 +50,25 @@ def store_failure(
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = committed(write, handler.using)
     if not new:
-        return duplicate(handler, row, redelivered=redelivered)
+        return duplicate(handler, row)
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
-def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    passed_over = stored.ordered and handler.skips_dead
+def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
+    passed_over = stored.ordered and handler.skips_dead and failure.retry_after is None
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
         ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
-        logger.warning(
-            "%s: message %s (biz-id %s) failed at attempt %d (%s), and this failure is not stored: %s",
-            handler.name,
-            stored.message_id,
-            stored.biz_id,
-            stored.attempts,
-            failure.error,
-            _lock_description(handler, stored),
-        )
-        return Received.STORED
+        logger.warning("%s: message %s failed, which is not stored: %s", handler.name, stored.message_id, failure.error)
+        return defer_locked(handler, stored)
     if not ours:
         committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
-        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
+        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Outcome.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
-def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received | None:
+def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
     """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
     made = stored.attempts - 1
     if made < handler.retry.over(options.retry).max_attempts:
@@ -112,43 +84,18 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     return fail_stored(handler, stored, failure)
 
 
-def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
-    """Defer a claimed message whose row another session has locked; its attempt is refunded later."""
-    # In a separate thread, which waits for the lock and gets the row before the next claim.
-    threading.Thread(target=_refund_when_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
+def defer_locked(handler: Handler, stored: InboxMessage) -> Outcome:
+    """Leave a claimed message whose row another session has locked; it is due again after REDELIVERY_AFTER."""
     logger.warning(
-        "%s: message %s (biz-id %s) is deferred: %s",
+        "%s: message %s (biz-id %s) is deferred: another session has locked row %d of %s. It is due again after "
+        "INBOX['REDELIVERY_AFTER'], with this attempt counted. End that session if it does not end by itself.",
         handler.name,
         stored.message_id,
         stored.biz_id,
-        _lock_description(handler, stored),
+        stored.pk,
+        dialect.TABLE,
     )
-    return Received.STORED
-
-
-def _refund_when_unlocked(handler: Handler, stored: InboxMessage) -> None:
-    try:
-        claims.give_back(handler.using, stored)
-    except (DatabaseError, InterfaceError) as error:
-        logger.warning(
-            "%s: message %s (biz-id %s): an attempt that was not made could not be refunded: %s",
-            handler.name,
-            stored.message_id,
-            stored.biz_id,
-            describe(error),
-        )
-    finally:
-        connections.close_all()
-
-
-def _lock_description(handler: Handler, stored: InboxMessage) -> str:
-    holder = ""
-    with suppress(DatabaseError, InterfaceError):
-        holder = claims.lock_holder(handler.using, stored.pk)
-    return (
-        f"another session has locked row {stored.pk} of {dialect.TABLE}{f', {holder}' if holder else ''}. The message runs "
-        "when that session releases the lock; if it does not, end it with pg_terminate_backend()."
-    )
+    return Outcome.STORED
 
 
 def unfit(error: DatabaseError) -> str:
@@ -157,35 +104,35 @@ def unfit(error: DatabaseError) -> str:
     return f"The database refuses its values: {text_of_error}. Only its body is stored."
 
 
-def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
-    return _duplicate_of(
-        handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
-    )
+def duplicate(handler: Handler, row: NewRow) -> Outcome:
+    return _duplicate_of(handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row), handler.using))
 
 
-def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "") -> Received:
+def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Outcome:
     """The outcome of a delivery that was stored before it is handled."""
     row = arrival.row
-    if taken.state == State.DEAD:
+    if not isinstance(became, State):
+        return _duplicate_of(handler, row, became)
+    if became is State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
-    if taken.state == State.SHED:
+    if became is State.SHED:
         metrics.SHED.add(1, handler.name)
         _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
-        return Received.SHED
-    return Received.STORED if taken.state else _duplicate_of(handler, row, taken.earlier)
+        return Outcome.SHED
+    return Outcome.STORED
 
 
-def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
+def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Outcome:
     """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
-        return Received.DEFERRED
+        return Outcome.DEFERRED
     if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
         return dead_lettered
     announce_duplicate(handler, row, earlier)
-    return Received.DUPLICATE
+    return Outcome.DUPLICATE
 
 
-def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
+def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Outcome | None:
     if not committed(lambda: claims.dead_letter_abandoned(handler.using, pk), handler.using):
         return None
     return announce(handler, message_id, biz_id, _abandoned())
@@ -287,11 +234,11 @@ def _age(handler: Handler, row: int | None) -> timedelta:
         return timedelta()
 
 
-def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Outcome:
     return _announce(handler.name, handler.using, message_id, biz_id, failure)
 
 
-def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Received:
+def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Outcome:
     """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
     return _announce(dead_lettered.handler, alias, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
 
@@ -300,7 +247,7 @@ def _abandoned() -> Failure:
     return Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
 
 
-def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Received:
+def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Outcome:
     statistics.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
@@ -319,7 +266,7 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
         message_id=message_id,
         error=failure.error,
     )
-    return Received.DEAD if dead else Received.STORED
+    return Outcome.DEAD if dead else Outcome.STORED
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
@@ -344,12 +291,12 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def handled(handler: Handler, message: Message) -> Received:
+def handled(handler: Handler, message: Message) -> Outcome:
     statistics.count_handled(handler.using, handler.name)
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
     metrics.HANDLED.add(1, handler.name)
     _send(signals.message_handled, message=message, handler=handler.name)
-    return Received.HANDLED
+    return Outcome.HANDLED
 
 
 def _send(signal: Signal, **arguments: Any) -> None:

@@ -4,7 +4,7 @@ This module does not use the database, but a handler's `biz_id` may. A delivery 
 the deduplication window, becomes a *refused* arrival with a reason; it is stored as a dead letter.
 
 A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is read only after an attempt was
-counted, because reading it may have ended the process before. See `undecided`.
+counted, because reading it may have ended the process before. See `parking`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from inbox.store.dialect import is_reachable
 from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
 from inbox.transactions.persistence import DatabaseUnavailable
 
-UNDECIDED = "undecided:"
-"""Begins the provisional biz-id of a delivery that has not been read."""
-_UNDECIDED_REDELIVERY = f"{UNDECIDED}redelivery:"
+PARKED = "parked:"
+"""Begins the biz-id of a delivery that is stored as it came."""
+_PARKED_REDELIVERY = f"{PARKED}redelivery:"
 
 _OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
 _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
@@ -76,18 +76,31 @@ def read(
     *,
     refused: str = "",
     redelivered: bool = False,
-    is_past: bool = False,
 ) -> Arrival:
-    """Identify this delivery for `handler`, or state why it is `refused`.
-
-    Args:
-        is_past: the handler is new, so that it cannot have handled the message before, however old that is.
+    """Identify this delivery for `handler`, or state why it is `refused`. The body of a redelivery is not read if it can wait.
 
     Raises:
         DatabaseUnavailable: see `identify`.
     """
     if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
+    return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
+
+
+def read_body(
+    handler: Handler,
+    envelope: Envelope,
+    options: InboxOptions,
+    *,
+    refused: str = "",
+    redelivered: bool = False,
+    is_past: bool = False,
+) -> Arrival:
+    """As `read`, with its body.
+
+    Args:
+        is_past: the handler is new, so that it cannot have handled the message before, however old that is.
+    """
     biz_id = outside = ""
     message: Message | None = None
     if not refused:
@@ -98,7 +111,7 @@ def read(
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
-    row = row_of(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
     if message is not None:
         # It is read again when it is run. Many are stored at once, so keeping them would take memory.
         message = None if handler.is_stored_first else _named(message, row.biz_id)
@@ -110,7 +123,7 @@ def _named(message: Message, biz_id: str) -> Message:
 
 
 def can_wait(handler: Handler, envelope: Envelope) -> bool:
-    """Can it be stored before its body is read? If not, its reading is counted, see `undecided.read_counted`."""
+    """Can it be stored before its body is read? If not, its reading is counted, see `parking.read_counted`."""
     # An ordered message needs its biz-id and key for its place in the order: identified later, it might be placed behind a
     # copy of itself. With a lease, the store must check the delivery first, because it may have lost the message.
     return handler.lease is None and (not handler.ordered or _is_named_by_headers(handler, envelope))
@@ -122,7 +135,7 @@ def _is_named_by_headers(handler: Handler, envelope: Envelope) -> bool:
 
 def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
     if not _is_named_by_headers(handler, envelope):
-        return Arrival(row=undecided_row(handler, envelope, redelivered=True), envelope=envelope, undecoded=True)
+        return Arrival(row=parked_row(handler, envelope, redelivered=True), envelope=envelope, undecoded=True)
     biz_id = refused = outside = ""
     try:
         _refuse_by_headers(envelope, options)
@@ -130,7 +143,7 @@ def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions)
         refused = outside = outside_window(envelope, options)
     except Undecodable as error:
         refused = str(error)
-    row = row_of(handler, envelope, biz_id=biz_id)
+    row = row_of(handler, envelope, biz_id=biz_id, redelivered=True)
     return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), undecoded=not refused)
 
 
@@ -138,27 +151,27 @@ def why_undecodable(error: Undecodable) -> str:
     return f"{error} {_LIMIT}" if isinstance(error, OverLimit) else str(error)
 
 
-def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
-    """The row of a delivery under a provisional biz-id, before it is known whether its message has been delivered before.
+def parked_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
+    """The row of a delivery that is stored as it came, before it is known whether its message has been delivered before.
 
     It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
-    row = replace(row_of(handler, envelope, biz_id=UNDECIDED), headers=headers)
+    row = row_of(handler, envelope, biz_id=PARKED, redelivered=redelivered)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
-    return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else UNDECIDED}{digest}")
+    return replace(row, headers=headers, biz_id=f"{_PARKED_REDELIVERY if redelivered else PARKED}{digest}")
 
 
-def is_undecided(biz_id: str) -> bool:
-    return biz_id.startswith(UNDECIDED)
+def is_parked(biz_id: str) -> bool:
+    return biz_id.startswith(PARKED)
 
 
-def is_undecided_redelivery(biz_id: str) -> bool:
-    return biz_id.startswith(_UNDECIDED_REDELIVERY)
+def is_parked_redelivery(biz_id: str) -> bool:
+    return biz_id.startswith(_PARKED_REDELIVERY)
 
 
-def undecided_envelope(stored: InboxMessage) -> Envelope:
-    """The delivery from which `undecided_row` made this row."""
+def parked_envelope(stored: InboxMessage) -> Envelope:
+    """The delivery from which `parked_row` made this row."""
     properties = {"message_id": stored.message_id, "content_type": stored.content_type}
     body = bytes(stored.body)
     return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
@@ -176,7 +189,7 @@ def identify(handler: Handler, message: Message) -> str:
     for on_new_session in (False, True):
         try:
             return _not_ours(handler.identify(message))
-        except BaseException as error:  # the user's code, see transactional.run_fresh
+        except BaseException as error:  # the user's code, see run.run_fresh
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
             if not is_outage(error):
                 raise Undecodable(reason) from error
@@ -199,7 +212,7 @@ def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
 
 
 def _not_ours(biz_id: str) -> str:
-    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, UNDECIDED, EDITED)) else biz_id
+    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, PARKED, EDITED)) else biz_id
 
 
 def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
@@ -278,7 +291,7 @@ def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
         yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
 
 
-def row_of(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
+def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bool = False) -> NewRow:
     """The row of a delivery with this biz-id; if it is "", the biz-id is a digest of the contents."""
     digest = hashlib.sha256(envelope.body).hexdigest()
     if not biz_id:
@@ -299,6 +312,7 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
         traceparent=envelope.traceparent,
         created_at=envelope.created_at,
         replayed=envelope.replayed,
+        redelivered=redelivered,
     )
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from django.db import connections
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import now
-from exactly_once.sql.prepared_statements import is_usable
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
-from inbox.store.inserting import Insertion, insert_done, insert_one
+from inbox.store.inserting import Insertion, insert_many, insert_one
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",
@@ -29,7 +26,6 @@ _COUNTED_AS = {
 }
 """By cause, the column that counts it; no column counts `BUSINESS`."""
 _KEEP_CONFLICT = (
-    "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END, "
     "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
     "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END, "
@@ -41,40 +37,50 @@ _NAMED = f"COALESCE((SELECT biz_id FROM {TABLE} WHERE handler = %s AND topic = %
 
 
 def begin_fresh(
-    alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1, result: str | None = None
+    alias: str, rows: Sequence[NewRow], duplicate_timeout: timedelta, *, attempt: int = 1, result: str | None = None
 ) -> Guard | None:
-    """∅ → done, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
+    """∅ → done, as the first statement of the handlers' transaction. None: all rows exist, or are duplicates of each other.
 
-    No other transaction sees the row before the commit, and then its state is true; so it is written once. Where the sentinel
-    cannot read which transaction inserted it (in a savepoint, on SQLite, behind a proxy), it is ∅ → received first.
+    No other transaction sees the rows before the commit, and then their state is true; so they are written once. Where the
+    sentinel cannot read which transaction inserted them (in a savepoint, on SQLite), they are ∅ → received first.
 
     Args:
         result: the handler's expected result as JSON, so that a handler with this result need not write the row again.
 
     Raises:
-        ConcurrentDuplicate: another transaction is inserting the same row and did not end within `duplicate_timeout`.
+        ConcurrentDuplicate: another transaction is inserting one of them and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
-    if is_outermost(connection) and is_usable(connection):
-        return _begin_prepared(connection, row, duplicate_timeout, attempt, result)
-    inserted = insert_one(alias, Insertion(row=row, state=State.RECEIVED), duplicate_timeout)
-    if inserted is not None and not is_postgresql(connection):
+    is_settled = is_postgresql(connection) and is_outermost(connection)
+    is_emptied = is_settled and not inbox_options().keeps_all_bodies
+    given: dict[str, Any] = {"attempts": attempt, "result": result} if is_settled else {}
+    state = State.DONE if is_settled else State.RECEIVED
+    insertions = [Insertion(row=emptied(row) if is_emptied else row, state=state, **given) for row in rows]
+    if len(insertions) > 1:
+        # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
+        insertions.sort(key=lambda insertion: insertion.row.biz_id)
+    inserted = insert_many(alias, insertions, duplicate_timeout, skip_existing=False)
+    if not inserted.rows:
+        return None
+    if not is_postgresql(connection):
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    return inserted
-
-
-def _begin_prepared(
-    connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int, result: str | None
-) -> Guard | None:
-    # No other transaction sees the row unless it is done.
-    stored = row if inbox_options().keeps_all_bodies else emptied(row)
-    inserted = insert_done(connection, stored, duplicate_timeout, attempts=attempt, result=result)
-    if inserted is None:
-        return None
-    pk, begun = inserted
-    return Guard(connection.alias, (pk,), begun, is_settled=True, emptied=() if stored is row else (row,), result=result)
+    new, ids, begun = {**inserted.rows}, [], []
+    for index, row in enumerate(rows):
+        # Of two copies, the first is begun.
+        if row.biz_id in new:
+            ids.append(new.pop(row.biz_id)[0])
+            begun.append(index)
+    return Guard(
+        alias,
+        tuple(ids),
+        inserted.transaction,
+        begun=tuple(begun),
+        is_settled=is_settled,
+        emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
+        result=given.get("result"),
+    )
 
 
 def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
@@ -83,11 +89,8 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    with recording(alias, matters=False):
-        insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
-        inserted = insert_one(alias, insertion, duplicate_timeout)
-        record(alias, inserted.rows if inserted else (), was="", matters=False)
-    return inserted is not None
+    insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
+    return store(alias, insertion, duplicate_timeout) is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
@@ -104,73 +107,48 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         quarantined=failure.quarantined,
         **as_inserted(failure),
     )
-    matters = not failure.deferred
-    with recording(alias, matters=matters):
-        inserted = insert_one(alias, insertion, duplicate_timeout)
-        record(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
-    return inserted is not None
+    return store(alias, insertion, duplicate_timeout, reason=failure.error, matters=not failure.deferred) is not None
 
 
-def store_running(
+def store(
     alias: str,
-    row: NewRow,
+    insertion: Insertion,
     duplicate_timeout: timedelta,
     *,
-    ends_after: timedelta,
-    attempts: int,
-    fence: int,
-    duplicate: DuplicateCause | None = None,
-    conflicting: bool = False,
+    skip_existing: bool = True,
+    reason: str = "",
+    matters: bool = False,
 ) -> int | None:
-    """∅ → running, under a lease that ends after `ends_after`; the row. None: it exists.
-
-    Args:
-        duplicate: the row is that of a delivery that has none and is being run; this one is counted as its duplicate.
-        conflicting: this one has other content.
-
-    Raises:
-        ConcurrentDuplicate: see `begin_fresh`.
-    """
-    insertion = Insertion(
-        row=row,
-        state=State.RUNNING,
-        due_after=ends_after.total_seconds(),
-        attempts=attempts,
-        fence=fence,
-        duplicates=int(duplicate is not None),
-        redeliveries=int(duplicate is DuplicateCause.REDELIVERY),
-        resends=int(duplicate is DuplicateCause.RESEND),
-        replays=int(duplicate is DuplicateCause.REPLAY),
-        conflicts=int(conflicting),
-        conflicting_attributes=attributes_of(row) if conflicting else None,
-    )
-    with recording(alias, matters=False):
-        inserted = insert_one(alias, insertion, duplicate_timeout)
-        record(alias, inserted.rows if inserted else (), was="", matters=False)
-    return inserted.rows[0] if inserted else None
+    """Insert one row in its own commit, with its entry in the trail. None: it exists."""
+    with recording(alias, matters=matters):
+        row = insert_one(alias, insertion, duplicate_timeout, skip_existing=skip_existing)
+        record(alias, () if row is None else (row,), was="", reason=reason, matters=matters)
+    return row
 
 
-def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:
-    """Count a duplicate of a stored row by its cause. If its content differs, store that content.
+def counted_duplicates(cause: DuplicateCause, count: int) -> dict[str, Any]:
+    """The counts of a new row that has so many duplicates of one cause."""
+    return {"duplicates": count, **({_COUNTED_AS[cause]: count} if cause in _COUNTED_AS else {})}
+
+
+def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
+    """Count a duplicate of a stored row, and its copies, by their cause. If its content differs, store that content.
 
     Content that an operator has run as its own message is a duplicate of that message's row.
-
-    Args:
-        redelivered: the broker says that it has delivered this message before.
 
     None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
-    if_the_same = cause_if_the_same(row, redelivered=redelivered)
-    column = _COUNTED_AS[if_the_same]
+    column, count = _COUNTED_AS[row.cause], 1 + row.copies
     # A message without an id is known to be the same only if the broker says so.
-    same_id = row.message_id if row.message_id or redelivered else None
+    same_id = row.message_id if row.message_id or row.redelivered else None
     found = fetch_all(
         connection,
-        f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
-        f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
+        f"UPDATE {TABLE} SET duplicates = duplicates + {count}, "
+        f"{column} = {column} + CASE WHEN message_id = %s THEN {count} ELSE 0 END, "
+        f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
         f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)} "
         f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = {_NAMED} {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
@@ -187,14 +165,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
     return Earlier(
         pk,
         state,
-        if_the_same if message_id == same_id else DuplicateCause.BUSINESS,
+        row.cause if message_id == same_id else DuplicateCause.BUSINESS,
         conflicting=digest != row.digest,
         abandoned=state in DUE and next_attempt_at is None,
     )
-
-
-def cause_if_the_same(row: NewRow, *, redelivered: bool) -> DuplicateCause:
-    """The cause of a duplicate with the message id of the first."""
-    if redelivered:
-        return DuplicateCause.REDELIVERY
-    return DuplicateCause.REPLAY if row.replayed else DuplicateCause.RESEND

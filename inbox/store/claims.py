@@ -7,23 +7,23 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, IntegrityError, connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
 
-from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
-from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_written
+from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_failed, as_written
 from inbox.store.loading import columns_of, message_of
-from inbox.store.ordering import deciding, hold_gates, order_to_promote, promote_next, run_lock
+from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record, record_leaving
@@ -56,7 +56,6 @@ def claim_due(
     redelivery_after: timedelta,
     *,
     quarantined: bool = True,
-    without: Collection[int] = (),
 ) -> InboxMessage | None:
     """Claim one due message of the first of these handlers that has any, and count the attempt, in its own commit.
 
@@ -67,13 +66,12 @@ def claim_due(
     Args:
         handlers: the caller changes their order from call to call, so that the backlog of one does not delay the others.
         quarantined: also claim messages whose last attempt began and never ended.
-        without: rows to skip.
     """
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
-    written = _claiming(connection)
+    found, wanted = due.first_due(connection, handlers, quarantined=quarantined)
+    written = f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
@@ -95,33 +93,6 @@ def claim_due(
         # It exempts this attempt from the crash quarantine, and not the next.
         under_claim(alias, claimed).update(stopping=False)
     return claimed
-
-
-def refused_claim(
-    alias: str, handlers: Sequence[str], *, quarantined: bool = True, without: Collection[int] = ()
-) -> int | None:
-    """The row whose change the database refuses, so that `claim_due` fails; None if it does not fail. Claims nothing."""
-    connection = connections[alias]
-    found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
-    with transaction.atomic(using=alias):
-        with connection.cursor() as cursor:
-            cursor.execute(found, wanted)
-            row = cursor.fetchone()
-        if row is None:
-            return None
-        try:
-            with transaction.atomic(using=alias), connection.cursor() as cursor:
-                if is_postgresql(connection):
-                    cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
-                cursor.execute(f"UPDATE {TABLE} SET {_claiming(connection)} WHERE id = %s", [0.0, *row])
-                transaction.set_rollback(True, using=alias)
-        except DatabaseError:
-            return int(row[0])
-    return None
-
-
-def _claiming(connection: BaseDatabaseWrapper) -> str:
-    return f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
 
 
 def under_claim(alias: str, claimed: InboxMessage) -> Any:
@@ -206,33 +177,15 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
     Raises:
         ConcurrentDuplicate: another session has locked the row and does not release it.
     """
-    dead = failure.retry_after is None
-    became = State.DEAD if dead else State.RETRYING
-    written = {
-        "state": became,
-        "attempts": failure.attempts,
-        **as_written(failure),
-        "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
-        "settled_at": DatabaseTime() if dead else None,
-        "quarantined": failure.quarantined,
-    }
-    ours = under_claim(alias, claimed)
-    matters = not failure.deferred
-
-    def record_ours() -> bool:
+    written, matters = as_failed(failure, leaves_order=leaves is not None), not failure.deferred
+    with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
         given = [claimed.pk, claimed.fence]
-        recorded = record_leaving(alias, _OURS, given, became=became, reason=failure.error, matters=matters)
-        return bool(recorded) or not is_recorded(matters=matters)
-
-    if not dead or leaves is None:
-        with transaction.atomic(using=alias), locked_means_busy, lock_timeout(alias, LONGEST_LOCK_WAIT):
-            return record_ours() and bool(ours.update(**written))
-    with locked_means_busy, deciding(alias):
-        if not record_ours() or not ours.update(**written, ordered=False):
+        recorded = record_leaving(alias, _OURS, given, became=written["state"], reason=failure.error, matters=matters)
+        if is_recorded(matters=matters) and not recorded:
             return False
-        hold_gates(alias, leaves.handler, [leaves.key])
-        promote_next(alias, *leaves)
-        return True
+        ours = bool(under_claim(alias, claimed).update(**written))
+        promote_behind(alias, leaves if ours else None)
+        return ours
 
 
 def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
@@ -244,9 +197,7 @@ def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
         ):
             return
         record(alias, [claimed.pk], was=claimed.state, reason=reason)
-        if claimed.ordered:
-            hold_gates(alias, claimed.handler, [claimed.key])
-            promote_next(alias, claimed.handler, claimed.key)
+        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if claimed.ordered else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
@@ -273,24 +224,6 @@ def age(alias: str, row: int) -> timedelta:
     """How long ago a message arrived, by the database's clock; zero if it no longer has a row."""
     instants = InboxMessage.objects.using(alias).filter(pk=row).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
-
-
-def lock_holder(alias: str, row: int) -> str:
-    """A description of the session that has locked the row; "" if it is unknown."""
-    connection = connections[alias]
-    if not is_postgresql(connection):
-        return ""
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute("SET LOCAL lock_timeout = 100")  # the whole table may be locked
-        cursor.execute(
-            "SELECT format('process %%s (%%s, %%s for %%s s)', a.pid, coalesce(nullif(a.application_name, ''), a.usename), "
-            "a.state, extract(epoch FROM clock_timestamp() - a.state_change)::int) "
-            f"FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax AND l.granted "
-            "JOIN pg_stat_activity a ON a.pid = l.pid WHERE m.id = %s",
-            [row],
-        )
-        found = cursor.fetchone()
-    return str(found[0]) if found and found[0] else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ those due last.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
@@ -52,9 +52,7 @@ _UNPAUSED = {
 """`_WANTED` without the handlers that an operator has paused."""
 
 
-def first_due(
-    connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool, without: Collection[int] = ()
-) -> tuple[str, list[Any]]:
+def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
     Paused handlers are left out.
@@ -63,11 +61,8 @@ def first_due(
 
     Args:
         quarantined: also messages whose last attempt began and never ended.
-        without: rows to skip.
     """
     also = "" if quarantined else _NOT_QUARANTINED
-    if without:
-        also += f" AND stored.id NOT IN ({', '.join(str(int(row)) for row in without)})"
     probe = _longest_due(connection, also)
     wanted = _UNPAUSED[connection.vendor]
     if is_postgresql(connection):

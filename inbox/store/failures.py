@@ -13,6 +13,7 @@ from django.db.models import Case, F, Func, JSONField, Value, When
 from exactly_once.failures import COMMITTED_BY_ITSELF
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
+from inbox.models import State
 from inbox.store.rows import ABANDONED, Failure
 
 if TYPE_CHECKING:
@@ -60,6 +61,20 @@ def as_written(failure: Failure) -> dict[str, Any]:
         "failing_since": Case(same, default=DatabaseTime()),
         "failed_at": DatabaseTime(),
         "failures": _OneMore(_attempt(failure)),
+    }
+
+
+def as_failed(failure: Failure, *, leaves_order: bool = False) -> dict[str, Any]:
+    """The columns of a message that has failed: retrying, or dead without a backoff."""
+    dead = failure.retry_after is None
+    return {
+        "state": State.DEAD if dead else State.RETRYING,
+        "attempts": failure.attempts,
+        **as_written(failure),
+        "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
+        "settled_at": DatabaseTime() if dead else None,
+        "quarantined": failure.quarantined,
+        **({"ordered": False} if leaves_order else {}),
     }
 
 

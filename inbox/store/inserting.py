@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from inbox.models import State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
-from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
+from inbox.store.rows import COLUMNS, NewRow, locked_means_busy
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -46,6 +46,7 @@ class Insertion:
         conflicts: 1 if such a duplicate has other content, which is that of this row.
         conflicting_attributes: then those of the row, see `attributes_of`.
         result: what its handler returned, as JSON.
+        received_at: when it arrived, if not now.
     """
 
     row: NewRow
@@ -70,6 +71,7 @@ class Insertion:
     conflicts: int = 0
     conflicting_attributes: str | None = None
     result: str | None = None
+    received_at: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,7 @@ _OPTIONAL = {
     "conflicts": ("int", "0"),
     "conflicting_attributes": ("text", "NULL"),
     "result": ("text", "NULL"),
+    "received_at": ("timestamptz", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
 _columns_of, _optional_of = attrgetter(*COLUMNS), attrgetter(*_OPTIONAL)
@@ -139,7 +142,7 @@ def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False,
         "conflicting_body": "CASE WHEN given.conflicts > 0 THEN given.body END",
         "conflicting_at": f"CASE WHEN given.conflicts > 0 THEN {at} END",
         "state": "given.became",
-        "received_at": at,
+        "received_at": f"COALESCE(given.received_at, {at})",
         "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
         f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
@@ -204,58 +207,44 @@ _MANY = {
     for skip_existing in (True, False)
 }
 _PLACES = {column: f"${number}" for number, column in enumerate(COLUMNS, 1)}
-_OTHERS = [f"${len(_PLACES) + number}" for number in (1, 2, 3)]
-"""The parameters after those of the columns."""
-_RESTORED = "set_config('lock_timeout', (SELECT before FROM bound), true)"
+_ONE_ROW = ("state", "attempts", "fence", "due_after", "result")
+"""The values of an `Insertion` that the statement for a single row takes besides the columns of its row."""
+_single_of = attrgetter(*_ONE_ROW)
+_others_of = attrgetter(*(name for name in _OPTIONAL if name not in _ONE_ROW))
+_OTHER_DEFAULTS = tuple(_DEFAULTS[name] for name in _OPTIONAL if name not in _ONE_ROW)
+_TYPES_OF_ONE = {"state": "varchar", **{name: kind for name, (kind, _) in _OPTIONAL.items() if name in _ONE_ROW}}
+_OTHERS = {name: f"${len(_PLACES) + number}::{_TYPES_OF_ONE[name]}" for number, name in enumerate(_ONE_ROW, 1)}
+_BOUND_OF_ONE = f"${len(_PLACES) + len(_ONE_ROW) + 1}"
 # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
-_DONE_ROW = _values_of_one({**_PLACES, "attempts": _OTHERS[0], "result": _OTHERS[1], "state": "'done'::varchar"})
-_DONE = PreparedStatement(
+_ONE = PreparedStatement(
     "inbox_begin",
-    [*COLUMNS.values(), "int", "text", "text"],
-    f"{BOUND.replace('%s', _OTHERS[2])} {_insert('postgresql', _DONE_ROW, bound='bound')} "
-    f"RETURNING id, pg_current_xact_id()::text, {_RESTORED}",
-)
-_LEASED_ROW = _values_of_one({**_PLACES, "attempts": "1", "fence": "1", "due_after": _OTHERS[0], "state": "'running'::varchar"})
-_LEASED = PreparedStatement(
-    "inbox_lease",
-    [*COLUMNS.values(), "float8", "text"],
-    f"{BOUND.replace('%s', _OTHERS[1])} {_insert('postgresql', _LEASED_ROW, bound='bound')} RETURNING id, {_RESTORED}",
+    [*COLUMNS.values(), *(_TYPES_OF_ONE[name] for name in _ONE_ROW), "text"],
+    f"{BOUND.replace('%s', _BOUND_OF_ONE)} "
+    f"{_insert('postgresql', _values_of_one({**_PLACES, **_OTHERS}), bound='bound')} "
+    "RETURNING id, state, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
 )
 
 
-def insert_done(
-    connection: BaseDatabaseWrapper, row: NewRow, longest_wait: timedelta, *, attempts: int, result: str | None
-) -> tuple[int, str] | None:
-    """Insert one row as `done`: its id and the transaction's. None: the row exists. Call it only if `is_usable`.
-
-    Raises:
-        ConcurrentDuplicate: another transaction is inserting the same row, or runs it, and did not end within `longest_wait`.
-    """
-    with locked_means_busy:
-        rows = _DONE.execute(connection, [*_columns_of(row), attempts, result, as_bound(longest_wait)]).rows
-    return (int(rows[0][0]), rows[0][1]) if rows else None
-
-
-def insert_leased(connection: BaseDatabaseWrapper, row: NewRow, lease: timedelta, longest_wait: timedelta) -> int | None:
-    """Insert one row as `running` under its first lease: its id. None: the row exists. Call it only if `is_usable`.
-
-    Raises:
-        ConcurrentDuplicate: as `insert_done`.
-    """
+def _insert_single(connection: BaseDatabaseWrapper, insertion: Insertion, longest_wait: timedelta) -> Inserted:
     connection.validate_no_broken_transaction()
     with locked_means_busy:
-        rows = _LEASED.execute(connection, [*_columns_of(row), lease.total_seconds(), as_bound(longest_wait)]).rows
-    return int(rows[0][0]) if rows else None
+        rows = _ONE.execute(connection, [*_columns_of(insertion.row), *_single_of(insertion), as_bound(longest_wait)]).rows
+    if not rows:
+        return Inserted(rows={}, ids=(), transaction="")
+    ((pk, state, transaction, _),) = rows
+    return Inserted(rows={insertion.row.biz_id: (int(pk), state)}, ids=[int(pk)], transaction=transaction)
 
 
-def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta) -> Guard | None:
-    """Insert one row. None: it exists.
+def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta, *, skip_existing: bool = True) -> int | None:
+    """Insert one row; its id. None: it exists.
+
+    Args:
+        skip_existing: see `insert_many`.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
     """
-    inserted = insert_many(alias, [insertion], longest_wait)
-    return next((Guard(alias, (row,), inserted.transaction) for row, _ in inserted.rows.values()), None)
+    return next(iter(insert_many(alias, [insertion], longest_wait, skip_existing=skip_existing).ids), None)
 
 
 def insert_many(
@@ -273,6 +262,10 @@ def insert_many(
     connection = connections[alias]
     if not is_postgresql(connection):
         return _insert_each(connection, insertions)
+    if len(insertions) == 1 and not skip_existing and longest_wait and is_usable(connection):
+        (insertion,) = insertions
+        if _others_of(insertion) == _OTHER_DEFAULTS:
+            return _insert_single(connection, insertion, longest_wait)
     bound = None if longest_wait is None else as_bound(longest_wait)
     document = json.dumps([_document(insertion) for insertion in insertions])
     given = [bound, document, [insertion.row.body for insertion in insertions]]
@@ -305,9 +298,7 @@ def _document(insertion: Insertion) -> dict[str, Any]:
     """The row in the JSON document, without its body and without defaults."""
     values: dict[str, Any] = dict(zip(COLUMNS, _columns_of(insertion.row), strict=True))
     del values["body"]
-    if values["created_at"] is not None:
-        values["created_at"] = values["created_at"].isoformat()
     values["state"] = insertion.state
     optional = zip(_OPTIONAL, _optional_of(insertion), strict=True)
     values.update((column, value) for column, value in optional if value != _DEFAULTS[column])
-    return values
+    return {column: value.isoformat() if isinstance(value, datetime) else value for column, value in values.items()}

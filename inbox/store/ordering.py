@@ -60,8 +60,10 @@ _LOCK_TIMEOUT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
 
-def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey) -> list[Any]:
-    """The parameters of `GATE`: the lock and the limit, which would remain set inside a test's transaction."""
+def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey | None) -> list[Any]:
+    """The parameters of `GATE`: the lock and the limit, which would remain set inside a test's transaction. None: no gate."""
+    if order is None:
+        return [None, None]
     return [_gate(*order), f"{_MAX_IDLE_MS}ms" if is_outermost(connection) else None]
 
 
@@ -92,6 +94,13 @@ def promote_next(alias: str, handler: str, key: str) -> int | None:
             cursor.execute(f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])
             promoted = cursor.fetchone()
     return _recorded(alias, promoted[0]) if promoted else None
+
+
+def promote_behind(alias: str, order: OrderedKey | None) -> None:
+    """Acquire the gate of an order and promote its next row, in the transaction in which a row has left it. None: nothing."""
+    if order is not None:
+        hold_gates(alias, order.handler, [order.key])
+        promote_next(alias, *order)
 
 
 def claim_next(
@@ -290,9 +299,7 @@ def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
 def _remove_from_order(alias: str, order: OrderedKey, row: int) -> bool:
     with deciding(alias):
         passed = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, ordered=True).update(ordered=False)
-        if passed:
-            hold_gates(alias, order.handler, [order.key])
-            promote_next(alias, *order)
+        promote_behind(alias, order if passed else None)
         return bool(passed)
 
 

@@ -74,6 +74,8 @@ class NewRow:
 
     Attributes:
         replayed: an operator replayed it.
+        redelivered: the broker says that it has delivered it before.
+        copies: further deliveries of it, which are counted with it.
     """
 
     handler: str
@@ -91,6 +93,15 @@ class NewRow:
     traceparent: str
     created_at: datetime | None
     replayed: bool = False
+    redelivered: bool = False
+    copies: int = 0
+
+    @property
+    def cause(self) -> DuplicateCause:
+        """The cause of a duplicate with the message id of the first."""
+        if self.redelivered:
+            return DuplicateCause.REDELIVERY
+        return DuplicateCause.REPLAY if self.replayed else DuplicateCause.RESEND
 
 
 COLUMNS = {
@@ -189,6 +200,7 @@ class Guard:
     """The rows that the open transaction began with, and the proof that it is still the same transaction.
 
     Attributes:
+        begun: of new rows, their indexes among those that were given.
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
         emptied: the full rows, in their order, if they were inserted without body and headers.
         order: the order that its one row has a place in; the next message in it is to be promoted.
@@ -203,6 +215,7 @@ class Guard:
     order: OrderedKey | None = None
     follower: Follower | None = None
     was: str = ""
+    begun: tuple[int, ...] = ()
     is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
     result: str | None = None

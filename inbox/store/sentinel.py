@@ -29,19 +29,17 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
-PREPARED = (
-    "The handler prepared the inbox's transaction for two-phase commit as {!r}. The inbox has rolled it back with ROLLBACK "
-    "PREPARED. Remove PREPARE TRANSACTION from the handler, then retry the message."
-)
 SAVEPOINT = "inbox_guard"
-_WRITTEN = (
-    "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = '', "
-    "error_class = '', error_place = '', failing_since = NULL"
+WRITTEN = (
+    "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = '', error_class = '', "
+    "error_place = '', failing_since = NULL, result = {result}, "
+    "body = CASE WHEN {keep} THEN body ELSE {empty} END, headers = CASE WHEN {keep} THEN headers ELSE '{{}}' END"
 )
-EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
-"""Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
+"""If the bodies of done messages are not stored, the digest remains, so conflicting duplicates are still found."""
+_EMPTY = {"postgresql": "''", "sqlite": "x''"}
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
+_JSON = {"postgresql": "%s::jsonb", "sqlite": "%s"}
 _DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
@@ -56,30 +54,15 @@ _PROVE_MANY = PreparedStatement(
 _WRITE_RESULT = PreparedStatement(
     "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
 )
-_FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
-
-
-def _set_done(*, keep_body: bool) -> str:
-    written = _WRITTEN.format(attempts="$2", now="statement_timestamp()")
-    return f"UPDATE {TABLE} SET {written}{'' if keep_body else EMPTIED['postgresql']}"
-
-
-_FINISH = {
-    keep_body: PreparedStatement(
-        "inbox_finish" if keep_body else "inbox_finish_emptied",
-        ["bigint", "int", "text"],
-        f"{_set_done(keep_body=keep_body)} {_FINISHED}",
-    )
-    for keep_body in (True, False)
-}
-_FINISH_IN_ORDER = {
-    keep_body: PreparedStatement(
-        "inbox_finish_in_order" if keep_body else "inbox_finish_in_order_emptied",
-        ["bigint", "int", "text", "bigint", "text"],
-        f"{_set_done(keep_body=keep_body)} {_FINISHED} RETURNING {GATE.format(gate='$4', bound='$5')}",
-    )
-    for keep_body in (True, False)
-}
+_SET_FINISHED = WRITTEN.format(
+    attempts="$2", now="statement_timestamp()", result="coalesce($5, result)", keep="$4", empty=_EMPTY["postgresql"]
+)
+_FINISH = PreparedStatement(
+    "inbox_finish",
+    ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text"],
+    f"UPDATE {TABLE} SET {_SET_FINISHED} WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 "
+    f"RETURNING {GATE.format(gate='$6', bound='$7')}",
+)
 
 
 def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
@@ -157,30 +140,34 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     if guard.is_settled and is_usable(connection):
         connection.validate_no_broken_transaction()
         return _WRITE_RESULT.execute(connection, [guard.rows[0], result]).hit
-    keep_body = inbox_options().keeps_all_bodies
-    if result == guard.result and len(guard.rows) == 1 and is_usable(connection):
+    if len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
-        given = [guard.rows[0], attempts, guard.transaction]
-        if guard.order is None:
-            return _FINISH[keep_body].execute(connection, given).hit
-        return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
-    also = "" if keep_body else EMPTIED[connection.vendor]
-    if result != guard.result:
-        also += ", result = %s"
-    sql = (
-        f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{also} "
-        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
+        return _FINISH.execute(connection, _given(connection, guard, attempts, result)).hit
+    has_result, keep = result != guard.result, inbox_options().keeps_all_bodies
+    written = WRITTEN.format(
+        attempts="%s",
+        now=now(connection),
+        result=_JSON[connection.vendor] if has_result else "result",
+        keep="%s",
+        empty=_EMPTY[connection.vendor],
     )
-    parameters: list[Any] = [attempts, *([] if result == guard.result else [result]), *guard.rows]
+    sql = (
+        f"UPDATE {TABLE} SET {written} WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) "
+        f"AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
+    )
+    parameters: list[Any] = [attempts, *([result] if has_result else []), keep, keep, *guard.rows]
     if is_postgresql(connection):
-        sql += " AND pg_current_xact_id()::text = %s"
-        parameters.append(guard.transaction)
-        if guard.order is not None:
-            sql += f" RETURNING {GATE.format(gate='%s', bound='%s')}"
-            parameters += for_gate(connection, guard.order)
+        sql += f" AND pg_current_xact_id()::text = %s RETURNING {GATE.format(gate='%s', bound='%s')}"
+        parameters += [guard.transaction, *for_gate(connection, guard.order)]
     with connection.cursor() as cursor:
         cursor.execute(sql, parameters)
         return int(cursor.rowcount)
+
+
+def _given(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> list[Any]:
+    """The parameters of `_FINISH`."""
+    keep = inbox_options().keeps_all_bodies
+    return [guard.rows[0], attempts, guard.transaction, keep, result, *for_gate(connection, guard.order)]
 
 
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
@@ -194,9 +181,8 @@ def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: i
     assert guard.order is not None  # noqa: S101 - see _is_followed
     assert guard.follower is not None  # noqa: S101
     connection.validate_no_broken_transaction()
-    given = [guard.rows[0], attempts, guard.transaction, *for_gate(connection, guard.order)]
-    settle = _FINISH_IN_ORDER[inbox_options().keeps_all_bodies]
-    return settle_and_claim(connection, settle, given, guard.order, guard.follower.claimed_for)
+    given = _given(connection, guard, attempts, None)
+    return settle_and_claim(connection, _FINISH, given, guard.order, guard.follower.claimed_for)
 
 
 def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
@@ -219,31 +205,6 @@ def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {TABLE} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
         return int(cursor.fetchone()[0])
-
-
-def roll_back_prepared(guard: Guard) -> str:
-    """ROLLBACK PREPARED, if the handler has prepared the transaction for two-phase commit; its identifier, or "".
-
-    Left prepared, it would lock the rows across restarts, and a later COMMIT PREPARED would mark an unfinished message as done.
-
-    Raises:
-        django.db.Error: the transaction cannot be rolled back by this user, or another session has just ended it.
-    """
-    connection = connections[guard.alias]
-    if not is_postgresql(connection) or connection.in_atomic_block:
-        return ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT gid, format('ROLLBACK PREPARED %%L', gid) FROM pg_prepared_xacts "
-            "WHERE transaction = %s::xid8::xid AND database = current_database()",
-            [guard.transaction],
-        )
-        found = cursor.fetchone()
-        if found is None:
-            return ""
-        gid, roll_back = found
-        cursor.execute(roll_back)
-    return str(gid)
 
 
 def dead_letter_if_committed(guard: Guard) -> bool:

@@ -20,7 +20,7 @@ from inbox.store.rows import NewRow
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """The outcome of a message.
 
     Attributes:
@@ -64,7 +64,7 @@ def store_signature(alias: str, row: NewRow, headers: str) -> None:
     same_name.filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
-def outcome(alias: str, row: NewRow) -> Outcome | None:
+def outcome(alias: str, row: NewRow) -> TaskOutcome | None:
     """The outcome of the message that `row` repeats; None if its row was deleted."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
@@ -72,4 +72,4 @@ def outcome(alias: str, row: NewRow) -> Outcome | None:
             [row.handler, row.topic, row.biz_id],
         )
         found = cursor.fetchone()
-    return Outcome(State(found[0]), found[1], found[2]) if found else None
+    return TaskOutcome(State(found[0]), found[1], found[2]) if found else None

@@ -25,7 +25,7 @@ def try_to_store(alias: str) -> None:
     if not connections[alias].in_atomic_block:
         connections[alias].close()
     with transaction.atomic(using=alias):
-        begin_fresh(alias, _trial_row(), LONGEST_LOCK_WAIT)
+        begin_fresh(alias, [_trial_row()], LONGEST_LOCK_WAIT)
         transaction.set_rollback(True, using=alias)
 
 

@@ -81,7 +81,7 @@ def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
     try:
         in_transaction(
             handler,
-            partial(arrivals.begin_fresh, handler.using, row, options.DUPLICATE_TIMEOUT),
+            partial(arrivals.begin_fresh, handler.using, [row], options.DUPLICATE_TIMEOUT),
             lambda: returned.append(_call(handler, messages)),
             of=messages[0].id,
             attempt=messages[0].attempt,

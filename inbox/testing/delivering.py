@@ -15,8 +15,8 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.leases.autocommit import is_inside_a_transaction
+from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
@@ -98,9 +98,9 @@ def receive(
     """
     unanswered = 0
 
-    def answer(delivery: Delivery, received: Received) -> None:
+    def answer(delivery: Delivery, received: Outcome) -> None:
         nonlocal unanswered
-        if received in {Received.DEFERRED, Received.UNSTORED}:
+        if received in {Outcome.DEFERRED, Outcome.UNSTORED}:
             unanswered += 1
         else:
             acknowledged()

@@ -93,8 +93,8 @@ def in_transaction(
     except BaseException as error:
         if not committed:
             # After the proof, committed rows can only mean that the answer to our own commit was lost.
-            if guard is not None and not proved and (ended := _why_ended(handler, guard, of)):
-                raise ended from error
+            if guard is not None and not proved and _committed_by_itself(handler, guard, of):
+                raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of)
     finally:
@@ -102,25 +102,13 @@ def in_transaction(
     return True
 
 
-def _why_ended(handler: Handler, guard: Guard, of: str) -> TransactionEnded | None:
-    """Resolve a transaction that the handler itself prepared (rolled back now) or committed (its rows are dead letters now)."""
+def _committed_by_itself(handler: Handler, guard: Guard, of: str) -> bool:
+    """Has the handler itself committed the transaction? Then its rows are dead letters now."""
     try:
-        if prepared := sentinel.roll_back_prepared(guard):
-            return TransactionEnded(sentinel.PREPARED.format(prepared))
-    except (DatabaseError, InterfaceError) as error:
-        logger.warning(
-            "%s: the transaction of %s on %r may be prepared for two-phase commit, and could not be rolled back (%s). If "
-            "pg_prepared_xacts lists it, execute ROLLBACK PREPARED; the message does not run before that.",
-            handler.name,
-            of,
-            guard.alias,
-            describe(error),
-        )
-    try:
-        return TransactionEnded(ABANDONED, is_stored=True) if sentinel.dead_letter_if_committed(guard) else None
+        return sentinel.dead_letter_if_committed(guard)
     except (DatabaseError, InterfaceError) as error:
         logger.debug("%s: it is unknown whether the handler committed %s by itself: %s", handler.name, of, describe(error))
-        return None
+        return False
 
 
 def call(handler: Handler, message: Message, envelope: Envelope) -> object:

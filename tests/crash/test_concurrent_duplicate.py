@@ -53,7 +53,7 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
     }
     with Process(environment, tmp_path / "log", "inbox_consume") as process:
         with transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
             send(rabbitmq_url, JOB, {}, message_id="copy")
             for number in range(OTHERS):
                 send(rabbitmq_url, JOB, {}, message_id=f"other-{number}")

@@ -6,10 +6,10 @@ import pytest
 
 from inbox.models import State
 from inbox.operators import accounting
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
+from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
-from inbox.store import intake, sentinel
+from inbox.store import admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
@@ -26,7 +26,7 @@ def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process
         after=(sentinel, "can_commit"),
     )
 
-    assert answer is Received.DUPLICATE
+    assert answer is Outcome.DUPLICATE
     assert (the_row(biz_id="second").state, effects("second")) == (State.DONE, 1)
 
 
@@ -56,10 +56,10 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second"), redelivered=True),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
-        after=(intake, "store_incoming"),
+        after=(admitting, "admit"),
     )
 
-    assert answer is Received.DUPLICATE
+    assert answer is Outcome.DUPLICATE
     assert (the_row(biz_id="second").state, effects("second")) == (State.RECEIVED, 0)
     assert drain() == 1
     row = the_row(biz_id="second")

@@ -71,7 +71,7 @@ def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(
         world.assert_nothing_went_wrong(world.drain())
 
 
-@pytest.mark.parametrize("store", ["database.DatabaseLeases", "redis.RedisLeases"])
+@pytest.mark.parametrize("store", ["leases.database.DatabaseLeases", "redis_leases.store.RedisLeases"])
 def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operators_retry(local_world, redis_url, store):
     """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
     world = local_world
@@ -79,7 +79,7 @@ def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operato
     world.inbox_options = {"LEASE_STORE": redis_url if "Redis" in store else "database"}
     with transaction.atomic():
         publish(LEASED_JOB, {"do": "wait for the word each time"}, biz_id="job")
-    frozen = world.relay(failpoint=f"stop before inbox.leases.{store}.acquire")
+    frozen = world.relay(failpoint=f"stop before inbox.{store}.acquire")
     world.wait_until(lambda: frozen.is_stopped, "a process is frozen with a message that it has claimed")
 
     operator = staff_client("view_inboxmessage", "retry_inboxmessage")

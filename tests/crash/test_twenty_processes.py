@@ -107,7 +107,7 @@ def test_duplicates_in_twenty_processes_that_wait_for_the_same_row_have_one_effe
     row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="one"), OPTIONS).row
     with ExitStack() as stack:
         with transaction.atomic():
-            assert arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+            assert arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
             consumers = processes(
                 stack, "tests.support.apps.worker.settings", DUPLICATE_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS)
             )

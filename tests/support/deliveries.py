@@ -55,7 +55,12 @@ def an_envelope(payload=None, *, body=None, **attributes):
 def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
     """What the consumer does with one delivery, between taking it from the broker and answering."""
     arrival = read(handler, envelope or an_envelope(), given, redelivered=redelivered)
-    return receive(handler, arrival, given, redelivered=redelivered)
+    return receive(handler, arrival, given)
+
+
+def as_redelivered(arrival, redelivered=True):
+    """The arrival of a delivery that the broker says it has made before."""
+    return replace(arrival, row=replace(arrival.row, redelivered=redelivered))
 
 
 def the_effect(message):

@@ -231,7 +231,7 @@ class TestExecution:
 
         handler = handles(take, ordered=Ordered())
         given = options(MAX_ATTEMPTS=1)
-        arrivals = [(read(handler, an_envelope({"n": number}, key="k"), given), False) for number in range(3)]
+        arrivals = [read(handler, an_envelope({"n": number}, key="k"), given) for number in range(3)]
         admit(handler, arrivals, given)
         drain(options(MAX_ATTEMPTS=1))
         assert states() == ["dead", "waiting", "waiting"]

@@ -12,7 +12,7 @@ from benchmarks.lab.database import Database, Specimen
 from benchmarks.lab.project import ROOT, Project
 from benchmarks.lab.waiting import Progress, ProgressWatch, Stalled
 from inbox import Lease
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from tests.support.deliveries import an_envelope, deliver, options
 
 
@@ -33,7 +33,7 @@ def project(postgres_server, rabbitmq_server, rabbitmq_url, redis_server, redis_
 @pytest.mark.django_db(transaction=True)
 def test_an_emptied_project_has_no_rows_no_queues_and_no_keys_of_leases(project, redis_url, handles):
     handler, given = handles(lambda message: None, lease=Lease()), options(LEASE_STORE=redis_url)
-    assert deliver(handler, an_envelope(), given=given) is Received.HANDLED
+    assert deliver(handler, an_envelope(), given=given) is Outcome.HANDLED
     with redis.Redis.from_url(redis_url) as client:
         assert client.dbsize() > 0
         assert project.database.states() == {"ready": 1}

@@ -15,7 +15,7 @@ from exactly_once.models import Lease
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from outbox.relay.service import serve
-from outbox.states import RESTORE, State
+from outbox.states import State
 from outbox.store import pausing
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import ids, published, row_of, set_columns, state_of
@@ -106,22 +106,6 @@ class TestResumeChecks:
 
 
 class TestRestore:
-    def test_restore_makes_a_dead_message_ready_with_zero_attempts(self):
-        dead, other = one_in(State.DEAD, attempts=16), one_in(State.DEAD, attempts=16)
-
-        assert "1 message restored" in run("outbox_restore", str(dead.id))
-
-        row = row_of(dead)
-        assert (row.state, row.attempts, row.settled_at) == (State.READY, 0, None)
-        assert state_of(other) == State.DEAD
-
-    @pytest.mark.parametrize("state", [state for state in State if state not in RESTORE.sources])
-    def test_restore_changes_no_message_in_another_state(self, state):
-        message = one_in(state)
-
-        assert "0 messages restored" in run("outbox_restore", "--all")
-        assert state_of(message) == state
-
     @pytest.mark.parametrize("named", ["by id", "by state"])
     def test_restore_takes_a_retrying_message_only_when_it_is_named(self, named):
         message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))

@@ -263,7 +263,7 @@ class TestInbox:
     def test_status_counts_a_message_behind_a_dead_letter_as_waiting(self, handles):
         handler = handles(fails, ordered=True)
         given = inbox_options()
-        admit(handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given)
+        admit(handler, [read(handler, an_envelope(biz_id=name, key="k"), given) for name in ("head", "behind")], given)
         InboxMessage.objects.filter(biz_id="head").update(state=InboxState.DEAD, next_attempt_at=None)
 
         assert status("inbox")["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()

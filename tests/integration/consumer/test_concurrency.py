@@ -28,12 +28,12 @@ from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
-from inbox.receiving import undecided
+from inbox.outcome import Outcome
+from inbox.receiving import parking
 from inbox.receiving.execute import receive
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received
-from inbox.receiving.reading import read, undecided_row
+from inbox.receiving.reading import parked_row, read
 from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
@@ -415,7 +415,7 @@ class TestAcknowledging:
 
         with consuming([handler, other], options):
             with transaction.atomic():
-                guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+                guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
                 send_all(rabbitmq_url, TOPIC, [("slow", {})] * 60)
                 send_all(rabbitmq_url, other.topic, [(name, {}) for name in names(20)])
                 wait_until(lambda: effects() == 20)
@@ -432,26 +432,26 @@ class TestAcknowledging:
         short, long = timedelta(seconds=1), timedelta(seconds=20)
 
         with transaction.atomic():
-            arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+            arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
             (first,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=short))])
             begun_at = monotonic()
             (second,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=long))])
             waited = monotonic() - begun_at
 
-        assert (first, second) == (Received.DEFERRED, Received.DEFERRED)
+        assert (first, second) == (Outcome.DEFERRED, Outcome.DEFERRED)
         assert waited < long.total_seconds() / 2
 
     def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
         """Not only when its deferral is over, which grows up to half a minute."""
-        monkeypatch.setattr(undecided, "_SHORTEST_DEFERRAL", timedelta(hours=1))
+        monkeypatch.setattr(parking, "_SHORTEST_DEFERRAL", timedelta(hours=1))
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
 
         with in_hand.holding([arrival.row]):
-            assert undecided.store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
-            assert receive(handler, arrival, OPTIONS, redelivered=False) is Received.DEFERRED
+            assert parking.park(handler, arrival, OPTIONS) is Outcome.STORED
+            assert receive(handler, arrival, OPTIONS) is Outcome.DEFERRED
             assert drain() == 0
-        assert drain() == 1
+        assert drain() == 2, "it was admitted, and run"
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
@@ -459,13 +459,13 @@ class TestAcknowledging:
         """Also before that has a row, as when its transaction is begun again."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        assert arrivals.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)
+        assert arrivals.store_due("default", parked_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)
 
         with in_hand.holding([arrival.row]):
             assert drain() == 1
             assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         make_due()
-        assert drain() == 1
+        assert drain() == 2, "it was admitted, and run"
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
@@ -491,8 +491,8 @@ class TestAcknowledging:
         handler = handles(the_effect)
         became = at_once([lambda: deliver(handler, an_envelope(biz_id="one"))] * 20)
 
-        assert (became.count(Received.HANDLED), effects()) == (1, 1)
-        assert set(became) <= {Received.HANDLED, Received.DUPLICATE, Received.DEFERRED}
+        assert (became.count(Outcome.HANDLED), effects()) == (1, 1)
+        assert set(became) <= {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.DEFERRED}
 
     def test_two_consumers_and_twenty_copies_have_one_effect(self, handles, rabbitmq_url, length):
         handler = handles(the_effect, biz_id="order")

@@ -12,14 +12,13 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from exactly_once.operators.trail import life_of
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import CHAINED, JOB
-from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row
+from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 from tests.support.workers import (
@@ -76,44 +75,6 @@ def state(name="job"):
 
 
 class TestEndToEnd:
-    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handles, rabbitmq_url, length):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        with transaction.atomic():
-            for number in range(20):
-                publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
-        relay(rabbitmq_url)
-
-        with consuming([handler], options):
-            wait_until(lambda: effects() == 20)
-            wait_until(lambda: length(handler) == 0)
-
-        assert set(Effect.objects.values_list("name", flat=True)) == {f"order-{number}" for number in range(20)}
-        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
-
-    def test_message_arrives_with_every_field_as_published(self, handles, rabbitmq_url):
-        got = []
-        handler, options = handles(got.append), broker_options(rabbitmq_url)
-        declare(handler, options)
-        with transaction.atomic():
-            published = publish(
-                TOPIC, {"name": "Zoë", "n": [1, None]}, biz_id="b", key="k", headers={"tenant": "acme", "n": 2, "yes": True}
-            )
-        relay(rabbitmq_url)
-
-        with consuming([handler], options):
-            (message,) = wait_until(lambda: list(got))
-            wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).exists())
-
-        assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
-        assert message.payload == {"name": "Zoë", "n": [1, None]}
-        assert message.headers == {"tenant": "acme", "n": 2, "yes": True}
-        assert message.created_at == OutboxMessage.objects.get().created_at
-        assert (message.correlation_id, message.causation_id) == (str(published.id), "")
-        assert (message.attempt, message.redelivered) == (1, False)
-        life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
-        assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
-
     def test_chain_of_handlers_keeps_its_correlation_id(self, handles, rabbitmq_url):
         got = []
 
@@ -135,41 +96,6 @@ class TestEndToEnd:
 
         assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
 
-    def test_every_handler_of_a_topic_gets_its_own_copy(self, handles, rabbitmq_url, length):
-        def fails(message):
-            raise ValueError("not mine")
-
-        handlers = [handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")]
-        options = broker_options(rabbitmq_url)
-        for handler in handlers:
-            declare(handler, options)
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-
-        with consuming(handlers, options):
-            wait_until(lambda: InboxMessage.objects.count() == 2)
-            wait_until(lambda: [length(handler) for handler in handlers] == [0, 0])
-
-        states = dict(InboxMessage.objects.values_list("handler", "state"))
-        assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
-
-    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
-        def handle(message):
-            the_effect(message)
-            if message.attempt == 1:
-                raise ValueError("not yet")
-
-        handler, options = handles(handle), broker_options(rabbitmq_url)
-        declare(handler, options)
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-
-        with consuming([handler], options):
-            wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
-            wait_until(lambda: length(handler) == 0)
-        make_due()
-        drain(options)
-
-        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
-
     def test_handler_queue_is_a_durable_quorum_queue_with_no_practical_delivery_limit(
         self, handles, rabbitmq_url, rabbitmq_server
     ):
@@ -185,54 +111,6 @@ class TestEndToEnd:
 
 
 class TestForeignProducers:
-    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handles, rabbitmq_url, length):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        for _ in range(3):
-            send(rabbitmq_url, TOPIC, {"a": 1}, message_id="m-1")
-
-        with consuming([handler], options):
-            wait_until(lambda: InboxMessage.objects.filter(duplicates=2).exists())
-            wait_until(lambda: length(handler) == 0)
-
-        assert effects("m-1") == 1
-
-    @pytest.mark.parametrize(
-        ("body", "properties", "reason"),
-        [
-            pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
-            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
-            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, "is not JSON", id="body is latin-1"),
-            pytest.param(
-                b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"
-            ),
-            pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
-            pytest.param(
-                b"{}",
-                {"headers": {"compression": "application/x-gzip"}},
-                "cannot be decompressed",
-                id="gzip header, plain body",
-            ),
-            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
-        ],
-    )
-    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(
-        self, handles, rabbitmq_url, length, body, properties, reason
-    ):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        send(rabbitmq_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
-        send(rabbitmq_url, TOPIC, {}, message_id="good")
-
-        with consuming([handler], options):
-            wait_until(lambda: effects("good") == 1)
-            wait_until(lambda: length(handler) == 0)
-
-        row = InboxMessage.objects.exclude(message_id="good").get()
-        assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
-        assert reason in row.last_error
-        assert effects() == 1
-
     @pytest.mark.parametrize(
         ("properties", "headers"),
         [

@@ -8,16 +8,13 @@ import threading
 import kombu
 import pytest
 import redis
-from django.db import transaction
 
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
-from outbox import publish
-from outbox.models import OutboxMessage
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row
+from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.waiting import wait_until
-from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, relay, send
+from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -31,115 +28,6 @@ def waiting(redis_url):
             return client.llen(queue_name(handler, broker_options(redis_url))), client.hlen("unacked")
 
     return count
-
-
-def test_messages_published_by_the_outbox_take_effect_once_and_leave_redis(handles, redis_url, waiting):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    with transaction.atomic():
-        for number in range(10):
-            publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
-    relay(redis_url)
-
-    with consuming([handler], options):
-        wait_until(lambda: effects() == 10)
-        wait_until(lambda: waiting(handler) == (0, 0))
-
-    assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
-    assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
-
-
-def test_message_arrives_with_every_field_as_published(handles, redis_url):
-    got = []
-    handler, options = handles(got.append), broker_options(redis_url)
-    declare(handler, options)
-    with transaction.atomic():
-        published = publish(TOPIC, {"name": "Zoë"}, biz_id="b", key="k", headers={"tenant": "acme"})
-    relay(redis_url)
-
-    with consuming([handler], options):
-        (message,) = wait_until(lambda: list(got))
-
-    assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
-    assert (message.payload, message.headers) == ({"name": "Zoë"}, {"tenant": "acme"})
-    assert message.created_at == OutboxMessage.objects.get().created_at
-
-
-def test_copies_of_a_message_are_duplicates_without_an_effect(handles, redis_url, waiting):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    for _ in range(3):
-        send(redis_url, TOPIC, {}, message_id="m")
-
-    with consuming([handler], options):
-        wait_until(lambda: InboxMessage.objects.filter(duplicates=2).exists())
-        wait_until(lambda: waiting(handler) == (0, 0))
-
-    assert effects("m") == 1
-
-
-def test_every_handler_of_a_topic_gets_its_own_copy(handles, redis_url):
-    handlers = [handles(the_effect, name=f"tests.{letter}") for letter in "ab"]
-    options = broker_options(redis_url)
-    for handler in handlers:
-        declare(handler, options)
-    send(redis_url, TOPIC, {}, message_id="m")
-
-    with consuming(handlers, options):
-        wait_until(lambda: effects("m") == 2)
-
-    assert sorted(InboxMessage.objects.values_list("handler", "state", "duplicates")) == [
-        ("tests.a", State.DONE, 0),
-        ("tests.b", State.DONE, 0),
-    ]
-
-
-def test_failed_message_waits_in_the_database_and_not_in_redis(handles, redis_url, waiting):
-    def handle(message):
-        the_effect(message)
-        if message.attempt == 1:
-            raise ValueError("not yet")
-
-    handler, options = handles(handle), broker_options(redis_url)
-    declare(handler, options)
-    send(redis_url, TOPIC, {}, message_id="m")
-
-    with consuming([handler], options):
-        wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
-        wait_until(lambda: waiting(handler) == (0, 0))
-    make_due()
-    drain(options)
-
-    assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("body", "properties", "reason"),
-    [
-        pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
-        pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
-        pytest.param(b"{}", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"),
-        pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
-        pytest.param(
-            b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be decompressed", id="gzip header, plain body"
-        ),
-    ],
-)
-def test_unreadable_message_is_a_dead_letter_and_delays_no_other(handles, redis_url, waiting, body, properties, reason):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    given = body if "content_encoding" in properties else body.decode()
-    send(redis_url, TOPIC, None, body=given, **{"message_id": "odd", **properties})
-    send(redis_url, TOPIC, {}, message_id="good")
-
-    with consuming([handler], options):
-        wait_until(lambda: effects("good") == 1)
-        wait_until(lambda: waiting(handler) == (0, 0))
-
-    row = InboxMessage.objects.exclude(message_id="good").get()
-    assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
-    assert reason in row.last_error
-    assert effects() == 1
 
 
 def test_message_with_unusual_headers_is_handled_and_delays_no_other(handles, redis_url, waiting):

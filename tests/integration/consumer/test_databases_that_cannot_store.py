@@ -16,15 +16,15 @@ from inbox import Lease
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.deliveries import OPTIONS, an_envelope, as_redelivered, deliver
 from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
@@ -367,10 +367,10 @@ def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefet
     for number in range(10):
         send(rabbitmq_url, "stored.nowhere", {}, message_id=f"bad{number}")
     with one_refused("P0001"), consuming([stuck, other], given) as consumer:
-        wait_until(lambda: consumer.received[Received.UNSTORED] == 3)
+        wait_until(lambda: consumer.received[Outcome.UNSTORED] == 3)
         send_all(rabbitmq_url)
         wait_until(lambda: len(effects_on_other()) == 10)
-        assert consumer.received[Received.UNSTORED] == 3
+        assert consumer.received[Outcome.UNSTORED] == 3
         assert length_of(rabbitmq_server, stuck, given) == 10
         assert len([line for line in lines_of(caplog) if "refused" in line]) == 1
 
@@ -392,11 +392,9 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
 
 def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(handles):
     handler = handles(effect_on_other, topic=TOPIC, using="other")
-    load = [
-        (read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS), False) for name in ("a", "bad", "b")
-    ]
+    load = [read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS) for name in ("a", "bad", "b")]
     with refused_body("bad"):
-        assert admit(handler, load, OPTIONS) == [Received.STORED, Received.UNSTORED, Received.STORED]
+        assert admit(handler, load, OPTIONS) == [Outcome.STORED, Outcome.UNSTORED, Outcome.STORED]
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
     assert sorted(rows) == [("a", State.RECEIVED, 0, 0), ("b", State.RECEIVED, 0, 0)]
@@ -413,11 +411,11 @@ def rows_of_each_transaction():
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
     handler = handles(effect_on_other, using="other", ordered=ordered)
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
-    load = [(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS), True) for name in names_of_load]
+    load = [as_redelivered(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS)) for name in names_of_load]
     with one_refused("23514", "%bad"):
         became = admit(handler, load, OPTIONS)
 
-    assert became == [Received.STORED] * 11 + [Received.DEAD] + [Received.STORED] * 20
+    assert became == [Outcome.STORED] * 11 + [Outcome.DEAD] + [Outcome.STORED] * 20
     assert rows_of_each_transaction() == [1, 1, 2, 4, 8, 16]
     stored = InboxMessage.objects.using("other").order_by("pk")
     assert [row.biz_id for row in stored if row.state != State.DEAD] == [name for name in names_of_load if name != "m11-bad"]
@@ -429,7 +427,7 @@ def test_group_that_the_database_refuses_is_halved(handles):
     with one_refused("P0001"):
         became = receive_together(handler, [*envelopes, an_envelope(id="bad", biz_id="bad")])
 
-    assert became == [Received.HANDLED] * 15 + [Received.UNSTORED]
+    assert became == [Outcome.HANDLED] * 15 + [Outcome.UNSTORED]
     assert rows_of_each_transaction() == [1, 2, 4, 8]
 
 

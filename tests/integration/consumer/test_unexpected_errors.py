@@ -9,7 +9,7 @@ import pytest
 from inbox.consumer import reception
 from inbox.consumer.lanes import Unanswered
 from inbox.models import InboxMessage, State
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, effects, make_due, options, run_to_the_end, the_effect, the_row
 from tests.support.loads import a_delivery, receive_load
@@ -48,7 +48,7 @@ def test_unexpected_error_is_stored_as_a_failed_attempt_with_its_traceback(handl
     handler = handles(the_effect)
     breaks("receive")
 
-    assert receive_load([a_delivery(handler, redelivered=redelivered)]) == [Received.STORED]
+    assert receive_load([a_delivery(handler, redelivered=redelivered)]) == [Outcome.STORED]
 
     row = the_row()
     assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: unexpected")
@@ -60,7 +60,7 @@ def test_unexpected_error_is_stored_as_a_failed_attempt_with_its_traceback(handl
 def test_unexpected_error_at_the_last_attempt_makes_a_dead_letter(handles, breaks):
     breaks("receive")
 
-    assert receive_load([a_delivery(handles(the_effect))], options(MAX_ATTEMPTS=1)) == [Received.DEAD]
+    assert receive_load([a_delivery(handles(the_effect))], options(MAX_ATTEMPTS=1)) == [Outcome.DEAD]
 
     assert the_row().state == State.DEAD
 
@@ -68,7 +68,7 @@ def test_unexpected_error_at_the_last_attempt_makes_a_dead_letter(handles, break
 def test_unexpected_error_after_the_commit_changes_nothing(handles, breaks):
     breaks("receive", after=True)
 
-    assert receive_load([a_delivery(handles(the_effect))]) == [Received.DUPLICATE]
+    assert receive_load([a_delivery(handles(the_effect))]) == [Outcome.DUPLICATE]
 
     assert (the_row().state, effects(), make_due()) == (State.DONE, 1, 0)
 
@@ -79,7 +79,7 @@ def test_unexpected_error_in_a_load_stores_every_delivery(handles, breaks):
 
     load = [a_delivery(handler, an_envelope(biz_id=name)) for name in "abc"]
 
-    assert receive_load(load) == [Received.STORED] * 3
+    assert receive_load(load) == [Outcome.STORED] * 3
     run_to_the_end()
     assert Counter(Effect.objects.values_list("name", flat=True)) == dict.fromkeys("abc", 1)
 
@@ -88,7 +88,7 @@ def test_delivery_whose_failure_cannot_be_stored_is_neither_acknowledged_nor_req
     breaks("receive")
     breaks("store_failure")
 
-    assert receive_load([a_delivery(handles(the_effect))]) == [Received.UNSTORED]
+    assert receive_load([a_delivery(handles(the_effect))]) == [Outcome.UNSTORED]
 
     assert not InboxMessage.objects.exists()
 

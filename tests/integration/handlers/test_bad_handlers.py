@@ -26,7 +26,7 @@ from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.execute import Received
+from inbox.outcome import Outcome
 from inbox.store import sentinel
 from inbox.transactions import handler_transaction
 from tests.support.apps.effects.models import Effect, Unique
@@ -45,7 +45,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-SETTLED = {Received.HANDLED, Received.DUPLICATE}
+SETTLED = {Outcome.HANDLED, Outcome.DUPLICATE}
 TAKEN = "taken"
 EVERYWHERE = ("postgresql", "sqlite")
 POSTGRESQL = ("postgresql",)
@@ -582,7 +582,7 @@ def test_bad_handler_is_never_acknowledged_without_its_effect_nor_repeats_it(bad
     assert (effects(envelope.biz_id) == 1) is (received in SETTLED or bad_handler.reason == COMMITTED_BY_ITSELF)
     run_to_the_end()
     for again in (False, True):
-        assert deliver(handler, envelope, redelivered=again) is Received.DUPLICATE
+        assert deliver(handler, envelope, redelivered=again) is Outcome.DUPLICATE
     run_to_the_end()
     row = the_row()
     assert effects(envelope.biz_id) == bad_handler.takes_effect
@@ -606,7 +606,7 @@ def test_messages_after_a_bad_handler_commit_on_the_same_thread(bad_handler, han
     with InAThread(work) as thread:
         pass
 
-    assert thread.answer == [Received.HANDLED, Received.HANDLED]
+    assert thread.answer == [Outcome.HANDLED, Outcome.HANDLED]
     for one in (good, elsewhere):
         assert InboxMessage.objects.using(one.using).get(handler=one.name).state == State.DONE
 
@@ -623,7 +623,7 @@ def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, han
 
     received = deliver(handles(bad_handler.handle))
 
-    assert received is Received.HANDLED
+    assert received is Outcome.HANDLED
     assert effects() == 0
     assert not InboxMessage.objects.exists()
 
@@ -647,11 +647,11 @@ def test_message_of_a_handler_that_commits_by_itself_is_signalled_as_dead(path, 
     signals.message_dead.connect(listen)
     try:
         if path == "retried":
-            assert deliver(handles(_raises, name=handler.name + "x"), envelope) is Received.STORED
+            assert deliver(handles(_raises, name=handler.name + "x"), envelope) is Outcome.STORED
             InboxMessage.objects.update(handler=handler.name)
             run_to_the_end()
         else:
-            assert deliver(handler, envelope, redelivered=path == "redelivered") is Received.DEAD
+            assert deliver(handler, envelope, redelivered=path == "redelivered") is Outcome.DEAD
     finally:
         signals.message_dead.disconnect(listen)
 
@@ -681,7 +681,7 @@ def test_handler_that_rolls_back_through_the_driver_and_goes_on_repeats_no_effec
 @pytest.mark.every_database
 def test_write_to_another_database_is_logged_as_a_warning(handles, caplog):
     with caplog.at_level(logging.WARNING, "inbox"):
-        assert deliver(handles(writes_to_the_other_database)) is Received.HANDLED
+        assert deliver(handles(writes_to_the_other_database)) is Outcome.HANDLED
 
     (record,) = [record for record in caplog.records if "outside its transaction" in record.getMessage()]
     assert "'other'" in record.getMessage()
@@ -696,7 +696,7 @@ def test_read_from_another_database_logs_no_warning(handles, caplog):
         read.append(Effect.objects.using("other").count())
 
     with caplog.at_level(logging.WARNING, "inbox"):
-        assert deliver(handles(handle)) is Received.HANDLED
+        assert deliver(handles(handle)) is Outcome.HANDLED
 
     assert read == [0]
     assert not caplog.records
@@ -704,7 +704,7 @@ def test_read_from_another_database_logs_no_warning(handles, caplog):
 
 @pytest.mark.every_database
 def test_on_commit_hook_that_raises_is_logged_and_the_message_is_done(handles, caplog):
-    assert deliver(handles(raises_in_an_on_commit_hook)) is Received.HANDLED
+    assert deliver(handles(raises_in_an_on_commit_hook)) is Outcome.HANDLED
 
     assert "after the commit" in caplog.text
     assert the_row().state == State.DONE
@@ -720,7 +720,7 @@ def test_deadlock_raised_by_a_handler_is_retried_at_once_and_costs_no_attempt(ha
                 close_the_cycle()
         the_effect(message)
 
-    assert deliver(handles(handle)) is Received.HANDLED
+    assert deliver(handles(handle)) is Outcome.HANDLED
 
     assert attempts == [1, 1]
     assert the_row().attempts == 1
@@ -772,7 +772,7 @@ def test_child_that_a_handler_forks_does_not_go_on_as_a_worker(handles, leave):
             return
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    assert deliver(handles(fork)) is Received.HANDLED
+    assert deliver(handles(fork)) is Outcome.HANDLED
     assert statuses == [1]
     assert effects() == 1
     assert the_row().state == State.DONE

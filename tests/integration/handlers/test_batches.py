@@ -21,7 +21,7 @@ from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
 from inbox.operators import accounting
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
@@ -46,11 +46,11 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 every_database = pytest.mark.every_database
 
 HANDLED, DUPLICATE, STORED, DEAD, DEFERRED = (
-    Received.HANDLED,
-    Received.DUPLICATE,
-    Received.STORED,
-    Received.DEAD,
-    Received.DEFERRED,
+    Outcome.HANDLED,
+    Outcome.DUPLICATE,
+    Outcome.STORED,
+    Outcome.DEAD,
+    Outcome.DEFERRED,
 )
 POISON = {"poison": True}
 
@@ -395,47 +395,43 @@ class TestFailingMessage:
         assert list(rows) == [(name, State.RETRYING, 1, "SystemExit: bye") for name in "ab"]
 
 
+def swallow_a_database_error():
+    with contextlib.suppress(IntegrityError):
+        Unique.objects.create(name="taken")
+
+
+def close_the_connection():
+    connection.close()
+
+
+def commit_by_sql():
+    with connection.cursor() as cursor:
+        cursor.execute("COMMIT")
+
+
 @every_database
 class TestBadHandlers:
-    def test_message_whose_handler_swallows_a_database_error_fails_alone(self, together):
+    @pytest.mark.parametrize(
+        ("misbehave", "reason"),
+        [
+            (swallow_a_database_error, "can no longer commit"),
+            (close_the_connection, "closed the database connection"),
+            (commit_by_sql, "must commit together"),
+        ],
+    )
+    def test_message_whose_handler_leaves_no_usable_transaction_fails_alone(self, together, misbehave, reason):
         Unique.objects.create(name="taken")
 
         def handle(message):
             the_effect(message)
             if message.payload.get("poison"):
-                with contextlib.suppress(IntegrityError):
-                    Unique.objects.create(name="taken")
+                misbehave()
 
         became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
-        assert "can no longer commit" in the_row(biz_id="b").last_error
-
-    def test_message_whose_handler_closes_the_connection_fails_alone(self, together):
-        def handle(message):
-            the_effect(message)
-            if message.payload.get("poison"):
-                connection.close()
-
-        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
-
-        assert became == [HANDLED, STORED, HANDLED]
-        assert effects_by_name() == {"a": 1, "c": 1}
-        assert "closed the database connection" in the_row(biz_id="b").last_error
-
-    def test_message_whose_handler_commits_by_sql_fails_alone(self, together):
-        def handle(message):
-            the_effect(message)
-            if message.payload.get("poison"):
-                with connection.cursor() as cursor:
-                    cursor.execute("COMMIT")
-
-        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
-
-        assert became == [HANDLED, STORED, HANDLED]
-        assert effects_by_name() == {"a": 1, "c": 1}
-        assert "must commit together" in the_row(biz_id="b").last_error
+        assert reason in the_row(biz_id="b").last_error
 
     def test_commit_through_the_driver_makes_the_whole_load_dead_letters(self, together):
         """It committed effects of the other messages as well, and it cannot be known how far each of them was."""

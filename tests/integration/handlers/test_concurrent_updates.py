@@ -10,7 +10,7 @@ import pytest
 
 from inbox import RetryLater
 from inbox.models import State
-from inbox.receiving.execute import Received
+from inbox.outcome import Outcome
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import A_WHILE, an_envelope, at_once, deliver, drain, make_due, the_row
 
@@ -38,7 +38,7 @@ def test_concurrent_handlers_that_lock_a_row_lose_no_update(handles, counter):
     handler = handles(increase)
     received = at_once([lambda: deliver(handler)] * MANY)
 
-    assert received == [Received.HANDLED] * MANY
+    assert received == [Outcome.HANDLED] * MANY
     assert count(counter) == MANY
 
 
@@ -57,7 +57,7 @@ def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(ha
         Effect.objects.filter(pk=counter.pk).update(detail="41")
 
     handler = handles(increase)
-    assert deliver(handler, an_envelope(biz_id="late")) is Received.STORED
+    assert deliver(handler, an_envelope(biz_id="late")) is Outcome.STORED
     row = the_row(biz_id="late")
     assert (row.state, row.attempts) == (State.RETRYING, 0)
     assert "another transaction was faster" in row.last_error
@@ -87,6 +87,6 @@ def test_deadlocked_handler_is_run_again_at_once_without_counting_an_attempt(han
     handler = handles(lock)
     received = at_once([partial(deliver, handler, an_envelope(biz_id=way)) for way in ("forwards", "backwards")])
 
-    assert received == [Received.HANDLED] * 2
+    assert received == [Outcome.HANDLED] * 2
     assert [count(row) for row in rows] == [2, 2]
     assert {the_row(biz_id=way).attempts for way in ("forwards", "backwards")} == {1}

@@ -11,7 +11,7 @@ from exactly_once.process.clock import utcnow
 from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.operators import decisions
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.loads import receive_together
 
@@ -57,7 +57,7 @@ class TestRetry:
         assert (the_row().attempts, OPTIONS.MAX_ATTEMPTS) == (2, 3)
 
     def test_one_attempt_means_that_the_first_failure_is_final(self, handles):
-        assert deliver(handles(fail, retry=Retry(max_attempts=1))) is Received.DEAD
+        assert deliver(handles(fail, retry=Retry(max_attempts=1))) is Outcome.DEAD
 
     def test_more_attempts_than_the_settings_have_are_made(self, handles):
         deliver(handles(fail, retry=Retry(max_attempts=OPTIONS.MAX_ATTEMPTS + 2)))
@@ -148,7 +148,7 @@ class TestDeferral:
         assert timedelta(minutes=59) < time_until_retry(the_row()) <= timedelta(hours=1)
 
     def test_a_fresh_message_is_deferred_even_for_longer_than_it_may_wait(self, later):
-        assert deliver(later(timedelta(hours=5), give_up_after=A_MINUTE)) is Received.STORED
+        assert deliver(later(timedelta(hours=5), give_up_after=A_MINUTE)) is Outcome.STORED
 
         assert timedelta(seconds=50) < time_until_retry(the_row()) <= A_MINUTE
 

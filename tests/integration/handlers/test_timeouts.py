@@ -21,7 +21,7 @@ from inbox.handlers import timeouts
 from inbox.handlers.handler import Handler
 from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage, State
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.workshop import BOUNDED, name_of
 from tests.support.deliveries import (
@@ -142,7 +142,7 @@ class TestSlowHandler:
             monkeypatch.setattr(timeouts, "_CANCEL_GRACE_SECONDS", A_WHILE)
         handler = handles(handle, name="tests.slow", timeout=LONGER)
 
-        assert deliver(handler) is Received.STORED
+        assert deliver(handler) is Outcome.STORED
 
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 1, 0)
@@ -161,7 +161,7 @@ class TestSlowHandler:
         slow, quick = handles(loops, timeout=LIMIT), handles(the_effect, timeout=AMPLE)
         for _ in range(3):
             deliver(slow)
-            assert deliver(quick) is Received.HANDLED
+            assert deliver(quick) is Outcome.HANDLED
 
         spin(2 * LIMIT.total_seconds())
         assert effects() == 3
@@ -171,7 +171,7 @@ class TestSlowHandler:
             spin(LONGER.total_seconds())
             the_effect(message)
 
-        assert deliver(handles(handle, timeout=10 * LONGER)) is Received.HANDLED
+        assert deliver(handles(handle, timeout=10 * LONGER)) is Outcome.HANDLED
         assert effects() == 1
 
     def test_timeout_of_one_handler_does_not_interrupt_others_of_its_process(self, handles):
@@ -179,9 +179,9 @@ class TestSlowHandler:
         patient = handles(lambda message: (time.sleep(3 * LIMIT.total_seconds()), the_effect(message)), timeout=AMPLE)
 
         with InAThread(lambda: deliver(patient)) as other:
-            assert deliver(slow) is Received.STORED
+            assert deliver(slow) is Outcome.STORED
 
-        assert other.answer is Received.HANDLED
+        assert other.answer is Outcome.HANDLED
         assert effects() == 1
 
     def test_coroutine_that_raises_timeout_error_keeps_its_own_error(self, handles):
@@ -202,7 +202,7 @@ class TestSlowStatement:
             with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_sleep(60)")
 
-        assert deliver(handles(handle, timeout=LIMIT)) is Received.STORED
+        assert deliver(handles(handle, timeout=LIMIT)) is Outcome.STORED
 
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert "took longer than its timeout" in the_row().last_error
@@ -213,7 +213,7 @@ class TestSlowStatement:
             with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
                 cursor.execute("SELECT pg_sleep(60)")
 
-        assert deliver(handles(handle, timeout=LIMIT)) is Received.STORED
+        assert deliver(handles(handle, timeout=LIMIT)) is Outcome.STORED
 
         assert (the_row().state, effects()) == (State.RETRYING, 0)
 
@@ -226,8 +226,8 @@ class TestSlowStatement:
 
         slow, quick = handles(handle, timeout=LIMIT), handles(the_effect)
         for _ in range(5):
-            assert deliver(slow) is Received.STORED
-            assert deliver(quick) is Received.HANDLED
+            assert deliver(slow) is Outcome.STORED
+            assert deliver(quick) is Outcome.HANDLED
 
         assert effects() == 5
 
@@ -258,7 +258,7 @@ class TestBatchAndGroup:
 
         became = receive_together(handler, envelopes)
 
-        assert became == [Received.STORED if number == 3 else Received.HANDLED for number in range(10)]
+        assert became == [Outcome.STORED if number == 3 else Outcome.HANDLED for number in range(10)]
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(
             envelope.biz_id for number, envelope in enumerate(envelopes) if number != 3
         )
@@ -274,7 +274,7 @@ class TestBatchAndGroup:
 
         became = receive_together(handles(handle, timeout=AMPLE, group_commit=5), [an_envelope() for _ in range(5)])
 
-        assert became == [Received.HANDLED] * 5
+        assert became == [Outcome.HANDLED] * 5
         assert len(ends) == 5
         assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), (
             "each run has the whole limit"
@@ -296,7 +296,7 @@ class TestBatchAndGroup:
 
         became = receive_together(handler, [an_envelope({"slow": number == 2}) for number in range(4)])
 
-        assert became == [Received.HANDLED, Received.HANDLED, Received.STORED, Received.HANDLED]
+        assert became == [Outcome.HANDLED, Outcome.HANDLED, Outcome.STORED, Outcome.HANDLED]
         assert effects() == 3
         assert len(ends[0]) == 3, "the first call reached the slow message"
         assert [len(set(of_a_call)) for of_a_call in ends] == [1] * len(ends), "one timeout for the whole call"
@@ -357,8 +357,8 @@ class TestTimeoutAtTheEndOfARun:
 
         became = [deliver(handler, envelope, given=given) for envelope in envelopes]
 
-        assert effects() == became.count(Received.HANDLED)
-        assert became.count(Received.STORED) == 100 - effects()
+        assert effects() == became.count(Outcome.HANDLED)
+        assert became.count(Outcome.STORED) == 100 - effects()
         while make_due():
             drain(given)
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)

@@ -28,7 +28,7 @@ from inbox.operators.decisions import retry as retry_by_operator
 from inbox.operators.decisions import skip
 from inbox.operators.dry_run import why_not
 from inbox.operators.pausing import pause_handler, resume_handler
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
 from inbox.store import leases
 from inbox.testing import deliver as deliver_and_drain
@@ -77,7 +77,7 @@ def orders(subscribed):
 def arrive(handler, number=1, **attributes):
     """Messages that a consumer stores."""
     for _ in range(number):
-        assert deliver(handler, an_envelope(**attributes)) is Received.STORED
+        assert deliver(handler, an_envelope(**attributes)) is Outcome.STORED
 
 
 def read(api=None, path=PATH, **how):
@@ -311,13 +311,13 @@ def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
     duplicate_suppressed.connect(lambda **given: causes.append(given["biz_id"]), weak=False, dispatch_uid="http")
     envelope = an_envelope()
     try:
-        assert deliver(orders, envelope) is Received.STORED
-        assert deliver(orders, envelope) is Received.DUPLICATE
+        assert deliver(orders, envelope) is Outcome.STORED
+        assert deliver(orders, envelope) is Outcome.DUPLICATE
         [message] = read()
-        assert deliver(orders, envelope, redelivered=True) in {Received.DUPLICATE, Received.STORED}
+        assert deliver(orders, envelope, redelivered=True) in {Outcome.DUPLICATE, Outcome.STORED}
         assert read() == []
         settle("acknowledge", message)
-        assert deliver(orders, envelope) is Received.DUPLICATE
+        assert deliver(orders, envelope) is Outcome.DUPLICATE
     finally:
         duplicate_suppressed.disconnect(dispatch_uid="http")
 

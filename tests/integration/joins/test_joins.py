@@ -28,7 +28,7 @@ from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import editable
 from inbox.operators.pausing import pause_handler
 from inbox.operators.purging import purge_settled
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel
@@ -57,7 +57,7 @@ class TestAllCome:
         joins(report)
         for topic in order:
             assert not drain()
-            assert comes(topic) is Received.HANDLED
+            assert comes(topic) is Outcome.HANDLED
         drain()
 
         assert effects() == [("monday", ALL)]
@@ -94,7 +94,7 @@ class TestAllCome:
         given = []
         joins(given.append)
         comes(TOPICS[0], rows=1)
-        assert comes(TOPICS[0], rows=2) is Received.DUPLICATE
+        assert comes(TOPICS[0], rows=2) is Outcome.DUPLICATE
         comes(TOPICS[1])
         comes(TOPICS[2])
         drain()
@@ -124,7 +124,7 @@ class TestAllCome:
 
     def test_message_without_run_id_is_a_dead_letter_and_no_part(self, joins):
         joins(report)
-        assert deliver(registry.get(f"{NAME}/{TOPICS[0]}"), an_envelope({"day": 1}, topic=TOPICS[0])) is Received.DEAD
+        assert deliver(registry.get(f"{NAME}/{TOPICS[0]}"), an_envelope({"day": 1}, topic=TOPICS[0])) is Outcome.DEAD
         assert "run_id" in InboxMessage.objects.get().last_error
         assert not Part.objects.exists()
 
@@ -239,7 +239,7 @@ class TestAtTheSameMoment:
         with InAThread(hold):
             assert held.wait(A_WHILE)
             if connection.vendor == "postgresql":
-                assert comes(TOPICS[2]) is Received.STORED
+                assert comes(TOPICS[2]) is Outcome.STORED
             release.set()
         comes(TOPICS[2])
         run_to_the_end()
@@ -283,7 +283,7 @@ class TestUnderStricterIsolation:
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel.SERIALIZABLE}):
             for number in range(SERIALIZABLE_ROUNDS):
                 arrive = [partial(comes, topic, f"run-{number}-{run}") for topic in TOPICS for run in range(4)]
-                assert at_once(arrive) == [Received.HANDLED] * len(arrive)
+                assert at_once(arrive) == [Outcome.HANDLED] * len(arrive)
             drain()
         assert len(effects()) == 4 * SERIALIZABLE_ROUNDS
 
@@ -326,7 +326,7 @@ class TestAtTheDeadline:
             comes(topic)
         travel(timedelta(hours=3))
         drain()
-        assert comes(TOPICS[2]) is Received.HANDLED
+        assert comes(TOPICS[2]) is Outcome.HANDLED
         run_to_the_end()
 
         assert effects() == []
@@ -371,7 +371,7 @@ class TestAtTheDeadline:
         travel(timedelta(hours=3))
         with InAThread(drain):
             assert began.wait(A_WHILE)
-            assert comes(TOPICS[1]) is Received.HANDLED
+            assert comes(TOPICS[1]) is Outcome.HANDLED
             go.set()
         run_to_the_end()
 

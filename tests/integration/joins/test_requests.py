@@ -15,7 +15,7 @@ from inbox.joins.models import Run
 from inbox.models import InboxMessage
 from inbox.operators.decisions import retry, skip
 from inbox.operators.pausing import pause_handler, resume_handler
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request
 from outbox.testing import published, run_relay
@@ -96,8 +96,8 @@ class TestAnswer:
     def test_answer_is_handled_once_with_its_request_in_either_order_and_with_duplicates(self, asks, order):
         asks(settle, on_timeout=give_up)
         for arrives in order:
-            assert arrives() is Received.HANDLED
-            assert arrives() is Received.DUPLICATE
+            assert arrives() is Outcome.HANDLED
+            assert arrives() is Outcome.DUPLICATE
         run_to_the_end()
         travel(TIMEOUT)
         drain()
@@ -171,7 +171,7 @@ class TestTimeout:
         asks(settle, on_timeout=give_up)
         pause_handler(f"{NAME}/{waits}")
         first()
-        assert second(redelivered=True) is Received.STORED
+        assert second(redelivered=True) is Outcome.STORED
         travel(TIMEOUT)
         drain()
         assert (Run.objects.select_related("row").get().row.state, effects()) == ("retrying", [])
@@ -198,7 +198,7 @@ class TestTimeout:
         travel(TIMEOUT)
         drain()
 
-        assert is_answered() is Received.DEAD
+        assert is_answered() is Outcome.DEAD
         assert "came too late for the run chain-1: its run is done" in late_answer().last_error
         assert late_answer().body
         run_to_the_end()
@@ -217,7 +217,7 @@ class TestTimeout:
         with InAThread(drain):
             assert began.wait(A_WHILE)
             if connection.vendor == "postgresql":
-                assert is_answered() is Received.STORED
+                assert is_answered() is Outcome.STORED
             go.set()
         if connection.vendor == "sqlite":
             is_answered()
@@ -235,7 +235,7 @@ class TestTimeout:
         is_asked()
         travel(TIMEOUT)
         drain()
-        assert is_answered() is Received.HANDLED
+        assert is_answered() is Outcome.HANDLED
         run_to_the_end()
         assert effects() == [("payment-1", "paid")]
 
@@ -248,7 +248,7 @@ class TestTimeout:
         assert run.row.state == "dead"
         assert ANSWERED in run.row.last_error
 
-        assert is_answered() is Received.HANDLED
+        assert is_answered() is Outcome.HANDLED
         run_to_the_end()
         assert effects() == []
         with transaction.atomic():
@@ -259,7 +259,7 @@ class TestTimeout:
     @pytest.mark.parametrize("on_timeout", [None, give_up])
     def test_answer_to_no_request_is_a_dead_letter_at_the_timeout(self, asks, on_timeout):
         asks(settle, on_timeout=on_timeout)
-        assert is_answered("unknown") is Received.HANDLED
+        assert is_answered("unknown") is Outcome.HANDLED
         travel(TIMEOUT)
         drain()
         row = Run.objects.select_related("row").get().row
@@ -271,7 +271,7 @@ class TestTimeout:
         asks(settle, on_timeout=give_up)
         is_asked()
         skip("default", Run.objects.get().row_id, "not needed")
-        assert is_answered() is Received.DEAD
+        assert is_answered() is Outcome.DEAD
         assert "its run is skipped" in late_answer().last_error
 
 

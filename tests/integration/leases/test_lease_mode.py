@@ -29,9 +29,9 @@ from inbox.models import InboxMessage, LeaseMemory, State, Step
 from inbox.operators import decisions, purging
 from inbox.operators.alerting import CONDITIONS
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
+from inbox.outcome import Outcome
 from inbox.receiving import leased as leased_receiving
 from inbox.receiving.admit import hand_over
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from outbox import publish
 from outbox.models import OutboxMessage
@@ -154,14 +154,14 @@ class TestRun:
         seen = []
         handler = leased(lambda message: seen.append((connection.in_atomic_block, connection.get_autocommit(), message.fence)))
 
-        assert deliver(handler, given=given) is Received.HANDLED
+        assert deliver(handler, given=given) is Outcome.HANDLED
 
         ((in_atomic_block, autocommit, fence),) = seen
         assert (in_atomic_block, autocommit) == (False, True)
         assert fence >= 1
 
     def test_success_is_stored_in_the_lease_store(self, leased, given):
-        assert deliver(leased(the_effect), given=given) is Received.HANDLED
+        assert deliver(leased(the_effect), given=given) is Outcome.HANDLED
 
         if is_redis(given):
             assert not InboxMessage.objects.exists()
@@ -189,7 +189,7 @@ class TestRun:
         async def handle(message):
             ran.append(message.biz_id)
 
-        assert deliver(leased(handle), given=given) is Received.HANDLED
+        assert deliver(leased(handle), given=given) is Outcome.HANDLED
         assert len(ran) == 1
 
     def test_handler_that_leaves_a_transaction_open_fails(self, leased, given):
@@ -197,7 +197,7 @@ class TestRun:
             connection.cursor().execute("BEGIN")
             the_effect(message)
 
-        assert deliver(leased(leave_it_open), given=given) is Received.STORED
+        assert deliver(leased(leave_it_open), given=given) is Outcome.STORED
 
         assert "with an open transaction" in the_row().last_error
         assert effects() == 0
@@ -211,7 +211,7 @@ class TestRun:
             blocks[0].__enter__()
             the_effect(message)
 
-        assert deliver(leased(leave_it_open), given=given) is Received.STORED
+        assert deliver(leased(leave_it_open), given=given) is Outcome.STORED
 
         assert "with an open transaction" in the_row().last_error
         assert effects() == 0
@@ -229,7 +229,7 @@ class TestRun:
         with InAThread(lambda: deliver(handler, given=given)) as thread:
             pass
 
-        assert thread.answer is Received.STORED
+        assert thread.answer is Outcome.STORED
         assert the_row().state == State.RETRYING
         assert effects() == 0
 
@@ -246,8 +246,8 @@ class TestDuplicate:
         handler, envelope = leased(the_effect), an_envelope()
         deliver(handler, envelope, given=given)
 
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
-        assert deliver(handler, envelope, given=given, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
+        assert deliver(handler, envelope, given=given, redelivered=True) is Outcome.DUPLICATE
 
         assert effects() == 1
         suppressed = [arguments for name, arguments in signals_sent if name == "duplicate_suppressed"]
@@ -269,7 +269,7 @@ class TestDuplicate:
         handler, envelope = leased(the_effect), an_envelope()
         deliver(handler, envelope, given=given)
 
-        assert deliver(handler, an_envelope({"order_id": 2}, biz_id=envelope.biz_id), given=given) is Received.DUPLICATE
+        assert deliver(handler, an_envelope({"order_id": 2}, biz_id=envelope.biz_id), given=given) is Outcome.DUPLICATE
 
         assert names_of(signals_sent) == ["message_handled", "conflicting_duplicate", "duplicate_suppressed"]
 
@@ -280,16 +280,16 @@ class TestDuplicate:
             assert slow.begun.wait(A_WHILE)
 
             assert deliver(handler, envelope, given=given, redelivered=True) is (
-                Received.STORED if is_redis(given) else Received.DUPLICATE
+                Outcome.STORED if is_redis(given) else Outcome.DUPLICATE
             ), "with Redis only the lease is known until then"
-            assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+            assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
 
             row = the_row()
             assert (row.state, row.attempts) == (State.RUNNING, 1)
             assert drain(given) == 0
             slow.go_on.set()
 
-        assert first.answer is Received.HANDLED
+        assert first.answer is Outcome.HANDLED
         assert slow.runs == effects() == 1
         row = the_row()
         assert (row.state, row.duplicates, row.redeliveries, row.resends) == (State.DONE, 2, 1, 1)
@@ -303,7 +303,7 @@ class TestDuplicate:
             deliver(handler, envelope, given=given)
             slow.go_on.set()
 
-        assert first.answer is Received.STORED
+        assert first.answer is Outcome.STORED
         row = the_row()
         assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, "ValueError: no")
         slow.error = None
@@ -353,16 +353,16 @@ class TestDuplicate:
             raise Reject("never")
 
         handler, envelope = leased(refuse), an_envelope()
-        assert deliver(handler, envelope, given=given) is Received.DEAD
+        assert deliver(handler, envelope, given=given) is Outcome.DEAD
 
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
         assert (the_row().state, the_row().attempts) == (State.DEAD, 1)
 
     def test_duplicate_of_a_retrying_message_does_not_run_it_early(self, leased, given):
         handler, envelope = leased(failing_once(ValueError("no"))), an_envelope()
         deliver(handler, envelope, given=given)
 
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
         assert effects() == 0
 
     def test_one_of_twenty_concurrent_duplicates_is_handled(self, leased, given):
@@ -379,15 +379,15 @@ class TestDuplicate:
         received = at_once([lambda: deliver(handler, envelope, given=given)] * 20)
         run_to_the_end(given)
 
-        assert received.count(Received.HANDLED) == 1
-        assert Received.DEAD not in received
+        assert received.count(Outcome.HANDLED) == 1
+        assert Outcome.DEAD not in received
         assert effects() == 1
         assert not InboxMessage.objects.exclude(state=State.DONE).exists()
 
 
 class TestFailure:
     def test_failed_message_is_retried(self, leased, given, signals_sent):
-        assert deliver(leased(failing_once(ValueError("no"))), given=given) is Received.STORED
+        assert deliver(leased(failing_once(ValueError("no"))), given=given) is Outcome.STORED
         row = the_row()
         assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, "ValueError: no")
         assert "ValueError" in row.traceback
@@ -486,7 +486,7 @@ class TestFailure:
         make_due()
         drain(given)
 
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
         assert effects() == 1
 
 
@@ -514,8 +514,8 @@ class TestOperator:
         handler, envelope, slow, first = self.decided_after_the_lease(leased, given, caplog, self.DECISIONS[1], error)
 
         assert (the_row().state, the_row().last_error) == (State.SKIPPED, "skipped: not wanted")
-        assert first.answer is Received.STORED
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert first.answer is Outcome.STORED
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
         assert drain(given) == 0
         assert (the_row().state, slow.runs) == (State.SKIPPED, 1)
 
@@ -524,7 +524,7 @@ class TestOperator:
         _, _, slow, first = self.decided_after_the_lease(leased, given, caplog, self.DECISIONS[0], error)
 
         assert (the_row().state, the_row().attempts, the_row().last_error) == (State.RUNNING, 0, "")
-        assert first.answer is Received.STORED
+        assert first.answer is Outcome.STORED
         slow.error = None
         assert drain(given) == 1
         assert (the_row().state, the_row().attempts, slow.runs) == (State.DONE, 1, 2)
@@ -613,7 +613,7 @@ class TestHeartbeat:
         with InAThread(lambda: at_once([lambda: deliver(handler, given=given)] * 8)) as all_of_them:
             wait_until(lambda: drain(given) or all_of_them.ended)
 
-        assert all_of_them.answer == [Received.HANDLED] * 8
+        assert all_of_them.answer == [Outcome.HANDLED] * 8
         assert effects() == 8
 
     def test_run_past_its_lease_limit_settles_nothing(self, leased, given, caplog):
@@ -623,7 +623,7 @@ class TestHeartbeat:
             wait_until(lambda: "lease is lost" in caplog.text)
             slow.go_on.set()
 
-        assert first.answer is Received.STORED
+        assert first.answer is Outcome.STORED
         assert "its outcome was not stored" in caplog.text
         row = the_row()
         assert (row.state, row.attempts) == (State.RUNNING, 1)
@@ -643,7 +643,7 @@ class TestHeartbeat:
                 except LeaseLost as error:
                     outcome.append(str(error))
 
-        assert deliver(leased(take_a_step, SHORT, limit=SHORT), given=given) is Received.STORED
+        assert deliver(leased(take_a_step, SHORT, limit=SHORT), given=given) is Outcome.STORED
 
         assert len(outcome) == 1
         assert "was not taken" in outcome[0]
@@ -697,23 +697,16 @@ class TestSteps:
         assert "no answer" in row.last_error
         assert "Check whether it has happened" in row.last_error
 
-    def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given):
-        taken = []
-
-        def charge():
-            taken.append("try")
-            if len(taken) == 1:
-                raise OSError("no answer")
-
-        deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-        assert the_row().state == State.DEAD
-        decisions.retry("default", the_row().pk)
-        drain(given)
-
-        assert (the_row().state, len(taken)) == (State.DONE, 2)
-
-    @pytest.mark.parametrize("error", [RetryLater(timedelta(hours=1)), Reject("closed")], ids=["RetryLater", "Reject"])
-    def test_unrepeatable_step_that_raises_retry_later_or_reject_is_taken_again(self, leased, given, error):
+    @pytest.mark.parametrize(
+        ("error", "becomes"),
+        [
+            (OSError("no answer"), State.DEAD),
+            (RetryLater(timedelta(hours=1)), State.RETRYING),
+            (Reject("closed"), State.DEAD),
+        ],
+        ids=["error", "RetryLater", "Reject"],
+    )
+    def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given, error, becomes):
         taken = []
 
         def charge():
@@ -722,6 +715,7 @@ class TestSteps:
                 raise error
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
+        assert the_row().state == becomes
         decisions.retry("default", the_row().pk)
         drain(given)
 
@@ -732,13 +726,13 @@ class TestSteps:
             with suppress(StepInterrupted):
                 message.step("charge", lambda: 1 / 0, repeatable=False)
 
-        assert deliver(leased(swallow), given=given) is Received.DEAD
+        assert deliver(leased(swallow), given=given) is Outcome.DEAD
 
     def test_step_with_a_result_that_is_not_json_makes_a_dead_letter(self, leased, given):
         taken = []
         handler = leased(lambda message: message.step("charge", lambda: taken.append("try") or object()))
 
-        assert deliver(handler, given=given) is Received.DEAD
+        assert deliver(handler, given=given) is Outcome.DEAD
 
         assert taken == ["try"]
         assert "cannot be stored as JSON" in the_row().last_error
@@ -929,7 +923,7 @@ class TestUnavailableStore:
             # The counts, the state, and a record of each of the two messages.
             wait_until(lambda: client.dbsize() == 4)
 
-        assert deliver(handler, envelope, given=given, redelivered=True) is Received.HANDLED
+        assert deliver(handler, envelope, given=given, redelivered=True) is Outcome.HANDLED
         assert effects() == 2
 
     @pytest.mark.timeout(300)
@@ -987,8 +981,8 @@ class TestUnavailableStore:
             wait_until(lambda: "cannot be stored now" in caplog.text)
             redis_server.start()
 
-        assert first.answer is Received.HANDLED
-        assert deliver(handler, envelope, given=in_redis(redis_url)) is Received.DUPLICATE
+        assert first.answer is Outcome.HANDLED
+        assert deliver(handler, envelope, given=in_redis(redis_url)) is Outcome.DUPLICATE
         assert effects() == 1
 
     def test_run_is_repeated_when_the_store_is_unavailable_past_its_lease(self, leased, redis_server, redis_url):
@@ -1004,7 +998,7 @@ class TestUnavailableStore:
         redis_server.start()
         let_leases_end(in_redis(redis_url))
 
-        assert deliver(handler, envelope, given=in_redis(redis_url), redelivered=True) is Received.HANDLED
+        assert deliver(handler, envelope, given=in_redis(redis_url), redelivered=True) is Outcome.HANDLED
         assert Effect.objects.last().detail == "2"
 
 
@@ -1042,7 +1036,7 @@ class TestLostRedisData:
     def test_first_use_of_an_empty_redis_is_not_data_loss(self, leased, given):
         handler = leased(the_effect)
 
-        assert deliver(handler, an_envelope(created_at=utcnow() - timedelta(days=3)), given=given) is Received.HANDLED
+        assert deliver(handler, an_envelope(created_at=utcnow() - timedelta(days=3)), given=given) is Outcome.HANDLED
         assert LeaseMemory.objects.get().remembers_since is None
 
     def test_message_created_before_a_data_loss_is_quarantined(self, leased, given, redis_server, caplog, signals_sent):
@@ -1050,14 +1044,14 @@ class TestLostRedisData:
         deliver(handler, envelope, given=given)
         redis_server.flush()
 
-        assert deliver(handler, envelope, given=given) is Received.DEAD
+        assert deliver(handler, envelope, given=given) is Outcome.DEAD
 
         row = the_row()
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
         assert "has lost data" in row.last_error
         assert caplog.text.count("Redis has lost data. Messages") == 1
         assert names_of(signals_sent) == ["message_handled", "message_dead"]
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
 
     def test_message_created_after_a_data_loss_is_handled(self, leased, given, redis_server):
         handler = leased(the_effect)
@@ -1065,15 +1059,15 @@ class TestLostRedisData:
         redis_server.flush()
         deliver(handler, an_envelope(created_at=utcnow() - timedelta(hours=1)), given=given)
 
-        assert deliver(handler, an_envelope(created_at=utcnow() + timedelta(seconds=1)), given=given) is Received.HANDLED
+        assert deliver(handler, an_envelope(created_at=utcnow() + timedelta(seconds=1)), given=given) is Outcome.HANDLED
 
     def test_message_without_a_time_is_quarantined_after_a_data_loss_only_if_redelivered(self, leased, given, redis_server):
         handler = leased(the_effect)
         deliver(handler, given=given)
         redis_server.flush()
 
-        assert deliver(handler, an_envelope(created_at=None), given=given) is Received.HANDLED
-        assert deliver(handler, an_envelope(created_at=None), given=given, redelivered=True) is Received.DEAD
+        assert deliver(handler, an_envelope(created_at=None), given=given) is Outcome.HANDLED
+        assert deliver(handler, an_envelope(created_at=None), given=given, redelivered=True) is Outcome.DEAD
 
     def test_operator_may_override_the_quarantine_after_a_data_loss(self, leased, given, redis_server):
         handler, envelope = leased(the_effect), an_envelope()
@@ -1109,7 +1103,7 @@ class TestLostRedisData:
             redis_server.flush()
             slow.go_on.set()
 
-        assert first.answer is Received.STORED
+        assert first.answer is Outcome.STORED
         assert "its outcome was not stored" in caplog.text
         run_to_the_end(given)
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
@@ -1122,8 +1116,8 @@ class TestLostRedisData:
         deliver(handler, envelope, given=given)
         restore(client, before)
 
-        assert deliver(handler, old, given=given) is Received.DUPLICATE, "its lease was not lost"
-        assert deliver(handler, envelope, given=given) is Received.DEAD
+        assert deliver(handler, old, given=given) is Outcome.DUPLICATE, "its lease was not lost"
+        assert deliver(handler, envelope, given=given) is Outcome.DEAD
         assert effects() == 2
         assert "Redis has lost data. Messages" in caplog.text
 
@@ -1136,10 +1130,10 @@ class TestLostRedisData:
             the_effect(message)
 
         handler, envelope = leased(handle), an_envelope()
-        assert deliver(handler, envelope, given=given) is Received.HANDLED
+        assert deliver(handler, envelope, given=given) is Outcome.HANDLED
         restore(client, states[0])
 
-        assert deliver(handler, envelope, given=given) is Received.STORED, "it found it running"
+        assert deliver(handler, envelope, given=given) is Outcome.STORED, "it found it running"
         let_leases_end(given)
         run_to_the_end(given)
         assert (the_row().state, effects()) == (State.DEAD, 1)
@@ -1172,5 +1166,5 @@ def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_a
 
     monkeypatch.setattr(leased_receiving, "_run", fails)
 
-    assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Received.STORED]
+    assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Outcome.STORED]
     assert (the_row().state, effects()) == (State.RUNNING, 0)

@@ -13,8 +13,8 @@ from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.aliases import the_default_at
@@ -245,7 +245,7 @@ def test_database_that_does_not_answer_costs_no_lease_on_another_database(handle
                 go_on.set()
             proxy.thaw()
 
-    assert run.answer is Received.HANDLED
+    assert run.answer is Outcome.HANDLED
 
 
 def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settlement(handles, mortal_postgres, caplog):
@@ -264,8 +264,8 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
             with pytest.raises(DatabaseUnavailable):
                 deliver(handler, an_envelope())
             mortal_postgres.start()
-        assert first.answer is Received.HANDLED
-        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert first.answer is Outcome.HANDLED
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
     assert ran == [1]
 
 
@@ -302,7 +302,7 @@ class TestOutageDuringSteps:
                 mortal_postgres.start()
 
         connection.close()
-        assert (run.answer, ran, stopped, the_row().attempts) == (Received.HANDLED, [1], [0, 1, 2], 1)
+        assert (run.answer, ran, stopped, the_row().attempts) == (Outcome.HANDLED, [1], [0, 1, 2], 1)
 
     def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
         handler, ran, _ = restarting(timedelta(seconds=1), steps=1)
@@ -327,7 +327,7 @@ def test_lost_answer_to_taking_a_lease_costs_neither_the_lease_nor_an_attempt(ha
         written="SELECT 1 FROM inbox_inboxmessage WHERE state = 'running'",
     )
 
-    assert answer is Received.HANDLED
+    assert answer is Outcome.HANDLED
     assert ran == ["first", "second"]
     row = the_row(biz_id="second")
     assert (row.state, row.attempts, row.fence, row.duplicates) == (State.DONE, 1, 1, 0)

@@ -10,7 +10,7 @@ import redis
 
 from inbox import Lease
 from inbox.models import State
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from tests.support.deliveries import (
     A_WHILE,
     InAThread,
@@ -87,13 +87,13 @@ def test_message_whose_record_a_failover_has_lost_does_not_run_again(handles, pr
     deliver(handler, given=this)
     deliver(handler, given=other)
     lagging()
-    assert deliver(handler, envelope, given=this) is Received.HANDLED
+    assert deliver(handler, envelope, given=this) is Outcome.HANDLED
     fail_over()
     # Another process goes on with the new primary, until that has seen more writes than the old one.
     for _ in range(MORE):
-        assert deliver(handler, given=other) is Received.HANDLED
+        assert deliver(handler, given=other) is Outcome.HANDLED
 
-    assert deliver(handler, envelope, given=this) is Received.DEAD
+    assert deliver(handler, envelope, given=this) is Outcome.DEAD
 
     assert "has lost data" in the_row().last_error
     assert effects(envelope.biz_id) == 1
@@ -122,9 +122,9 @@ def test_lease_that_a_failover_has_lost_settles_nothing_and_its_message_does_not
             deliver(quick, an_envelope(topic="quick"), given=other)
         go_on.set()
 
-    assert run.answer is Received.STORED
+    assert run.answer is Outcome.STORED
     run_to_the_end(this)
-    assert deliver(slow, envelope, given=other) is Received.DUPLICATE
+    assert deliver(slow, envelope, given=other) is Outcome.DUPLICATE
     assert (the_row(handler=slow.name).state, effects(envelope.biz_id)) == (State.DEAD, 1)
 
 
@@ -137,8 +137,8 @@ def test_restart_that_loses_nothing_is_not_taken_for_a_loss(handles, processes, 
     redis_server.kill()
     redis_server.start()
 
-    assert deliver(handler, before, given=other) is Received.DUPLICATE
-    assert deliver(handler, an_envelope(), given=this) is Received.HANDLED
+    assert deliver(handler, before, given=other) is Outcome.DUPLICATE
+    assert deliver(handler, an_envelope(), given=this) is Outcome.HANDLED
     assert "has lost data" not in caplog.text
     assert caplog.text.count("another Redis process answers") == len(processes)
 
@@ -149,7 +149,7 @@ def test_leases_work_for_a_user_who_may_not_ask_which_server_it_is(handles, redi
     handler, envelope = handles(the_effect, lease=Lease()), an_envelope()
     try:
         given = options(LEASE_STORE=redis_url.replace("redis://", "redis://shop:secret@"))
-        assert deliver(handler, envelope, given=given) is Received.HANDLED
-        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert deliver(handler, envelope, given=given) is Outcome.HANDLED
+        assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
     finally:
         admin.acl_deluser("shop")

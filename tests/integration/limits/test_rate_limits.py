@@ -22,8 +22,8 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions
 from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, State, TokenBucket
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals
@@ -35,6 +35,7 @@ from tests.support.deliveries import (
     OPTIONS,
     InAThread,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     drain,
@@ -324,7 +325,7 @@ class TestDeliveryStoredForLater:
     def test_delivery_without_a_token_is_stored_and_run_later(self, handles):
         handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
-        assert hold(handler, envelope) is Received.STORED
+        assert hold(handler, envelope) is Outcome.STORED
 
         assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         assert drain() == 1
@@ -334,8 +335,8 @@ class TestDeliveryStoredForLater:
         handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
         deliver(handler, envelope)
 
-        assert hold(handler, envelope) is Received.DUPLICATE
-        assert hold(handler, envelope, redelivered=True) is Received.DUPLICATE
+        assert hold(handler, envelope) is Outcome.DUPLICATE
+        assert hold(handler, envelope, redelivered=True) is Outcome.DUPLICATE
 
         assert (the_row().duplicates, the_row().redeliveries, effects()) == (2, 1, 1)
 
@@ -344,16 +345,16 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
     handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
     with transaction.atomic():
-        arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
         (became,) = at_once([lambda: hold(handler, envelope)])
 
-    assert became is Received.DEFERRED
+    assert became is Outcome.DEFERRED
     # The one row is that of the other transaction.
     assert (the_row().biz_id, the_row().duplicates) == (envelope.biz_id, 0)
 
 
 def hold(handler, envelope, *, redelivered=False):
-    return admit(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
+    return admit(handler, [as_redelivered(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
 
 
 class Taker:

@@ -14,8 +14,8 @@ from django.db import transaction
 from inbox import Shed, signals
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.execute import Received
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
 from inbox.store.arrivals import begin_fresh
@@ -24,6 +24,7 @@ from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     effects,
@@ -55,7 +56,9 @@ def shed_signals():
 
 
 def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
-    return admit(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON)
+    return admit(
+        handler, [as_redelivered(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON
+    )
 
 
 def states():
@@ -66,7 +69,7 @@ def states():
 def being_handled_elsewhere(handler, envelope):
     """Another transaction is handling this message."""
     with transaction.atomic():
-        begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
         yield
 
 
@@ -76,7 +79,7 @@ class TestShedMessage:
         handler = handles(the_effect)
         envelopes = [an_envelope(biz_id=f"b{number}") for number in range(3)]
 
-        assert shed(handler, *envelopes) == [Received.SHED] * 3
+        assert shed(handler, *envelopes) == [Outcome.SHED] * 3
 
         assert effects() == 0
         for envelope in envelopes:
@@ -107,8 +110,8 @@ class TestShedMessage:
         handler, envelope = handles(the_effect), an_envelope()
         shed(handler, envelope)
 
-        assert shed(handler, envelope, redelivered=True) == [Received.DUPLICATE]
-        assert shed(handler, envelope) == [Received.DUPLICATE]
+        assert shed(handler, envelope, redelivered=True) == [Outcome.DUPLICATE]
+        assert shed(handler, envelope) == [Outcome.DUPLICATE]
 
         assert (the_row().redeliveries, the_row().resends) == (1, 1)
 
@@ -116,7 +119,7 @@ class TestShedMessage:
         handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
         deliver(handler, done)
 
-        assert shed(handler, done, fresh) == [Received.DUPLICATE, Received.SHED]
+        assert shed(handler, done, fresh) == [Outcome.DUPLICATE, Outcome.SHED]
 
         assert states() == {done.biz_id: State.DONE, fresh.biz_id: State.SHED}
         assert the_row(message_id=done.id).duplicates == 1
@@ -125,7 +128,7 @@ class TestShedMessage:
     def test_copies_within_one_shed_load_are_counted_as_duplicates(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
 
-        assert shed(handler, envelope, envelope, envelope) == [Received.SHED, Received.DUPLICATE, Received.DUPLICATE]
+        assert shed(handler, envelope, envelope, envelope) == [Outcome.SHED, Outcome.DUPLICATE, Outcome.DUPLICATE]
 
         assert the_row().duplicates == 2
 
@@ -133,15 +136,15 @@ class TestShedMessage:
         handler, envelope = handles(the_effect), an_envelope()
         shed(handler, envelope)
 
-        assert deliver(handler, envelope) is Received.DUPLICATE
-        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
+        assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
 
         assert (effects(), the_row().state) == (0, State.SHED)
 
     def test_unreadable_message_is_a_dead_letter_and_not_shed(self, handles):
         handler, broken, fresh = handles(the_effect), an_envelope(body=b"{"), an_envelope()
 
-        assert shed(handler, broken, fresh) == [Received.DEAD, Received.SHED]
+        assert shed(handler, broken, fresh) == [Outcome.DEAD, Outcome.SHED]
 
         assert dict(InboxMessage.objects.values_list("message_id", "state")) == {broken.id: State.DEAD, fresh.id: State.SHED}
         assert "is not JSON" in the_row(message_id=broken.id).last_error
@@ -150,7 +153,7 @@ class TestShedMessage:
         shedding, handling, envelope = handles(the_effect), handles(the_effect), an_envelope()
         shed(shedding, envelope)
 
-        assert deliver(handling, envelope) is Received.HANDLED
+        assert deliver(handling, envelope) is Outcome.HANDLED
 
         assert dict(InboxMessage.objects.values_list("handler", "state")) == {
             shedding.name: State.SHED,
@@ -165,10 +168,10 @@ class TestShedMessage:
 
         counted = [received for part in became for received in part]
         # Of two that count at the same row at once, one is deferred.
-        assert counted.count(Received.SHED) == 40
-        assert set(counted) <= {Received.SHED, Received.DUPLICATE, Received.DEFERRED}
+        assert counted.count(Outcome.SHED) == 40
+        assert set(counted) <= {Outcome.SHED, Outcome.DUPLICATE, Outcome.DEFERRED}
         assert set(states().values()) == {State.SHED}
-        assert sum(row.duplicates for row in InboxMessage.objects.all()) == counted.count(Received.DUPLICATE)
+        assert sum(row.duplicates for row in InboxMessage.objects.all()) == counted.count(Outcome.DUPLICATE)
 
 
 def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
@@ -178,7 +181,7 @@ def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
     with being_handled_elsewhere(handler, busy):
         (became,) = at_once([lambda: shed(handler, fresh, busy, given=given)])
 
-    assert became == [Received.SHED, Received.DEFERRED]
+    assert became == [Outcome.SHED, Outcome.DEFERRED]
     assert (the_row(message_id=fresh.id).state, the_row(message_id=busy.id).duplicates) == (State.SHED, 0)
 
 

@@ -14,8 +14,8 @@ import outbox
 from exactly_once.telemetry import tracing
 from inbox import RetryLater
 from inbox.models import InboxMessage
+from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
 from outbox.models import OutboxMessage
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain
 from tests.support.relaying import drained, published, row_of

@@ -26,11 +26,11 @@ from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import claims, dialect, due, inserting, intake, ordering, sentinel
+from inbox.store import admitting, claims, dialect, due, inserting, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
@@ -44,9 +44,10 @@ KEYS = ("a", "a", "a", "b", "b", "c", "")
 OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    intake: ["hold_gates", "insert_many", "_headless", "store_incoming"],
+    admitting: ["hold_gates", "insert_many", "_headless", "admit"],
     sentinel: ["promote_next", "claim_next", "finish"],
-    claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
+    claims: ["begin_stored", "fail_stored", "give_back"],
+    ordering: ["hold_gates", "promote_next"],
     decisions: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
 }
 
@@ -253,12 +254,12 @@ class Machine:
         start, end = progress.taken, min(progress.delivered, progress.taken + self.chance.randint(1, 5))
         if start == end:
             return
-        part = [(read(self.handler, one, OPTIONS), False) for one in self.queue[start:end]]
+        part = [read(self.handler, one, OPTIONS) for one in self.queue[start:end]]
         became = admit(self.handler, part, OPTIONS)
         progress.taken = end
         if actor is self._current and self._progress[actor] is progress:
             self.acked = max(self.acked, end)
-        assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.DEFERRED}
+        assert {*became} <= {Outcome.STORED, Outcome.DUPLICATE, Outcome.DEAD, Outcome.DEFERRED}
 
     def _fail_over(self, actor):
         """The broker gives the queue to another consumer; the current one may not have noticed yet."""
@@ -431,7 +432,7 @@ def do_nothing(*args, **kwargs):
 
 BLOCK, SKIP = "block", "skip"
 MUTATIONS = {
-    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(intake, "hold_gates", do_nothing)),
+    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(admitting, "hold_gates", do_nothing)),
     "settling does not lock the key": (
         BLOCK,
         lambda patch: (
@@ -448,8 +449,8 @@ MUTATIONS = {
         ),
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
-    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
-    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
+    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_behind", do_nothing)),
+    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
     "dead does not block its key": (
         BLOCK,

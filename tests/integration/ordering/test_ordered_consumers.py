@@ -19,8 +19,8 @@ from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.outcomes import Received
-from inbox.store import intake
+from inbox.outcome import Outcome
+from inbox.store import admitting
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import TOPIC, effects, the_effect
@@ -121,7 +121,7 @@ class TestOrder:
                 sent(rabbitmq_url, range(10, 40))
                 wait_until(lambda: effects() == 40)
 
-        assert (first.received[Received.STORED], second.received.total()) == (40, 0)
+        assert (first.received[Outcome.STORED], second.received.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
     def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
@@ -135,7 +135,7 @@ class TestOrder:
             wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
             wait_until(lambda: effects() == 4)
 
-        assert consumer.received[Received.STORED] == 4
+        assert consumer.received[Outcome.STORED] == 4
         assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
         assert_each_once_and_in_order(4)
 
@@ -144,7 +144,7 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(60))
         failures = iter(range(3))
-        original = intake.store_incoming
+        original = admitting.admit
 
         def away(*args, **kwargs):
             taken = original(*args, **kwargs)
@@ -152,7 +152,7 @@ class TestOrder:
                 raise OperationalError("server closed the connection unexpectedly")
             return taken
 
-        monkeypatch.setattr(intake, "store_incoming", away)
+        monkeypatch.setattr(admitting, "admit", away)
         with consuming([handler], options):
             wait_until(lambda: effects() == 60)
 
@@ -165,14 +165,14 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(30))
         failures = iter(range(2))
-        original = intake.store_incoming
+        original = admitting.admit
 
         def broken(*args, **kwargs):
             if next(failures, None) is not None:
                 raise ArithmeticError("on purpose")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(intake, "store_incoming", broken)
+        monkeypatch.setattr(admitting, "admit", broken)
         with consuming([handler], options):
             wait_until(lambda: effects() == 30)
 

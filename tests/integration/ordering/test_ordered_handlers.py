@@ -21,10 +21,11 @@ from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.execute import Received, claim_next, run_stored
+from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.reading import read
-from inbox.store import dialect, intake, ordering, sentinel
+from inbox.store import admitting, dialect, ordering, sentinel
 from inbox.store.rows import Follower
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
@@ -36,6 +37,7 @@ from tests.support.deliveries import (
     TOPIC,
     InAThread,
     an_envelope,
+    as_redelivered,
     at_once,
     deliver,
     drain,
@@ -58,7 +60,7 @@ def a_message(name, key="a", **attributes):
 
 def arrive(handler, *envelopes, redelivered=False, given=OPTIONS, refused=""):
     """What the consumer does with deliveries of an ordered queue, in their order."""
-    return admit(handler, [(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
+    return admit(handler, [as_redelivered(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
 
 
 def named(handler, *names, key="a", **how):
@@ -119,7 +121,7 @@ class TestStoring:
 
         became = [*named(handler, "a1", "a2"), *named(handler, "b1", key="b"), *named(handler, "a3")]
 
-        assert became == [Received.STORED] * 4
+        assert became == [Outcome.STORED] * 4
         assert states("a1", "a2", "b1", "a3") == [State.RECEIVED, State.WAITING, State.RECEIVED, State.WAITING]
         assert not InboxMessage.objects.filter(state=State.WAITING, next_attempt_at__isnull=False).exists()
 
@@ -154,7 +156,7 @@ class TestStoring:
         first = a_message("a1")
         arrive(handler, first)
 
-        assert arrive(handler, first, redelivered=True) == [Received.DUPLICATE]
+        assert arrive(handler, first, redelivered=True) == [Outcome.DUPLICATE]
 
         row = the_row()
         assert (row.duplicates, row.redeliveries) == (1, 1)
@@ -163,7 +165,7 @@ class TestStoring:
         handler = handles(the_effect, ordered=True)
         first = a_message("a1")
 
-        assert arrive(handler, first, a_message("a2"), first) == [Received.STORED, Received.STORED, Received.DUPLICATE]
+        assert arrive(handler, first, a_message("a2"), first) == [Outcome.STORED, Outcome.STORED, Outcome.DUPLICATE]
 
         assert the_row(biz_id="a1").duplicates == 1
         drain()
@@ -176,9 +178,9 @@ class TestStoring:
         drain()
 
         assert arrive(handler, first, a_message("a2"), a_message("a3")) == [
-            Received.DUPLICATE,
-            Received.STORED,
-            Received.STORED,
+            Outcome.DUPLICATE,
+            Outcome.STORED,
+            Outcome.STORED,
         ]
 
         assert states("a2", "a3") == [State.RECEIVED, State.WAITING]
@@ -187,7 +189,7 @@ class TestStoring:
 
     def test_failed_storing_stores_none_of_the_messages(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
-        monkeypatch.setattr(intake, "_headless", lambda places, taken: 1 / 0)
+        monkeypatch.setattr(admitting, "_headless", lambda places, taken: 1 / 0)
 
         with pytest.raises(Exception, match="cannot be stored"):
             named(handler, "a1", "a2")
@@ -214,7 +216,7 @@ class TestFailingHead:
         named(handler, "a", "b")
         follower = Follower(timedelta(minutes=1))
         with CaptureQueriesContext(connection) if watched else nullcontext():
-            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, follower) is Received.HANDLED
+            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, follower) is Outcome.HANDLED
 
         assert (follower.message.biz_id, follower.message.attempts) == ("b", 1)
         row = InboxMessage.objects.get(biz_id="b")
@@ -319,7 +321,7 @@ class TestOnDeadSkip:
     def test_on_dead_skip_does_not_wait_for_a_refused_delivery(self, handles):
         handler = handles(the_effect, ordered=Ordered(on_dead="skip"))
 
-        assert named(handler, "a1", refused="it cannot be read") == [Received.DEAD]
+        assert named(handler, "a1", refused="it cannot be read") == [Outcome.DEAD]
         named(handler, "a2")
 
         assert states("a2") == [State.RECEIVED]
@@ -371,7 +373,7 @@ class TestRefusedDelivery:
     def test_refused_delivery_blocks_the_later_messages_of_its_key(self, handles, caplog):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        assert named(handler, "a2", refused="it cannot be read") == [Received.DEAD]
+        assert named(handler, "a2", refused="it cannot be read") == [Outcome.DEAD]
         named(handler, "a3")
 
         drain()
@@ -580,7 +582,7 @@ class TestConcurrency:
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with (
-            paused(monkeypatch, intake, "_headless") as (storing, go),
+            paused(monkeypatch, admitting, "_headless") as (storing, go),
             InAThread(lambda: named(handler, "a2")),
         ):
             assert storing.wait(A_WHILE)
@@ -602,7 +604,7 @@ class TestConcurrency:
 
             became = arrive(handler, first, a_message("a2"), redelivered=True)
 
-            assert became == [Received.DEFERRED, Received.STORED]
+            assert became == [Outcome.DEFERRED, Outcome.STORED]
             assert states("a1", "a2") == ["received", "waiting"]
             behaviour.go.set()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
@@ -671,7 +673,7 @@ class TestConcurrency:
         monkeypatch.setattr(ordering, "_MAX_IDLE_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
+        with paused(monkeypatch, admitting, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
             with InAThread(lambda: named(handler, "a2")) as frozen_process:
                 assert frozen.wait(A_WHILE)
 
@@ -679,9 +681,9 @@ class TestConcurrency:
 
                 assert not frozen_process.ended
                 assert in_the_order_of_their_effects() == ["a1"]
-                assert named(handler, "a2") == [Received.STORED]
+                assert named(handler, "a2") == [Outcome.STORED]
                 go.set()
-            assert frozen_process.answer == [Received.DUPLICATE]
+            assert frozen_process.answer == [Outcome.DUPLICATE]
         drain()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
@@ -698,7 +700,7 @@ class TestConcurrency:
 
         became = sum(at_once([partial(store_them, size) for size in (1, 7, 10, 100)]), Counter())
 
-        assert became == {Received.STORED: 100, Received.DUPLICATE: 300}
+        assert became == {Outcome.STORED: 100, Outcome.DUPLICATE: 300}
         rows = list(InboxMessage.objects.order_by("pk").values_list("key", "biz_id"))
         assert {key: [int(n) for k, n in rows if k == key] for key, _ in rows} == {
             f"key-{key}": list(range(key, 100, 5)) for key in range(5)

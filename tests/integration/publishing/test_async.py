@@ -18,7 +18,7 @@ from django.db import connections, transaction
 from django.http import JsonResponse
 from django.urls import path
 
-from inbox.receiving.outcomes import Received
+from inbox import outcome
 from outbox import (
     Draft,
     Outcome,
@@ -210,7 +210,7 @@ class TestInsideATransaction:
         documented("orders/handlers.py")
 
         envelope = an_envelope(topic="payment.received", payload={"order_id": order.id})
-        assert deliver(handlers[0], envelope) is Received.HANDLED
+        assert deliver(handlers[0], envelope) is outcome.Outcome.HANDLED
         assert OutboxMessage.objects.get().biz_id == f"confirmed-{order.id}"
 
     def test_message_of_an_async_handler_that_fails_is_rolled_back(self, handles):
@@ -220,7 +220,7 @@ class TestInsideATransaction:
             await asyncio.gather(apublish(TOPIC, {}), apublish_many([Draft(TOPIC, {})]), acancel(message.id))
             raise ValueError("no stock")
 
-        assert deliver(handles(handle)) is Received.STORED
+        assert deliver(handles(handle)) is outcome.Outcome.STORED
         assert [row.state for row in OutboxMessage.objects.all()] == [State.SCHEDULED]
 
     @pytest.mark.parametrize("is_left", [False, True])

@@ -21,12 +21,22 @@ from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.operators import accounting, decisions, purging
 from inbox.operators.editing import replace_message
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outcomes import Received
+from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect
+from tests.support.deliveries import (
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    as_redelivered,
+    at_once,
+    deliver,
+    drain,
+    make_due,
+    the_effect,
+)
 from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
@@ -90,13 +100,13 @@ class World:
     def deliver(self, to, envelope, *, redelivered=False):
         handler = self.handlers[to]
         if handler.ordered:
-            (received,) = admit(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
+            (received,) = admit(handler, [as_redelivered(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
         else:
             received = deliver(handler, envelope, redelivered=redelivered)
         self.count(received)
 
     def count(self, received):
-        self.delivered += received is not Received.DEFERRED
+        self.delivered += received is not Outcome.DEFERRED
 
     def envelope(self, fact, way="succeed"):
         return self.sent.setdefault(fact, self.a_message(fact, way))
@@ -126,12 +136,11 @@ class World:
 
     def stored_for_later(self, fact, *, redelivered):
         plain = self.handlers["plain"]
-        self.count(*admit(plain, [(read(plain, self.envelope(fact), OPTIONS), redelivered)], OPTIONS))
+        self.count(*admit(plain, [as_redelivered(read(plain, self.envelope(fact), OPTIONS), redelivered)], OPTIONS))
 
     def shed(self, facts):
         plain = self.handlers["plain"]
-        deliveries = [(arrival, False) for arrival in self._arrivals(plain, facts)]
-        for received in admit(plain, deliveries, OPTIONS, shed="too many wait"):
+        for received in admit(plain, self._arrivals(plain, facts), OPTIONS, shed="too many wait"):
             self.count(received)
 
     def together(self, facts, way):
@@ -145,7 +154,7 @@ class World:
 
     def in_order(self, facts, way):
         ordered = self.handlers["ordered"]
-        for received in admit(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
+        for received in admit(ordered, self._arrivals(ordered, facts, way), OPTIONS):
             self.count(received)
 
     def _arrivals(self, handler, facts, way="succeed"):
@@ -227,7 +236,7 @@ class TestDeferredDelivery:
             finally:
                 ended.append(True)
 
-        assert (first.answer, received) == (Received.HANDLED, Received.DEFERRED)
+        assert (first.answer, received) == (Outcome.HANDLED, Outcome.DEFERRED)
         assert_balanced(1)
         deliver(handler, envelope, redelivered=True)
         assert_balanced(2)
@@ -240,13 +249,13 @@ class TestConcurrentDeliveries:
 
         def until_decided(envelope):
             redelivered = False
-            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.DEFERRED:
+            while (received := deliver(handler, envelope, redelivered=redelivered)) is Outcome.DEFERRED:
                 redelivered = True
             return received
 
         received = Counter(at_once([partial(until_decided, facts[number % 5]) for number in range(20)]))
 
-        assert received == {Received.HANDLED: 5, Received.DUPLICATE: 15}
+        assert received == {Outcome.HANDLED: 5, Outcome.DUPLICATE: 15}
         assert_balanced(20)
 
     def test_every_acknowledged_message_is_accounted_for_across_consumer_restarts(self, handles, rabbitmq_server, rabbitmq_url):

@@ -15,7 +15,7 @@ from exactly_once.process.clock import utcnow
 from inbox import signals
 from inbox.models import InboxMessage, State
 from inbox.operators.alerting import CONDITIONS
-from inbox.receiving.execute import Received
+from inbox.outcome import Outcome
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring
@@ -113,7 +113,7 @@ class TestDuplicateCause:
         handler, envelope = handles(the_effect), an_envelope(body=b"not JSON")
         deliver(handler, envelope)
 
-        assert deliver(handler, envelope, redelivered=redelivered) is Received.DUPLICATE
+        assert deliver(handler, envelope, redelivered=redelivered) is Outcome.DUPLICATE
 
         assert causes() == only(**{"redelivery" if redelivered else "resend": 1})
 

@@ -142,7 +142,7 @@ def test_message_that_ends_the_process_reading_it_runs_out_of_attempts_and_delay
         for number in range(5):
             send(rabbitmq_url, handler.topic, {"name": f"other-{number}"}, message_id=f"m-{number}")
         process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
-        undecided = InboxMessage.objects.filter(biz_id__startswith="undecided:").exclude(state=State.DEAD)
+        undecided = InboxMessage.objects.filter(biz_id__startswith="parked:").exclude(state=State.DEAD)
         process.restarted_until(lambda: Effect.objects.count() == 5 and length(handler) == 0 and not undecided.exists())
         ended = len(process.exits)
 

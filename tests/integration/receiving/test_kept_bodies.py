@@ -17,8 +17,8 @@ from inbox.celery import IdempotentTask
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
 from inbox.operators.editing import replace_message
+from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from tests.integration.celery.handling import conftest as celery_fixtures
 from tests.integration.celery.handling.tracing import deliver as deliver_task
@@ -80,7 +80,7 @@ def handle(handler, kind, envelope):
     elif kind == "ordered":
         handed_over(handler, envelope)
     else:
-        assert deliver(handler, envelope) is Received.HANDLED
+        assert deliver(handler, envelope) is Outcome.HANDLED
 
 
 def kept_of(envelope):

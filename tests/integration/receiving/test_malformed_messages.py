@@ -128,7 +128,7 @@ PROPERTIES = {
     "message id too long for the column of the handler": plain(DEAD, message_id="x" * 255),
     "message id NUL": plain(DONE, message_id="a\0b"),
     "message id not UTF-8": plain(DEAD, message_id=NOT_UTF_8),
-    "message id of ours": plain(DONE, message_id="undecided:redelivery:1"),
+    "message id of ours": plain(DONE, message_id="parked:redelivery:1"),
     "correlation id of 255 characters": plain(DONE, correlation_id="x" * 255),
     "correlation id not UTF-8": plain(DEAD, correlation_id=NOT_UTF_8),
     "every other property odd": plain(DONE, reply_to="\0", type="\0", app_id="x" * 255, priority=255, delivery_mode=1),

@@ -15,8 +15,8 @@ from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
+from inbox.outcome import Outcome
 from inbox.receiving import reading
-from inbox.receiving.execute import Received
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import (
@@ -72,7 +72,7 @@ def quarantined_copy(handles):
     envelope = shift_into_the_past(40 * DAY, envelope)
     purge()
     assert not InboxMessage.objects.exists()
-    assert deliver(handler, envelope) is Received.DEAD
+    assert deliver(handler, envelope) is Outcome.DEAD
     return envelope
 
 
@@ -90,7 +90,7 @@ class TestLateCopy:
         deliver(handler, envelope)
         envelope = shift_into_the_past(40 * DAY, envelope)
 
-        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
 
         row = the_row()
         assert (row.state, row.quarantined, row.duplicates, effects()) == (State.DONE, False, 1, 1)
@@ -98,7 +98,7 @@ class TestLateCopy:
     def test_second_late_copy_is_a_duplicate_of_the_quarantined_one(self, handles, quarantined_copy):
         handler = handles(the_effect, name="tests.handler0")
 
-        assert deliver(handler, quarantined_copy, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, quarantined_copy, redelivered=True) is Outcome.DUPLICATE
 
         assert (the_row().state, the_row().duplicates, effects()) == (State.DEAD, 1, 1)
 
@@ -232,7 +232,7 @@ class TestDeadLetterOnDay40:
         handler = handles(the_effect, name="tests.h2")
         InboxMessage.objects.update(handler=handler.name)
 
-        assert deliver(handler, envelope) is Received.DUPLICATE, "the broker's copy is a duplicate of the row"
+        assert deliver(handler, envelope) is Outcome.DUPLICATE, "the broker's copy is a duplicate of the row"
         assert retry(envelope.id) == "1 message is due now."
         assert drain() == 1
 
@@ -242,7 +242,7 @@ class TestDeadLetterOnDay40:
         """It is replayed from a dead-letter queue of the broker, and the inbox has no row of it."""
         late = an_envelope(created_at=utcnow() - 40 * DAY)
 
-        assert deliver(handles(the_effect), late, redelivered=True) is Received.DEAD
+        assert deliver(handles(the_effect), late, redelivered=True) is Outcome.DEAD
 
         assert (the_row().quarantined, effects()) == (True, 0)
 
@@ -258,7 +258,7 @@ class TestClockSkew:
     def test_clock_skew_of_two_hours_changes_nothing_for_a_fresh_message(self, handles, clock, skew):
         clock(skew)
 
-        assert deliver(handles(the_effect)) is Received.HANDLED
+        assert deliver(handles(the_effect)) is Outcome.HANDLED
         assert effects() == 1
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -277,12 +277,12 @@ class TestClockSkew:
         handler = handles(the_effect)
         clock(consumer * HOUR)
         envelope = an_envelope(created_at=utcnow() - (age_when_handled - producer) * HOUR)
-        assert deliver(handler, envelope) is Received.HANDLED
+        assert deliver(handler, envelope) is Outcome.HANDLED
 
         envelope = shift_into_the_past(hours_until_the_copy * HOUR, envelope)
         purge()
 
-        assert deliver(handler, envelope) in {Received.DUPLICATE, Received.DEAD}
+        assert deliver(handler, envelope) in {Outcome.DUPLICATE, Outcome.DEAD}
         run_to_the_end()
         assert effects() == 1
 
@@ -295,7 +295,7 @@ class TestClockSkew:
 
         clock(-OPTIONS.MAX_AGE_MARGIN - 2 * HOUR)
 
-        assert deliver(handler, envelope) is Received.HANDLED
+        assert deliver(handler, envelope) is Outcome.HANDLED
         assert effects() == 2
 
 

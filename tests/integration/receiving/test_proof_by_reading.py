@@ -11,13 +11,11 @@ from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, State
-from inbox.operators import decisions
-from inbox.receiving.execute import receive
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
+from inbox.receiving.execute import receive, receive_together
+from inbox.receiving.parking import park
 from inbox.receiving.reading import read
-from inbox.receiving.together import receive_together
-from inbox.receiving.undecided import store_undecided
-from inbox.store import arrivals, sentinel, together
+from inbox.store import arrivals, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
@@ -29,7 +27,7 @@ pytestmark = [pytest.mark.django_db(transaction=True)]
 
 def received(handler, envelope=None, *, redelivered=False):
     arrival = read(handler, envelope or an_envelope(), OPTIONS, redelivered=redelivered)
-    return receive(handler, arrival, OPTIONS, redelivered=redelivered)
+    return receive(handler, arrival, OPTIONS)
 
 
 def commits_by_the_driver(message):
@@ -59,7 +57,7 @@ class TestFreshMessage:
         settings.INBOX = {"KEEP_BODIES": kept}
         with connection.cursor() as cursor:
             cursor.execute("TRUNCATE inbox_inboxmessage CASCADE")
-        assert received(handles(the_effect)) is Received.HANDLED
+        assert received(handles(the_effect)) is Outcome.HANDLED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
         assert versions_of(row) == 1
@@ -84,7 +82,7 @@ class TestFreshMessage:
             the_effect(message)
             raise ValueError("no")
 
-        assert received(handles(fails)) is Received.STORED
+        assert received(handles(fails)) is Outcome.STORED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, Effect.objects.count()) == (State.RETRYING, 1, 0)
 
@@ -96,19 +94,19 @@ class TestTransactionThatEnded:
             commits_by_the_driver(message)
             also()
 
-        assert received(handles(handler)) is Received.DEAD
+        assert received(handles(handler)) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
     def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
         handler, envelope = handles(commits_by_the_driver), an_envelope()
         received(handler, envelope)
-        assert received(handler, envelope) is Received.DUPLICATE
+        assert received(handler, envelope) is Outcome.DUPLICATE
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 1)
 
     def test_two_phase_commit_by_a_handler_that_the_server_refuses_is_a_failed_attempt(self, handles):
         """As PostgreSQL does by default (max_prepared_transactions = 0)."""
-        assert received(handles(prepares_a_transaction)) is Received.STORED
+        assert received(handles(prepares_a_transaction)) is Outcome.STORED
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)
 
     def test_handler_that_rolls_back_by_the_driver_makes_its_message_a_dead_letter(self, handles):
@@ -116,7 +114,7 @@ class TestTransactionThatEnded:
             the_effect(message)
             connection.connection.rollback()
 
-        assert received(handles(rolls_back)) is Received.DEAD
+        assert received(handles(rolls_back)) is Outcome.DEAD
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
 
     @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
@@ -128,7 +126,7 @@ class TestTransactionThatEnded:
 
         handler = handles(commits, **option)
         arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
-        assert receive_together(handler, arrivals_, OPTIONS) == [Received.DEAD] * 3
+        assert receive_together(handler, arrivals_, OPTIONS) == [Outcome.DEAD] * 3
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
 
 
@@ -153,52 +151,6 @@ def two_phase(two_phase_server, transactional_db):
 class TestTwoPhaseCommit:
     """On a server with max_prepared_transactions > 0: PREPARE TRANSACTION by the driver ends the transaction of the inbox."""
 
-    @staticmethod
-    def prepared(session):
-        return [gid for (gid,) in session.execute("SELECT gid FROM pg_prepared_xacts")]
-
-    @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
-    @pytest.mark.parametrize("also", [lambda: None, lambda: 1 / 0], ids=["returns", "raises"])
-    def test_prepared_transaction_is_rolled_back_and_its_message_is_a_dead_letter(self, handles, two_phase, also, redelivered):
-        def handler(message):
-            prepares_a_transaction(message)
-            also()
-
-        began_at = time.monotonic()
-        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
-        assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
-        row = InboxMessage.objects.get()
-        assert (row.state, row.attempts, bytes(row.body)) == (State.DEAD, 1, b'{"order_id": 1}')
-        assert "two-phase commit as 'of_a_handler'" in row.last_error
-        assert (self.prepared(two_phase), Effect.objects.count()) == ([], 0)
-        with pytest.raises(psycopg.errors.UndefinedObject):
-            two_phase.execute("COMMIT PREPARED 'of_a_handler'")
-
-    def test_retry_of_a_corrected_handler_after_a_prepared_transaction_has_one_effect(self, handles, two_phase):
-        prepares = True
-
-        def handler(message):
-            (prepares_a_transaction if prepares else the_effect)(message)
-
-        handler, envelope = handles(handler), an_envelope()
-        assert received(handler, envelope) is Received.DEAD
-        prepares = False
-        assert decisions.retry("default", InboxMessage.objects.get().pk)
-        drain()
-        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DONE, 1)
-        assert received(handler, envelope) is Received.DUPLICATE
-        assert Effect.objects.count() == 1
-
-    @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
-    def test_no_message_of_a_prepared_transaction_of_many_is_handled(self, handles, two_phase, option):
-        def prepares(given):
-            prepares_a_transaction(given[0] if isinstance(given, list) else given)
-
-        handler = handles(prepares, **option)
-        arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b")]
-        assert receive_together(handler, arrivals_, OPTIONS) is None, "each is run by itself next"
-        assert (self.prepared(two_phase), InboxMessage.objects.count(), Effect.objects.count()) == ([], 0, 0)
-
     @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
     def test_prepared_transaction_that_another_session_commits_makes_its_message_a_dead_letter(
         self, handles, two_phase, redelivered
@@ -207,53 +159,40 @@ class TestTwoPhaseCommit:
             prepares_a_transaction(message)
             two_phase.execute("COMMIT PREPARED 'of_a_handler'")
 
-        assert received(handles(handler), redelivered=redelivered) is Received.DEAD
+        assert received(handles(handler), redelivered=redelivered) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
     @pytest.mark.parametrize("ended_by", ["COMMIT", "ROLLBACK"])
-    def test_transaction_prepared_under_another_role_delays_its_message_until_an_operator_ends_it(
-        self, handles, two_phase, ended_by, caplog
-    ):
-        """The inbox may not roll it back: PostgreSQL allows that only to the role that has prepared it, and to superusers."""
-        application, other = f"application_{ended_by.lower()}", f"other_{ended_by.lower()}"
-        for role in (other, application):
-            two_phase.execute(f"CREATE ROLE {role} LOGIN")
-            two_phase.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
-            two_phase.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
-        two_phase.execute(f"GRANT {other} TO {application}")
+    def test_prepared_transaction_delays_its_message_until_an_operator_ends_it(self, handles, two_phase, ended_by):
         calls = []
 
         def handler(message):
             calls.append(message)
-            connection.connection.cursor().execute(f"SET LOCAL ROLE {other}")
             (the_effect if calls[1:] else prepares_a_transaction)(message)
 
         handler, envelope = handles(handler), an_envelope()
-        with the_default_at(USER=application):
-            began_at = time.monotonic()
-            assert received(handler, envelope) is Received.DEFERRED, "not acknowledged"
-            assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
-            assert "may be prepared for two-phase commit" in caplog.text
-            arrival = read(handler, envelope, OPTIONS)
-            assert store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
-            make_due()
-            drain()
-            assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
+        began_at = time.monotonic()
+        assert received(handler, envelope) is Outcome.DEFERRED, "not acknowledged"
+        assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
+        assert park(handler, read(handler, envelope, OPTIONS), OPTIONS) is Outcome.STORED
+        make_due()
+        drain()
+        assert (len(calls), InboxMessage.objects.get().state) == (1, State.RECEIVED), "not run before the transaction ends"
 
-            two_phase.execute(f"{ended_by} PREPARED 'of_a_handler'")
-            make_due()
-            drain()
-            assert (len(calls), Effect.objects.count()) == ({"COMMIT": 1, "ROLLBACK": 2}[ended_by], 1)
-            row = InboxMessage.objects.get()
-            assert (row.state, row.duplicates) == (State.DONE, {"COMMIT": 1, "ROLLBACK": 0}[ended_by])
+        two_phase.execute(f"{ended_by} PREPARED 'of_a_handler'")
+        make_due()
+        drain()
+        assert (len(calls), Effect.objects.count()) == ({"COMMIT": 1, "ROLLBACK": 2}[ended_by], 1)
+        row = InboxMessage.objects.get()
+        assert (row.state, row.duplicates) == (State.DONE, {"COMMIT": 1, "ROLLBACK": 0}[ended_by])
 
 
 class TestSubtransactions:
     def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
         row = read(handles(the_effect), an_envelope(), OPTIONS).row
         with transaction.atomic(), transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
             assert not guard.is_settled
             assert InboxMessage.objects.get().state == State.RECEIVED
             sentinel.finish(guard, 1)
@@ -266,14 +205,14 @@ class TestSubtransactions:
             with pytest.raises(ZeroDivisionError), transaction.atomic():
                 1 / 0  # noqa: B018
 
-        assert received(handles(with_savepoints)) is Received.HANDLED
+        assert received(handles(with_savepoints)) is Outcome.HANDLED
         assert Effect.objects.count() == 1
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):
             InboxMessage.objects.all().delete()
 
-        assert received(handles(deletes)) is Received.DEAD
+        assert received(handles(deletes)) is Outcome.DEAD
         assert InboxMessage.objects.get().last_error.startswith("TransactionEnded")
 
 
@@ -282,16 +221,16 @@ class TestMany:
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b", "a")]
         with transaction.atomic():
-            guard, begun = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             sentinel.finish(guard, 1)
-        assert (len(guard.rows), guard.is_settled, [row.biz_id for row in begun]) == (2, True, ["a", "b"])
+        assert (len(guard.rows), guard.is_settled, [rows[index].biz_id for index in guard.begun]) == (2, True, ["a", "b"])
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
     def test_missing_one_of_many_rows_is_found(self, handles):
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b")]
         with transaction.atomic():
-            guard, _ = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
+            guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             InboxMessage.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
                 sentinel.finish(guard, 1)
@@ -303,5 +242,5 @@ def test_transaction_that_an_error_has_aborted_refuses_to_be_read(handles):
         with pytest.raises((DatabaseError, psycopg.Error)), connection.cursor() as cursor:
             cursor.execute("SELECT 1 / 0")
 
-    assert received(handles(swallows)) is Received.STORED
+    assert received(handles(swallows)) is Outcome.STORED
     assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)

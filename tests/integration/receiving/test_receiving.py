@@ -27,8 +27,9 @@ from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
 from inbox.operators import decisions, purging
+from inbox.outcome import Outcome
 from inbox.receiving import outcomes
-from inbox.receiving.execute import Received, receive
+from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
@@ -107,7 +108,7 @@ class TestFreshDelivery:
         handler = handles(the_effect)
         envelope = an_envelope({"order_id": 7}, key="customer-1", headers={"tenant": "acme"}, correlation_id="c")
 
-        assert deliver(handler, envelope) is Received.HANDLED
+        assert deliver(handler, envelope) is Outcome.HANDLED
 
         row = the_row()
         assert effects(envelope.biz_id) == 1
@@ -127,7 +128,7 @@ class TestFreshDelivery:
         deliver(handler)
 
         with CaptureQueriesContext(connection) as captured:
-            assert deliver(handler) is Received.HANDLED
+            assert deliver(handler) is Outcome.HANDLED
 
         begin, first, *_ = [query["sql"] for query in captured]
         assert begin.startswith("BEGIN")
@@ -173,7 +174,7 @@ class TestFreshDelivery:
 
         signals.message_handled.connect(listen)
         try:
-            assert deliver(handles(the_effect)) is Received.HANDLED
+            assert deliver(handles(the_effect)) is Outcome.HANDLED
         finally:
             signals.message_handled.disconnect(listen)
 
@@ -184,7 +185,7 @@ class TestFreshDelivery:
             await Effect.objects.acreate(name=message.biz_id)
             await sync_to_async(the_effect)(message)
 
-        assert deliver(handles(handle)) is Received.HANDLED
+        assert deliver(handles(handle)) is Outcome.HANDLED
 
         assert (the_row().state, effects()) == (State.DONE, 2)
 
@@ -193,7 +194,7 @@ class TestFreshDelivery:
             await Effect.objects.acreate(name=message.biz_id)
             raise ValueError("no stock")
 
-        assert deliver(handles(handle)) is Received.STORED
+        assert deliver(handles(handle)) is Outcome.STORED
 
         assert effects() == 0
 
@@ -202,7 +203,7 @@ class TestFreshDelivery:
             assert connection.in_atomic_block is False
             Effect.objects.using("other").create(name=message.biz_id)
 
-        assert deliver(handles(handle, using="other")) is Received.HANDLED
+        assert deliver(handles(handle, using="other")) is Outcome.HANDLED
 
         assert Effect.objects.using("other").count() == 1
         assert InboxMessage.objects.using("other").get().state == State.DONE
@@ -222,7 +223,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
         pgconn.trace(trace.fileno())
         pgconn.set_trace_flags(psycopg.pq.Trace.SUPPRESS_TIMESTAMPS)
         try:
-            assert deliver(handler) is Received.HANDLED
+            assert deliver(handler) is Outcome.HANDLED
         finally:
             pgconn.untrace()
 
@@ -239,7 +240,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
 def until_decided(handler, envelope):
     """As a broker does: deliver it again until it is not deferred any more."""
     redelivered = False
-    while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.DEFERRED:
+    while (received := deliver(handler, envelope, redelivered=redelivered)) is Outcome.DEFERRED:
         redelivered = True
     return received
 
@@ -252,7 +253,7 @@ class TestDuplicates:
 
         received = at_once([lambda envelope=envelope: until_decided(handler, envelope) for envelope in copies])
 
-        assert sorted(received, key=str) == [Received.DUPLICATE] * 19 + [Received.HANDLED]
+        assert sorted(received, key=str) == [Outcome.DUPLICATE] * 19 + [Outcome.HANDLED]
         assert effects() == 1
         row = the_row()
         assert (row.state, row.attempts, row.duplicates, row.conflicts) == (State.DONE, 1, 19, 0)
@@ -263,7 +264,7 @@ class TestDuplicates:
 
         received = at_once([lambda envelope=envelope: deliver(handler, envelope) for envelope in messages])
 
-        assert set(received) == {Received.HANDLED}
+        assert set(received) == {Outcome.HANDLED}
         assert {message.biz_id for message in messages} == set(Effect.objects.values_list("name", flat=True))
 
     @pytest.mark.parametrize(("redelivered", "cause"), [(False, "resend"), (True, "redelivery")])
@@ -272,7 +273,7 @@ class TestDuplicates:
         deliver(handler, envelope)
 
         with recorded_signals("duplicate_suppressed", "conflicting_duplicate") as said:
-            assert deliver(handler, envelope, redelivered=redelivered) is Received.DUPLICATE
+            assert deliver(handler, envelope, redelivered=redelivered) is Outcome.DUPLICATE
 
         row = the_row()
         assert (row.duplicates, row.conflicts, effects()) == (1, 0, 1)
@@ -283,7 +284,7 @@ class TestDuplicates:
         handler = handles(the_effect, biz_id=lambda message: message.payload["order_id"])
         deliver(handler, an_envelope({"order_id": 17}, biz_id=""))
 
-        assert deliver(handler, an_envelope({"order_id": 17}, biz_id="")) is Received.DUPLICATE
+        assert deliver(handler, an_envelope({"order_id": 17}, biz_id="")) is Outcome.DUPLICATE
 
         assert (effects(), the_row().biz_id) == (1, "17")
 
@@ -293,7 +294,7 @@ class TestDuplicates:
         other = an_envelope({"total": 2}, biz_id="order-1")
 
         with recorded_signals("conflicting_duplicate", "duplicate_suppressed") as said:
-            assert deliver(handler, other) is Received.DUPLICATE
+            assert deliver(handler, other) is Outcome.DUPLICATE
 
         row = the_row()
         assert (row.duplicates, row.conflicts, effects()) == (1, 1, 1)
@@ -303,11 +304,11 @@ class TestDuplicates:
 
     def test_same_biz_id_under_another_topic_is_not_a_duplicate(self, handles):
         """As when a handler is moved to another topic under the same name."""
-        assert deliver(handles(the_effect, name="tests.same"), an_envelope(biz_id="1")) is Received.HANDLED
+        assert deliver(handles(the_effect, name="tests.same"), an_envelope(biz_id="1")) is Outcome.HANDLED
         registry.remove("tests.same")
         moved = handles(the_effect, name="tests.same", topic="other")
 
-        assert deliver(moved, an_envelope(biz_id="1", topic="other")) is Received.HANDLED
+        assert deliver(moved, an_envelope(biz_id="1", topic="other")) is Outcome.HANDLED
 
         assert effects("1") == 2
 
@@ -317,7 +318,7 @@ class TestDuplicates:
         deliver(handler, envelope)
         before = the_row()
 
-        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
 
         row = the_row()
         assert (row.state, row.attempts, row.next_attempt_at) == (State.RETRYING, 1, before.next_attempt_at)
@@ -327,7 +328,7 @@ class TestDuplicates:
         deliver(handler, envelope)
         run_to_the_end()
 
-        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
         run_to_the_end()
 
         assert (the_row().state, effects()) == (State.DEAD, 0)
@@ -339,7 +340,7 @@ class TestFailedAttempt:
         handler, envelope = handles(fails), an_envelope()
 
         with recorded_signals("message_retrying", "message_dead") as said:
-            assert deliver(handler, envelope) is Received.STORED
+            assert deliver(handler, envelope) is Outcome.STORED
 
         row = the_row()
         assert (row.state, row.attempts, row.settled_at) == (State.RETRYING, 1, None)
@@ -390,7 +391,7 @@ class TestFailedAttempt:
         assert said[-1][1] == {"handler": handler.name, "message_id": envelope.id, "error": "ValueError: no stock"}
 
     def test_first_failure_is_a_dead_letter_with_max_attempts_of_one(self, handles):
-        assert deliver(handles(fails), given=options(MAX_ATTEMPTS=1)) is Received.DEAD
+        assert deliver(handles(fails), given=options(MAX_ATTEMPTS=1)) is Outcome.DEAD
 
         assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 1, 0)
 
@@ -400,7 +401,7 @@ class TestFailedAttempt:
             raise Reject("the customer does not exist")
 
         with recorded_signals("message_dead") as said:
-            assert deliver(handles(handle)) is Received.DEAD
+            assert deliver(handles(handle)) is Outcome.DEAD
 
         row = the_row()
         assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer does not exist", 0)
@@ -412,7 +413,7 @@ class TestFailedAttempt:
             raise RetryLater(timedelta(hours=5), "the shop is closed")
 
         handler = handles(handle)
-        assert deliver(handler) is Received.STORED
+        assert deliver(handler) is Outcome.STORED
 
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 0, 0)
@@ -442,7 +443,7 @@ class TestFailedAttempt:
         def handle(message):
             raise RetryLater(delay)
 
-        assert deliver(handles(handle)) is Received.STORED
+        assert deliver(handles(handle)) is Outcome.STORED
 
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 1)
@@ -469,8 +470,8 @@ class TestFailedAttempt:
         envelope = an_envelope()
         good, bad = handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")
 
-        assert deliver(bad, envelope) is Received.STORED
-        assert deliver(good, envelope) is Received.HANDLED
+        assert deliver(bad, envelope) is Outcome.STORED
+        assert deliver(good, envelope) is Outcome.HANDLED
         run_to_the_end()
 
         assert dict(InboxMessage.objects.values_list("handler", "state")) == {
@@ -493,7 +494,7 @@ class TestCarefulPath:
             seen.append((message.attempt, other.answer.attempts, other.answer.state))
             the_effect(message)
 
-        assert deliver(handles(handle), redelivered=True) is Received.HANDLED
+        assert deliver(handles(handle), redelivered=True) is Outcome.HANDLED
 
         assert seen == [(1, 1, State.RECEIVED)]
         assert the_row().state == State.DONE
@@ -602,14 +603,14 @@ class TestConcurrentDuplicate:
                 yield handler, envelope
             finally:
                 go_on.set()
-        assert first.answer is Received.HANDLED
+        assert first.answer is Outcome.HANDLED
         assert (effects(), the_row().attempts) == (1, 1)
 
     @pytest.mark.parametrize("redelivered", [False, True])
     def test_concurrent_duplicate_is_deferred_and_no_attempt_is_counted(self, running_message, redelivered):
         handler, envelope = running_message
 
-        assert deliver(handler, envelope, redelivered=redelivered) is Received.DEFERRED
+        assert deliver(handler, envelope, redelivered=redelivered) is Outcome.DEFERRED
 
         assert not InboxMessage.objects.exists()  # there is only the uncommitted row of the first copy
 
@@ -629,8 +630,8 @@ class TestConcurrentDuplicate:
         with InAThread(drain):
             assert begun.wait(30)
             try:
-                assert deliver(handler, envelope) is Received.DEFERRED
-                assert deliver(handler, envelope, redelivered=True) is Received.DEFERRED
+                assert deliver(handler, envelope) is Outcome.DEFERRED
+                assert deliver(handler, envelope, redelivered=True) is Outcome.DEFERRED
                 assert drain() == 0
             finally:
                 go_on.set()
@@ -642,7 +643,7 @@ class TestConcurrentDuplicate:
         handler, envelope = handles(fails_times(1)), an_envelope()
 
         received = at_once([lambda: until_decided(handler, envelope) for _ in range(2)])
-        assert set(received) in ({Received.STORED, Received.DUPLICATE}, {Received.HANDLED, Received.DUPLICATE})
+        assert set(received) in ({Outcome.STORED, Outcome.DUPLICATE}, {Outcome.HANDLED, Outcome.DUPLICATE})
         run_to_the_end()
 
         assert (the_row().state, effects()) == (State.DONE, 1)
@@ -687,7 +688,7 @@ class TestCollisions:
         connection.ensure_connection()
         connection.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         try:
-            assert deliver(handles(handle)) is Received.HANDLED
+            assert deliver(handles(handle)) is Outcome.HANDLED
         finally:
             connection.close()
 
@@ -707,7 +708,7 @@ class TestCollisions:
                     operator.execute("SELECT pg_terminate_backend(%s)", [ours])
             the_effect(message)
 
-        assert deliver(handles(handle)) is Received.HANDLED
+        assert deliver(handles(handle)) is Outcome.HANDLED
 
         assert attempts == [1, 1]
         assert (the_row().attempts, effects()) == (1, 1)
@@ -720,7 +721,7 @@ class TestCollisions:
             with connection.cursor() as cursor:
                 cursor.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
 
-        assert deliver(handles(handle)) is Received.STORED
+        assert deliver(handles(handle)) is Outcome.STORED
 
         assert attempts == [1] * TRIES_AT_ONCE
         assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
@@ -739,7 +740,7 @@ class TestMaximumMessageAge:
     def test_message_past_the_maximum_age_is_a_dead_letter_with_that_reason(self, handles):
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run - A_MINUTE)
 
-        assert deliver(handles(the_effect), envelope) is Received.DEAD
+        assert deliver(handles(the_effect), envelope) is Outcome.DEAD
 
         assert (the_row().state, effects()) == (State.DEAD, 0)
         assert "deduplication window" in the_row().last_error
@@ -747,7 +748,7 @@ class TestMaximumMessageAge:
     def test_message_just_below_the_maximum_age_is_run(self, handles):
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
 
-        assert deliver(handles(the_effect), envelope) is Received.HANDLED
+        assert deliver(handles(the_effect), envelope) is Outcome.HANDLED
         assert effects() == 1
 
     @pytest.mark.parametrize("redelivered", [False, True])
@@ -761,32 +762,32 @@ class TestMaximumMessageAge:
         late = an_envelope(
             id=envelope.id, biz_id=envelope.biz_id, created_at=envelope.created_at - OPTIONS.RETENTION, body=envelope.body
         )
-        assert deliver(handler, late, redelivered=redelivered) is Received.DEAD
+        assert deliver(handler, late, redelivered=redelivered) is Outcome.DEAD
 
         assert effects() == 1
 
     def test_age_of_a_delayed_message_counts_from_its_delivery_time(self, handles):
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400), deliver_at=utcnow() - A_MINUTE)
 
-        assert deliver(handles(the_effect), envelope) is Received.HANDLED
+        assert deliver(handles(the_effect), envelope) is Outcome.HANDLED
 
     def test_message_created_in_the_future_is_refused(self, handles):
         envelope = an_envelope(created_at=utcnow() + OPTIONS.MAX_AGE_MARGIN + A_MINUTE)
 
-        assert deliver(handles(the_effect), envelope) is Received.DEAD
+        assert deliver(handles(the_effect), envelope) is Outcome.DEAD
 
         assert "future" in the_row().last_error
 
     def test_message_with_a_delivery_time_in_the_far_future_is_refused(self, handles):
         envelope = an_envelope(deliver_at=utcnow() + timedelta(days=3650))
 
-        assert deliver(handles(the_effect), envelope) is Received.DEAD
+        assert deliver(handles(the_effect), envelope) is Outcome.DEAD
 
         assert "future" in the_row().last_error
         assert effects() == 0
 
     def test_message_without_creation_time_is_run(self, handles):
-        assert deliver(handles(the_effect), an_envelope(created_at=None)) is Received.HANDLED
+        assert deliver(handles(the_effect), an_envelope(created_at=None)) is Outcome.HANDLED
 
     def test_override_runs_a_message_past_the_maximum_age_once(self, handles):
         handler = handles(the_effect)
@@ -826,7 +827,7 @@ class TestUnreadableMessage:
     )
     def test_unreadable_message_is_a_dead_letter_with_its_reason(self, handles, envelope, reason, redelivered):
         with recorded_signals("message_dead") as said:
-            assert deliver(handles(the_effect), envelope, redelivered=redelivered) is Received.DEAD
+            assert deliver(handles(the_effect), envelope, redelivered=redelivered) is Outcome.DEAD
 
         row = the_row()
         assert (row.state, effects()) == (State.DEAD, 0)
@@ -853,7 +854,7 @@ class TestUnreadableMessage:
 
     @pytest.mark.parametrize("content_type", ["application/vnd.shop.order+json", "Application/JSON; charset=utf-8"])
     def test_any_json_media_type_is_decoded(self, handles, content_type):
-        assert deliver(handles(the_effect), an_envelope(content_type=content_type)) is Received.HANDLED
+        assert deliver(handles(the_effect), an_envelope(content_type=content_type)) is Outcome.HANDLED
 
 
 @pytest.mark.every_database
@@ -862,7 +863,7 @@ class TestIdentity:
         broken = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["orderid"])
         envelope = an_envelope({"order_id": 5})
 
-        assert deliver(broken, envelope) is Received.DEAD
+        assert deliver(broken, envelope) is Outcome.DEAD
         assert "KeyError" in the_row().last_error
         assert decisions.retry("default", the_row().pk)
         run_to_the_end()
@@ -874,7 +875,7 @@ class TestIdentity:
 
         row = the_row()
         assert (row.state, row.biz_id, effects("5")) == (State.DONE, "5", 1)
-        assert deliver(fixed, envelope) is Received.DUPLICATE
+        assert deliver(fixed, envelope) is Outcome.DUPLICATE
         assert effects() == 1
 
     def test_retry_after_a_biz_id_fix_skips_a_message_handled_meanwhile(self, handles):
@@ -916,7 +917,7 @@ class TestIdentity:
             thawed.set()
 
         assert the_row().biz_id == "now"
-        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
         assert effects() == 1
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
@@ -926,7 +927,7 @@ class TestIdentity:
 
         handler = handles(the_effect, biz_id=identify)
         try:
-            assert deliver(handler) is Received.DEAD
+            assert deliver(handler) is Outcome.DEAD
         except error:
             pytest.fail(f"{error.__name__} would end the worker's thread")
 
@@ -939,7 +940,7 @@ class TestIdentity:
 
         received = [deliver(handler, an_envelope({"order_id": number})) for number in range(2)]
 
-        assert received == [Received.DEAD, Received.DEAD]
+        assert received == [Outcome.DEAD, Outcome.DEAD]
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
 
     def test_async_biz_id_function_is_refused_at_decoration(self, handles):
@@ -953,7 +954,7 @@ class TestIdentity:
         async def identify(message):
             return message.payload["order_id"]
 
-        assert deliver(handles(the_effect, biz_id=lambda message: (identify(message), message)[0])) is Received.DEAD
+        assert deliver(handles(the_effect, biz_id=lambda message: (identify(message), message)[0])) is Outcome.DEAD
 
         assert "biz_id of tests.handler0 failed" in the_row().last_error
         assert effects() == 0
@@ -964,8 +965,8 @@ class TestIdentity:
     def test_biz_id_of_any_other_type_identifies_the_message(self, handles, value):
         handler = handles(the_effect, biz_id=lambda message: value)
 
-        assert deliver(handler) is Received.HANDLED
-        assert deliver(handler, an_envelope()) is Received.DUPLICATE
+        assert deliver(handler) is Outcome.HANDLED
+        assert deliver(handler, an_envelope()) is Outcome.DUPLICATE
 
         assert len(the_row().biz_id.encode()) <= 255
         assert effects() == 1
@@ -973,14 +974,14 @@ class TestIdentity:
     def test_long_biz_ids_with_the_same_beginning_stay_different(self, handles):
         handler = handles(the_effect, biz_id=lambda message: "x" * 10_000 + message.payload)
 
-        assert [deliver(handler, an_envelope(end)) for end in "ab"] == [Received.HANDLED] * 2
+        assert [deliver(handler, an_envelope(end)) for end in "ab"] == [Outcome.HANDLED] * 2
 
     def test_biz_id_equal_to_that_of_an_unidentified_message_is_not_a_duplicate(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope(body=b"{"))
         forged = the_row().biz_id
 
-        assert deliver(handler, an_envelope(biz_id=forged)) is Received.HANDLED
+        assert deliver(handler, an_envelope(biz_id=forged)) is Outcome.HANDLED
 
 
 @pytest.mark.every_database
@@ -997,7 +998,7 @@ class TestForeignProducers:
         got = []
         received = self.arrives(handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1")
 
-        assert received is Received.DUPLICATE
+        assert received is Outcome.DUPLICATE
         assert [(message.id, message.biz_id, message.payload) for message in got] == [("m-1", "m-1", {"a": 1})]
 
     def test_plain_json_without_any_identity_is_a_dead_letter(self, handles):
@@ -1014,7 +1015,7 @@ class TestForeignProducers:
 
         received = self.arrives(handles(got.append), body=b"[1]", headers=headers, content_type="application/json")
 
-        assert received is Received.DUPLICATE
+        assert received is Outcome.DUPLICATE
         (message,) = got
         assert (message.id, message.biz_id, message.topic, message.payload) == ("e-1", "/till#e-1", TOPIC, [1])
         assert message.headers == {"tenant": "acme"}
@@ -1028,7 +1029,7 @@ class TestForeignProducers:
             handles(got.append), body=json.dumps(event).encode(), content_type="application/cloudevents+json; charset=utf-8"
         )
 
-        assert received is Received.DUPLICATE
+        assert received is Outcome.DUPLICATE
         assert [(message.id, message.biz_id, message.payload) for message in got] == [("e-1", "b", {"a": "ä"})]
 
     def test_the_same_id_from_two_sources_is_two_events(self, handles):
@@ -1049,9 +1050,9 @@ class TestForeignProducers:
         )
         handler = handles(the_effect)
 
-        received = receive(handler, read(handler, envelope_of(message), OPTIONS), OPTIONS, redelivered=False)
+        received = receive(handler, read(handler, envelope_of(message), OPTIONS), OPTIONS)
 
-        assert received is Received.DEAD
+        assert received is Outcome.DEAD
         assert bytes(the_row().body) == body
 
 
@@ -1157,7 +1158,7 @@ HOSTILE_HEADERS = {
 class TestArbitraryDelivery:
     @pytest.mark.parametrize("headers", HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS)
     @pytest.mark.parametrize(
-        ("handle", "received"), [(the_effect, Received.HANDLED), (fails, Received.STORED)], ids=["handled", "failing"]
+        ("handle", "received"), [(the_effect, Outcome.HANDLED), (fails, Outcome.STORED)], ids=["handled", "failing"]
     )
     def test_delivery_with_hostile_headers_is_stored_and_can_be_read(self, handles, headers, handle, received):
         assert self.arrives(handles(handle), {"message_id": "m"}, headers, b"{}") is received
@@ -1181,9 +1182,9 @@ class TestArbitraryDelivery:
         )
         arrival = read(handler, envelope_of(message), OPTIONS)
 
-        received = receive(handler, arrival, OPTIONS, redelivered=False)
+        received = receive(handler, arrival, OPTIONS)
 
-        assert received in {Received.HANDLED, Received.DUPLICATE, Received.STORED, Received.DEAD}
+        assert received in {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.STORED, Outcome.DEAD}
         row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)
         assert bytes(row.body) == body or "cloudevents+json" in content_type
         decisions.retry("default", row.pk)
@@ -1212,7 +1213,7 @@ def test_handler_slower_than_its_claim_is_not_run_concurrently_with_itself(handl
         finally:
             go_on.set()
 
-    assert slow.answer is Received.HANDLED
+    assert slow.answer is Outcome.HANDLED
     assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
 
 
@@ -1229,7 +1230,7 @@ def test_unavailable_database_leaves_the_delivery_undecided(handles, monkeypatch
         deliver(handler, envelope, redelivered=True)
 
     monkeypatch.undo()
-    assert deliver(handler, envelope) is Received.HANDLED
+    assert deliver(handler, envelope) is Outcome.HANDLED
 
 
 def test_autocommit_left_off_by_a_hook_loses_no_later_message(handles):
@@ -1242,7 +1243,7 @@ def test_autocommit_left_off_by_a_hook_loses_no_later_message(handles):
     deliver(handles(leave_it_off, name="tests.careless"), an_envelope(id=str(uuid.uuid4())))
     later = an_envelope()
 
-    assert deliver(handles(the_effect, name="tests.careful"), later) is Received.HANDLED
+    assert deliver(handles(the_effect, name="tests.careful"), later) is Outcome.HANDLED
 
     connection.close()
     assert effects(later.biz_id) == 1

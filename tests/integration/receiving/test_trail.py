@@ -150,7 +150,7 @@ class TestOtherTransitions:
     def test_shedding_is_recorded_with_its_reason(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
-        admit(handler, [(read(handler, envelope, OPTIONS), False)], OPTIONS, shed="too many wait")
+        admit(handler, [read(handler, envelope, OPTIONS)], OPTIONS, shed="too many wait")
 
         assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
 
@@ -183,7 +183,7 @@ class TestOtherTransitions:
         handler = handles(the_effect, name=HANDLER, ordered=True)
         good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
 
-        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (good, old)], OPTIONS)
+        admit(handler, [read(handler, envelope, OPTIONS) for envelope in (good, old)], OPTIONS)
 
         assert trail_of(good.id) == []
         assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
@@ -239,7 +239,7 @@ class TestTrailOfEverything:
     def test_ordered_message_is_recorded_as_waiting_for_its_predecessor(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
         first, second = an_envelope(key="k"), an_envelope(key="k")
-        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
+        admit(handler, [read(handler, envelope, OPTIONS) for envelope in (first, second)], OPTIONS)
         drain()
 
         assert trail_of(first.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]

@@ -19,8 +19,8 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
 from inbox.operators import accounting, decisions, purging
 from inbox.operators.editing import correct, editable, replace_message
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store.ordering import release_stuck
 from tests.support.apps.effects.models import Effect
@@ -75,7 +75,7 @@ def dead(handler, payload=BAD, **attributes):
     envelope = an_envelope(payload, **{"biz_id": "order-7", **attributes})
     if handler.ordered or handler.lease:
         return envelope, dead_later(handler, envelope)
-    assert deliver(handler, envelope) is Received.DEAD
+    assert deliver(handler, envelope) is Outcome.DEAD
     return envelope, the_row(message_id=envelope.id)
 
 
@@ -259,7 +259,7 @@ class TestFurtherDeliveries:
         received = [deliver(handler, envelope), deliver(handler, envelope, redelivered=True)]
 
         row.refresh_from_db()
-        assert received == [Received.DUPLICATE] * 2
+        assert received == [Outcome.DUPLICATE] * 2
         assert (row.duplicates, row.redeliveries, row.conflicts, effects()) == (2, 1, 0, 1)
 
     def test_correction_published_under_the_same_biz_id_is_a_conflict_and_has_no_second_effect(self, handler):
@@ -267,7 +267,7 @@ class TestFurtherDeliveries:
         corrected(row)
         drain()
 
-        assert deliver(handler, an_envelope(GOOD, biz_id="order-7")) is Received.DUPLICATE
+        assert deliver(handler, an_envelope(GOOD, biz_id="order-7")) is Outcome.DUPLICATE
 
         row.refresh_from_db()
         assert (row.conflicts, effects()) == (1, 1)
@@ -276,7 +276,7 @@ class TestFurtherDeliveries:
         _, row = dead(handler)
         new = corrected(row)
 
-        assert deliver(handler, an_envelope(GOOD, biz_id=new.biz_id)) is Received.HANDLED
+        assert deliver(handler, an_envelope(GOOD, biz_id=new.biz_id)) is Outcome.HANDLED
         drain()
 
         assert seen[0].biz_id == "order-7"
@@ -310,7 +310,7 @@ class TestBizIdOfTheCorrection:
         drain()
 
         assert (new.biz_id, seen[-1].biz_id) == (f"edited:{row.pk}:7", "7")
-        assert deliver(handler, an_envelope(GOOD)) is Received.DUPLICATE
+        assert deliver(handler, an_envelope(GOOD)) is Outcome.DUPLICATE
         assert effects() == 1
 
     def test_correction_about_another_fact_takes_its_biz_id_so_that_copies_of_that_are_duplicates(self, handler):
@@ -320,8 +320,8 @@ class TestBizIdOfTheCorrection:
         drain()
 
         assert new.biz_id == "8"
-        assert deliver(handler, an_envelope({"order_id": 8, "amount": 5})) is Received.DUPLICATE
-        assert deliver(handler, an_envelope(GOOD)) is Received.DUPLICATE
+        assert deliver(handler, an_envelope({"order_id": 8, "amount": 5})) is Outcome.DUPLICATE
+        assert deliver(handler, an_envelope(GOOD)) is Outcome.DUPLICATE
         assert effects("8") == effects() == 1
 
     def test_correction_with_the_biz_id_of_another_message_is_refused_and_names_its_row(self, handler):
@@ -340,7 +340,7 @@ class TestBizIdOfTheCorrection:
         drain()
 
         assert new.biz_id == "7"
-        assert deliver(handler, an_envelope(GOOD)) is Received.DUPLICATE
+        assert deliver(handler, an_envelope(GOOD)) is Outcome.DUPLICATE
 
     def test_correction_without_a_biz_id_is_refused_with_the_error_of_the_handler(self, handler):
         _, row = dead(handler)
@@ -463,7 +463,7 @@ class TestLeases:
 
     def test_corrected_message_is_run_once_and_copies_of_the_first_are_duplicates(self, handles, given):
         handler, envelope = handles(takes_whole_amounts, lease=Lease()), an_envelope(BAD, biz_id="order-7")
-        assert deliver(handler, envelope, given=given) is Received.DEAD
+        assert deliver(handler, envelope, given=given) is Outcome.DEAD
         row = the_row()
 
         new = corrected(row)
@@ -471,7 +471,7 @@ class TestLeases:
         received = [deliver(handler, envelope, given=given, redelivered=again) for again in (False, True)]
 
         row.refresh_from_db()
-        assert (the_row(pk=new.pk).state, effects(), received) == (State.DONE, 1, [Received.DUPLICATE] * 2)
+        assert (the_row(pk=new.pk).state, effects(), received) == (State.DONE, 1, [Outcome.DUPLICATE] * 2)
         assert (seen[-1].biz_id, seen[-1].attempt, seen[-1].fence > 0) == ("order-7", 1, True)
         assert (row.duplicates, row.conflicts) == (2, 0)
 
@@ -493,7 +493,7 @@ class TestOrder:
     def arrive(self, handler, **amounts):
         """Take messages of one key in, in this order; each is named after its amount."""
         envelopes = [an_envelope({"amount": amount}, biz_id=name, key="k") for name, amount in amounts.items()]
-        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in envelopes], OPTIONS)
+        admit(handler, [read(handler, envelope, OPTIONS) for envelope in envelopes], OPTIONS)
 
     def in_order(self):
         return list(Effect.objects.order_by("pk").values_list("name", flat=True))
@@ -530,7 +530,7 @@ class TestOrder:
     def test_correction_of_a_message_behind_a_dead_head_waits_in_its_place(self, handler):
         self.arrive(handler, a="bad")
         refused = an_envelope(body=b"{", biz_id="b", key="k")
-        admit(handler, [(read(handler, refused, OPTIONS), False)], OPTIONS)
+        admit(handler, [read(handler, refused, OPTIONS)], OPTIONS)
         self.arrive(handler, c=3)
         self.drain()
         head, behind = the_row(biz_id="a"), the_row(message_id=refused.id)

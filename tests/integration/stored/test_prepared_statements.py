@@ -16,8 +16,8 @@ from exactly_once.sql import prepared_statements
 from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox import Lease, runner
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.store import inserting, leases, sentinel
 from tests.support.aliases import the_default_at
@@ -66,7 +66,7 @@ def plain_cursors():
 def test_statements_are_prepared_with_the_first_message_and_reused(handles):
     handler = handles(the_effect)
     for _ in range(3):
-        assert deliver(handler) is Received.HANDLED
+        assert deliver(handler) is Outcome.HANDLED
 
     assert prepared() == OURS
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [3, 3]
@@ -74,11 +74,11 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (inserting._DONE, sentinel._PROVE_ONE):
+    for statement in (inserting._ONE, sentinel._PROVE_ONE):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
-        assert deliver(handler) is Received.HANDLED
+        assert deliver(handler) is Outcome.HANDLED
 
     assert prepared() == OURS
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [2, 2]
@@ -89,11 +89,11 @@ def test_messages_are_handled_with_plans_that_postgresql_keeps(handles):
     """From the sixth run on. Planning a statement for each run takes longer than running it."""
     handler, leased = handles(the_effect), handles(the_effect, name="tests.leased", lease=Lease())
     for _ in range(8):
-        assert deliver(handler) is Received.HANDLED
-        assert deliver(leased) is Received.HANDLED
+        assert deliver(handler) is Outcome.HANDLED
+        assert deliver(leased) is Outcome.HANDLED
 
-    kept = "SELECT name FROM pg_prepared_statements WHERE custom_plans = 5 AND generic_plans = 3"
-    assert set(execute(kept)) == prepared() == OURS | {"inbox_lease", "inbox_consume"}
+    kept = "SELECT name FROM pg_prepared_statements WHERE custom_plans = 5 AND generic_plans >= 3"
+    assert set(execute(kept)) == prepared() == OURS | {"inbox_consume"}
 
 
 def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
@@ -112,9 +112,9 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
     ]
     fast, ordinary = handles(the_effect, name="tests.fast"), handles(the_effect, name="tests.ordinary")
     for envelope in envelopes:
-        assert deliver(fast, envelope) is Received.HANDLED
+        assert deliver(fast, envelope) is Outcome.HANDLED
         with plain_cursors():
-            assert deliver(ordinary, envelope) is Received.HANDLED
+            assert deliver(ordinary, envelope) is Outcome.HANDLED
 
     columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
     rows = [
@@ -140,14 +140,14 @@ def test_lease_is_granted_alike_with_and_without_prepared_statements(handles):
         InboxMessage.objects.all().delete()
 
     assert granted[0] == granted[1]
-    assert "inbox_lease" in prepared()
+    assert "inbox_begin" in prepared()
 
 
 def test_loads_of_any_size_are_stored_by_one_prepared_statement(handles):
     handler = handles(the_effect, ordered=True)
     for size in (1, 3, 40):
-        load = [(read(handler, an_envelope(biz_id=f"{size}-{n}", key="k"), OPTIONS), False) for n in range(size)]
-        assert admit(handler, load, OPTIONS) == [Received.STORED] * size
+        load = [read(handler, an_envelope(biz_id=f"{size}-{n}", key="k"), OPTIONS) for n in range(size)]
+        assert admit(handler, load, OPTIONS) == [Outcome.STORED] * size
 
     assert prepared() == {"inbox_insert"}
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements") == [3]
@@ -161,13 +161,10 @@ def test_load_is_stored_alike_with_and_without_prepared_statements(handles):
     for name, writing in {"tests.prepared": nullcontext, "tests.plain": plain_cursors}.items():
         handler = handles(the_effect, name=name, ordered=True)
         load = [
-            (replace(read(handler, an_envelope(id="i", biz_id=str(n), key="k"), OPTIONS), refused="no" * (n % 2)), False)
+            replace(read(handler, an_envelope(id="i", biz_id=str(n), key="k"), OPTIONS), refused="no" * (n % 2))
             for n, body in enumerate(bodies)
         ]
-        load = [
-            (replace(arrival, row=replace(arrival.row, body=body)), again)
-            for (arrival, again), body in zip(load, bodies, strict=True)
-        ]
+        load = [replace(arrival, row=replace(arrival.row, body=body)) for arrival, body in zip(load, bodies, strict=True)]
         with writing():
             admit(handler, load, OPTIONS)
         rows.append(list(InboxMessage.objects.filter(handler=name).order_by("pk").values(*columns)))
@@ -189,9 +186,9 @@ def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
     with plain_cursors():
-        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
 
-    assert deliver(handler, envelope) is Received.DUPLICATE
+    assert deliver(handler, envelope) is Outcome.DUPLICATE
     assert effects() == 1
 
 
@@ -202,7 +199,7 @@ def test_statements_dropped_between_two_messages_are_prepared_again(handles, cle
     deliver(handler)
     execute(clean)
 
-    assert [deliver(handler) for _ in range(2)] == [Received.HANDLED] * 2
+    assert [deliver(handler) for _ in range(2)] == [Outcome.HANDLED] * 2
 
     assert (effects(), prepared()) == (3, OURS)
     # A statement missing at the end makes the handler run again; one missing at the beginning is noticed before it runs.
@@ -214,8 +211,8 @@ def test_handler_that_deallocates_all_statements_succeeds_and_so_does_the_next(h
     handler = handles(the_effect)
 
     for _ in range(3):
-        assert deliver(rude) is Received.HANDLED
-        assert deliver(handler) is Received.HANDLED
+        assert deliver(rude) is Outcome.HANDLED
+        assert deliver(handler) is Outcome.HANDLED
 
     assert effects() == 6
     assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
@@ -227,8 +224,8 @@ def test_handler_that_discards_all_fails_and_the_next_one_succeeds(handles):
     handler = handles(the_effect)
     deliver(handler)
 
-    assert deliver(rude) is Received.STORED
-    assert deliver(handler) is Received.HANDLED
+    assert deliver(rude) is Outcome.STORED
+    assert deliver(handler) is Outcome.HANDLED
 
     run_to_the_end()
     assert effects() == 2
@@ -241,7 +238,7 @@ def test_foreign_statements_of_the_same_name_are_not_used(handles):
         execute(f"PREPARE {name} AS SELECT 1")
 
     for _ in range(3):
-        assert deliver(handler) is Received.HANDLED
+        assert deliver(handler) is Outcome.HANDLED
 
     assert (effects(), set(InboxMessage.objects.values_list("attempts", flat=True))) == (3, {1})
 
@@ -275,11 +272,11 @@ def test_duplicate_of_a_message_in_progress_is_deferred_after_the_timeout(handle
 
         with InAThread(second) as other:
             pass
-        assert other.answer is Received.DEFERRED
+        assert other.answer is Outcome.DEFERRED
         transaction.set_rollback(True)
 
     # The process remembers for a moment that another one was handling it.
-    wait_until(lambda: deliver(handler, envelope) is Received.HANDLED)
+    wait_until(lambda: deliver(handler, envelope) is Outcome.HANDLED)
 
 
 def test_transaction_has_the_isolation_level_of_the_settings(handles):
@@ -287,7 +284,7 @@ def test_transaction_has_the_isolation_level_of_the_settings(handles):
     handler = handles(lambda message: shown.extend(execute("SHOW transaction_isolation")))
     with the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ}):
         for _ in range(2):
-            assert deliver(handler) is Received.HANDLED
+            assert deliver(handler) is Outcome.HANDLED
 
         assert (shown, prepared()) == (["repeatable read"] * 2, OURS)
 
@@ -299,7 +296,7 @@ def test_backend_terminated_between_two_messages_causes_no_failure(handles):
     with InAThread(lambda: execute(f"SELECT pg_terminate_backend({pid}, 5000)")):
         pass
 
-    assert deliver(handler) is Received.HANDLED
+    assert deliver(handler) is Outcome.HANDLED
     assert (effects(), prepared()) == (2, OURS)
 
 
@@ -317,7 +314,7 @@ def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
 def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
     monkeypatch.setattr("exactly_once.sql.prepared_statements.detect_environment", lambda: "gevent")
 
-    assert deliver(handles(the_effect)) is Received.HANDLED
+    assert deliver(handles(the_effect)) is Outcome.HANDLED
     assert (effects(), prepared()) == (1, set())
 
 
@@ -340,7 +337,7 @@ class TestBehindPgBouncer:
 
         became = at_once([lambda part=part: [deliver(handler, one) for one in envelopes[part::4]] for part in range(4)])
 
-        assert [one for part in became for one in part] == [Received.HANDLED] * 40
+        assert [one for part in became for one in part] == [Outcome.HANDLED] * 40
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
         assert at_once([prepared] * 4) == [set()] * 4
 
@@ -353,7 +350,7 @@ def test_body_larger_than_the_socket_takes_is_sent_with_the_begin(handles):
     handler = handles(the_effect)
     deliver(handler)  # from now on the statements are prepared
 
-    assert deliver(handler, an_envelope("x" * 9_000_000, biz_id="large")) is Received.HANDLED
+    assert deliver(handler, an_envelope("x" * 9_000_000, biz_id="large")) is Outcome.HANDLED
     assert len(InboxMessage.objects.get(biz_id="large").body) > 9_000_000
 
 
@@ -377,7 +374,7 @@ def test_connection_interrupted_while_a_pipeline_is_in_flight_is_closed(handles,
     assert before.closed
     # What was in flight may have been committed. Then the message is found handled, and never a dead letter.
     state = InboxMessage.objects.get(biz_id="interrupted").state
-    assert (received, state) in {(Received.STORED, State.RETRYING), (Received.DUPLICATE, State.DONE)}
+    assert (received, state) in {(Outcome.STORED, State.RETRYING), (Outcome.DUPLICATE, State.DONE)}
     run_to_the_end()
     assert effects() == 2
 
@@ -397,8 +394,8 @@ def pipelines(monkeypatch):
 
 
 def store_three(handler):
-    load = [(read(handler, an_envelope(biz_id=str(n), key="k"), OPTIONS), False) for n in range(3)]
-    assert admit(handler, load, OPTIONS) == [Received.STORED] * 3
+    load = [read(handler, an_envelope(biz_id=str(n), key="k"), OPTIONS) for n in range(3)]
+    assert admit(handler, load, OPTIONS) == [Outcome.STORED] * 3
 
 
 def test_transaction_takes_three_round_trips(handles, pipelines):
@@ -415,11 +412,11 @@ def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(h
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
-    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish_in_order", b"inbox_promote_claimed")]
+    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish", b"inbox_promote_claimed")]
     assert effects() == 3
 
 
-@pytest.mark.parametrize("missing", ["inbox_finish_in_order", "inbox_promote_claimed"])
+@pytest.mark.parametrize("missing", ["inbox_finish", "inbox_promote_claimed"])
 def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing, monkeypatch):
     monkeypatch.setattr(runner, "_FOLLOWERS_SECONDS", A_WHILE)
     calls = []
@@ -444,7 +441,7 @@ def test_constraint_that_fails_at_the_commit_is_a_failed_attempt_with_its_own_er
     try:
         handler = handles(lambda message: execute("INSERT INTO child VALUES (1)"))
 
-        assert deliver(handler) is Received.STORED
+        assert deliver(handler) is Outcome.STORED
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error.partition(":")[0]) == (State.RETRYING, "IntegrityError")
         assert execute("SELECT count(*) FROM child") == [0]

@@ -13,7 +13,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.receiving.reading import read
-from inbox.store import arrivals, claims, ordering, sentinel, together
+from inbox.store import arrivals, claims, ordering, sentinel
 from inbox.testing import deliver, make_message
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
@@ -50,13 +50,13 @@ def explained(sql, parameters=()):
 
 
 def finish_of_a_fresh_row(row):
-    guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
+    guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
     sentinel._PROVE_ONE.execute(connection, guard.rows)
     return explained("EXECUTE inbox_prove (1)")
 
 
 def finish_of_several_fresh_rows(row):
-    guard, _ = together.begin_together("default", [row, replace(row, biz_id="another")], OPTIONS.DUPLICATE_TIMEOUT)
+    guard = arrivals.begin_fresh("default", [row, replace(row, biz_id="another")], OPTIONS.DUPLICATE_TIMEOUT)
     sentinel._PROVE_MANY.execute(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
     return explained("EXECUTE inbox_prove_many ('{1, 2}')")
 
@@ -65,7 +65,7 @@ def finish_of_a_stored_row(row):
     arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
     sentinel.finish(claims.begin_stored("default", stored), stored.attempts)
-    return explained("EXECUTE inbox_finish (1, 1, '1')")
+    return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL)")
 
 
 @pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_several_fresh_rows, finish_of_a_stored_row])

@@ -15,8 +15,8 @@ from inbox import signals
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions, purging
+from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
-from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import arrivals, claims, due, rows
@@ -256,7 +256,7 @@ def test_skipped_message_is_never_run(handles):
 
     assert (the_row().state, effects()) == (State.SKIPPED, 0)
     assert "the customer called" in the_row().last_error
-    assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+    assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
 
 
 def test_done_message_can_neither_be_retried_nor_skipped(handles):

@@ -18,7 +18,7 @@ from django.db.models.signals import post_save
 from inbox import Lease
 from inbox.consumer.reception import Reception
 from inbox.models import InboxMessage
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from inbox.store import arrivals
 from inbox.testing import assert_effect_once, make_message
 from inbox.testing.crashing import _Step
@@ -188,7 +188,7 @@ class TestAWrongInbox:
     def test_acknowledgement_before_the_commit_loses_the_effect(self, handles, monkeypatch):
         def receive_too_late(reception, load):
             for delivery in load:
-                reception._answer(delivery, Received.HANDLED)
+                reception._answer(delivery, Outcome.HANDLED)
             receive(reception, load)
 
         receive = Reception.receive
@@ -203,8 +203,8 @@ class TestAWrongInbox:
         assert {step for step in _Step if counted[f"delivery, killed {step.value}"] == 0} == lost
 
     def test_row_under_another_name_has_the_effect_twice(self, handles, monkeypatch):
-        def begin_nameless(alias, row, *args, **kwargs):
-            return begin_fresh(alias, replace(row, biz_id=f"{uuid.uuid4()}"), *args, **kwargs)
+        def begin_nameless(alias, rows, *args, **kwargs):
+            return begin_fresh(alias, [replace(row, biz_id=f"{uuid.uuid4()}") for row in rows], *args, **kwargs)
 
         begin_fresh = arrivals.begin_fresh
         monkeypatch.setattr(arrivals, "begin_fresh", begin_nameless)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.crash.failpoints import patch
@@ -57,7 +58,7 @@ def sends_later_messages_of_a_key_first() -> None:
 
 def runs_duplicates() -> None:
     """It does not check whether the inbox row existed."""
-    there_already = object()
+    there_already = SimpleNamespace(begun=(0,))
 
     def begin(original: Any) -> Any:
         return lambda *args, **kwargs: original(*args, **kwargs) or there_already

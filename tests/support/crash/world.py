@@ -25,7 +25,7 @@ from django.db import connection, transaction
 from django.db.models import Max
 
 from inbox.models import DUE, InboxMessage
-from inbox.receiving.outcomes import Received
+from inbox.outcome import Outcome
 from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
@@ -36,7 +36,7 @@ from tests.support.workers import catches
 PATIENCE_SECONDS = 60.0
 OPEN = ("ready", "scheduled", "retrying", "waiting", "paused", "prepared")
 RELAY, CONSUMER = "outbox_relay", "inbox_consume"
-DEFERRED = re.compile(rf"Deliveries: .*?(\d+) {Received.DEFERRED.value}")
+DEFERRED = re.compile(rf"Deliveries: .*?(\d+) {Outcome.DEFERRED.value}")
 
 
 @dataclass

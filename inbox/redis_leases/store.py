@@ -17,7 +17,7 @@ import logging
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -32,13 +32,14 @@ from exactly_once.masking import masked
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.leases import scripts
-from inbox.leases.stores import Consumed, Held, HistoryLost, Lease, LeaseRequest, LeaseStoreUnavailable, RowDecides, Verdict
+from inbox.leases.stores import Lease, LeaseRequest, LeaseStoreUnavailable
 from inbox.models import InboxMessage, State
+from inbox.outcome import Outcome
+from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_failure
+from inbox.redis_leases import rows, scripts
 from inbox.store import leases
 from inbox.store import steps as steps_table
-from inbox.store.arrivals import cause_if_the_same
-from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Failure, KeyBusy, NewRow
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ class RedisLeases:
 
     def __init__(self, options: InboxOptions) -> None:
         self._where = masked(options.LEASE_STORE)
+        self._options = options
         self._keep = options.RETENTION
-        self._duplicate_timeout = options.DUPLICATE_TIMEOUT
         self._group = options.group
         self._client = redis.Redis.from_url(
             options.LEASE_STORE,
@@ -93,7 +94,7 @@ class RedisLeases:
         self._reports: dict[str, _Report] = {}
         self._eviction_checked = False
 
-    def acquire(self, request: LeaseRequest, *, duplicate_timeout: timedelta) -> Verdict:
+    def acquire(self, request: LeaseRequest) -> Lease | Outcome | None:
         began_at, record = monotonic(), _record_key(request.row)
         # Redis may execute a request whose client has given up, and nothing would hold that lease. The next try takes it over.
         owner = self._unanswered.pop(record, None) or uuid.uuid4().hex
@@ -106,7 +107,7 @@ class RedisLeases:
                     self._unanswered.popitem(last=False)
             raise
         # Not remembered for a failure from here on: it was answered, and a late request to end it would end a run of the next.
-        return self._verdict(request, answer, owner, began_at)
+        return self._decided(request, answer, owner, began_at)
 
     @contextmanager
     def _half_of_the_threads(self) -> Iterator[None]:
@@ -134,7 +135,7 @@ class RedisLeases:
                     request.row.digest[:_HASH_LENGTH],
                     _short_hash(request.row.message_id),
                     request.row.handler,
-                    cause_if_the_same(request.row, redelivered=request.redelivered).value,
+                    request.row.cause.value,
                 )
             if answer[0] != "lost":
                 return answer
@@ -145,7 +146,7 @@ class RedisLeases:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
         alias, pk = lease.request.handler.using, lease.pk
         if extended and stopping and pk is not None:
-            committed(lambda: leases.show_stopping(alias, pk), alias)
+            committed(lambda: rows.show_stopping(alias, pk), alias)
         return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
@@ -155,7 +156,7 @@ class RedisLeases:
         answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.request.row.handler)
         if answer == _DONE and has_row == ["1"]:
             request = lease.request
-            finish = partial(leases.finish_external, request.handler.using, request.row, request.order)
+            finish = partial(rows.finish_external, request.handler.using, request.row, request.order)
             committed(partial(finish, delivered=request.stored is None), request.handler.using)
         return bool(answer == _DONE)
 
@@ -164,13 +165,13 @@ class RedisLeases:
             return False
         request = lease.request
         store = partial(
-            leases.fail_external,
+            rows.fail_external,
             request.handler.using,
             request.row,
             failure,
             fence=lease.fence,
             steps=lease.steps,
-            duplicate_timeout=self._duplicate_timeout,
+            duplicate_timeout=self._options.DUPLICATE_TIMEOUT,
             leaves=request.leaves(failure),
         )
         lease.pk = committed(store, request.handler.using)
@@ -181,6 +182,10 @@ class RedisLeases:
         alias, pk = lease.request.handler.using, lease.pk
         if pk is not None:
             committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+
+    def leave(self, lease: Lease) -> None:
+        if lease.pk is None:
+            self._store_external(lease.request, timedelta(), lease.attempt)
 
     def is_held(self, alias: str, row: NewRow) -> bool:
         for _ in range(_MAX_TRIES):
@@ -207,27 +212,60 @@ class RedisLeases:
 
     # -------------------------------------------------------------------------------------------------------- calls of Redis
 
-    def _verdict(self, request: LeaseRequest, answer: list[Any], owner: str, began_at: float) -> Verdict:
+    def _decided(self, request: LeaseRequest, answer: list[Any], owner: str, began_at: float) -> Lease | Outcome | None:
         match answer:
             case ["lease", fence, attempt, fields]:
                 steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
                 lease = Lease(request=request, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
                 return self._mark_row(lease, request.stored) if request.stored else lease
             case ["consumed", same, differs]:
-                return Consumed(counted=request.stored is None, cause=_cause(request, same), conflicting=bool(differs))
+                return self._consumed(request, _cause(request, same), conflicting=bool(differs))
             case ["held", same, differs, milliseconds, attempts, stopping]:
-                cause, is_stopping = _cause(request, same), stopping == "1"
-                remaining = int(milliseconds) * _MILLISECONDS
-                return Held(remaining, int(attempts), cause, conflicting=bool(differs), stopping=is_stopping)
+                held = {"duplicate": _cause(request, same), "conflicting": bool(differs), "stopping": stopping == "1"}
+                return self._held(request, int(milliseconds) * _MILLISECONDS, int(attempts), held)
             case ["history lost"]:
-                return HistoryLost(_why_history_lost(self._where))
-        return RowDecides()
+                return self._history_lost(request)
+        return None
 
-    def _mark_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
+    def _consumed(self, request: LeaseRequest, cause: DuplicateCause, *, conflicting: bool) -> Outcome:
+        """It has been handled before. Redis has counted a delivery as its duplicate."""
+        if request.stored is None:
+            _announce_duplicate(request, cause, conflicting=conflicting)
+        else:
+            alias = request.handler.using
+            committed(partial(rows.finish_external, alias, request.row, request.order, uncounted=1), alias)
+        return Outcome.DUPLICATE
+
+    def _held(self, request: LeaseRequest, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
+        """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
+        if request.stored is not None:
+            alias = request.handler.using
+            committed(partial(rows.defer_to_lease_end, alias, request.stored, remaining), alias)
+            return Outcome.STORED
+        if not self._store_external(request, remaining, attempts, **held):
+            return None
+        _announce_duplicate(request, held["duplicate"], conflicting=held["conflicting"])
+        return Outcome.STORED
+
+    def _history_lost(self, request: LeaseRequest) -> Outcome:
+        handler, stored = request.handler, request.stored
+        attempts = 0 if stored is None else stored.attempts - 1
+        failure = Failure(error=_why_history_lost(self._where), retry_after=None, attempts=attempts, quarantined=True)
+        if stored is None:
+            return store_failure(handler, request.row, failure, self._options)
+        return fail_stored(handler, stored, failure)
+
+    def _store_external(self, request: LeaseRequest, until: timedelta, attempts: int, **held: Any) -> bool:
+        """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
+        alias, longest_wait = request.handler.using, self._options.DUPLICATE_TIMEOUT
+        store = partial(rows.store_external, alias, request.row, longest_wait, until=until, attempts=attempts, **held)
+        return committed(store, alias)
+
+    def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:
         alias, pk = lease.request.handler.using, stored.pk
         lease.pk = pk
-        granted = (lease.fence, lease.request.terms.duration, lease.request.exclusive_key)
-        show = partial(leases.mark_running, alias, stored, *granted)
+        duration, exclusive_key = lease.request.terms.duration, lease.request.exclusive_key
+        show = partial(leases.lease_stored, alias, stored, duration, exclusive_key, fence=lease.fence)
         try:
             if stored.fence > 1:
                 lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
@@ -237,7 +275,7 @@ class RedisLeases:
             self._as_owner(scripts.FREE, lease, lease.attempt - 1)
             raise
         self._as_owner(scripts.FREE, lease, lease.attempt - 1)
-        return RowDecides()
+        return None
 
     def _as_owner(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
         state = self._state(lease.request.handler.using)
@@ -311,13 +349,13 @@ class RedisLeases:
         name = self._key("leases")
         for _ in range(_MAX_TRIES):
             found, report = self._call(scripts.READ_INCARNATION, [self._key("state")], [uuid.uuid4().hex])
-            known, since = committed(lambda: leases.recorded_incarnation(alias, name, found), alias)  # noqa: B023 - called at once
+            known, since = committed(lambda: rows.recorded_incarnation(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
                     self._reports.setdefault(found, _Report(*report))
                 return _KnownState(known, since)
-            if committed(lambda: leases.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
+            if committed(lambda: rows.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
                 logger.error(
                     "lease store %s: Redis has lost data. Messages that were created before now and have no row in the "
                     "database become dead letters when they are delivered again. Check whether each has been "
@@ -361,11 +399,15 @@ def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:
         return request.stored.state == State.RUNNING
     if state.since is None:
         return False
-    return request.redelivered if request.sent_at is None else request.sent_at < state.since
+    return request.row.redelivered if request.sent_at is None else request.sent_at < state.since
 
 
 def _cause(request: LeaseRequest, same: int) -> DuplicateCause:
-    return cause_if_the_same(request.row, redelivered=request.redelivered) if same else DuplicateCause.BUSINESS
+    return request.row.cause if same else DuplicateCause.BUSINESS
+
+
+def _announce_duplicate(request: LeaseRequest, cause: DuplicateCause, *, conflicting: bool) -> None:
+    announce_duplicate(request.handler, request.row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
 
 
 def _why_history_lost(where: str) -> str:

@@ -1,0 +1,142 @@
+"""Parking: a delivery that cannot be decided now is stored as it came and acknowledged. The runner admits it later.
+
+One kind is a concurrent duplicate: its message is being handled, and the outcome is unknown until the handler ends. Many
+unacknowledged duplicates would fill the prefetch window of their queue; returned to the broker, each would be redelivered at
+once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
+counted before its body is read.
+
+A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and
+admitted as any other delivery by the transaction that deletes its row.
+
+Some redeliveries must be read before they can be stored. For these, a parked row that is not run counts how often reading has
+begun; it is deleted when the body has been read.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from django.db import DatabaseError
+
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.text import describe
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.models import InboxMessage
+from inbox.outcome import Outcome
+from inbox.receiving.admit import admit
+from inbox.receiving.in_hand import in_hand
+from inbox.receiving.outcomes import announce_duplicate
+from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
+from inbox.store import arrivals, claims, parking, rows
+from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.transactions.persistence import DatabaseUnavailable, committed
+
+logger = logging.getLogger(__name__)
+
+_LOCK_WAIT = timedelta(milliseconds=10)
+"""How long the runner waits for a row lock before it assumes that another process is handling the message."""
+_ENDED_PROCESS = "Reading its body has ended the process or failed {attempts} times, so it is not read again."
+_reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By database. Reading is serialized, because a delivery read concurrently with one that ends the process would be counted."""
+_SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
+
+
+def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
+    """Park a concurrent duplicate; returns its outcome. DEFERRED: it cannot be stored now.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer; nothing was decided.
+    """
+    row, alias = parked_row(handler, arrival.envelope, redelivered=arrival.row.redelivered), handler.using
+    store = partial(arrivals.store_due, alias, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
+    try:
+        stored = committed(store, alias)
+    except ConcurrentDuplicate:
+        return Outcome.DEFERRED
+    if stored:
+        in_hand.after(arrival.row, partial(_make_due, handler, row))
+        return Outcome.STORED
+    # Another copy of it has been stored.
+    earlier = committed(partial(arrivals.count_duplicate, alias, row), alias)
+    if earlier is None:
+        return Outcome.DEFERRED
+    announce_duplicate(handler, arrival.row, earlier)
+    return Outcome.DUPLICATE
+
+
+def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome:
+    """Admit a claimed delivery that was parked; returns its outcome.
+
+    Raises:
+        Unidentifiable: its body cannot be read now.
+        DatabaseUnavailable: the database does not answer; its `refund` is of this attempt.
+    """
+    arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
+    return admit_again(handler, stored, arrival, options)
+
+
+def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Outcome:
+    """Admit a claimed delivery that was stored unread as it was read now, and delete its row."""
+    try:
+        if in_hand.holds(arrival.row):
+            return _defer(handler, stored)
+        (became,) = admit(handler, [arrival], replace(options, DUPLICATE_TIMEOUT=_LOCK_WAIT), parked=stored)
+        return _defer(handler, stored) if became is Outcome.DEFERRED else became
+    except DatabaseUnavailable as outage:
+        outage.refund = partial(claims.give_back, handler.using, stored)
+        raise
+
+
+def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:
+    """Read a delivery that must be read before it is stored, and count the reading first.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer; nothing was decided.
+    """
+    row = parked_row(handler, envelope, redelivered=True)
+    with _reading_locks[handler.using]:
+        begun = _begin_reading(handler, row, options)
+        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
+        try:
+            return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
+        except Unidentifiable:
+            begun = 0  # its count stays, so that the delivery becomes a dead letter at last
+            raise
+        finally:
+            if begun:
+                committed(partial(parking.end_reading, handler.using, row), handler.using)
+
+
+def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
+    """How often reading this delivery has begun, including now; 0 if that cannot be counted."""
+    for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
+        try:
+            return committed(partial(parking.begin_reading, handler.using, counted, options.DUPLICATE_TIMEOUT), handler.using)
+        except ConcurrentDuplicate:
+            break
+        except DatabaseError as error:
+            # Its values cause the error; the second row has only the body.
+            logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
+    return 0
+
+
+def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
+    """Its message is still being handled: try again after about as long as it has waited already."""
+    waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
+    committed(partial(claims.give_back, handler.using, stored, waited * random.uniform(0.7, 1)), handler.using)
+    return Outcome.STORED
+
+
+def _make_due(handler: Handler, row: NewRow) -> None:
+    try:
+        parking.make_due(handler.using, row)
+    except Exception as error:  # noqa: BLE001 - it is due soon in any case
+        logger.debug("%s: the duplicate %s is admitted when it is due: %s", handler.name, row.biz_id, describe(error))

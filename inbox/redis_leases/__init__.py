@@ -1,0 +1,1 @@
+"""An optional package: leases in Redis, so that a successful run writes nothing to the database."""

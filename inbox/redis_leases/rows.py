@@ -1,0 +1,156 @@
+"""The rows of messages whose lease is in Redis, and the record of its data losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import transaction
+from django.db.models import F
+from django.db.models.functions import Greatest
+
+from exactly_once.sql.now import DatabaseTime
+from inbox.models import DUE, InboxMessage, LeaseMemory, State
+from inbox.store.arrivals import counted_duplicates, store
+from inbox.store.claims import refunded, under_claim
+from inbox.store.failures import as_failed
+from inbox.store.inserting import Insertion
+from inbox.store.leases import done_columns, in_order
+from inbox.store.ordering import promote_behind
+from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of
+from inbox.store.steps import remember_all
+from inbox.store.trail import record_leaving
+
+_OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
+
+
+def store_external(
+    alias: str,
+    row: NewRow,
+    duplicate_timeout: timedelta,
+    *,
+    until: timedelta,
+    attempts: int,
+    duplicate: DuplicateCause | None = None,
+    conflicting: bool = False,
+    stopping: bool = False,
+) -> bool:
+    """∅ → running, for a message that runs under an external lease; the runner checks it when that lease ends.
+
+    False: the row exists.
+
+    Args:
+        duplicate: the row is that of a delivery that has none and is being run; this one is counted as its duplicate.
+        conflicting: this one has other content.
+        stopping: the process that runs it has been asked to stop.
+
+    Raises:
+        ConcurrentDuplicate: see `begin_fresh`.
+    """
+    insertion = Insertion(
+        row=row,
+        state=State.RUNNING,
+        due_after=until.total_seconds(),
+        attempts=attempts,
+        conflicts=int(conflicting),
+        conflicting_attributes=attributes_of(row) if conflicting else None,
+        **(counted_duplicates(duplicate, 1) if duplicate else {}),
+    )
+    stored = store(alias, insertion, duplicate_timeout, skip_existing=False)
+    if stored is not None and stopping:
+        show_stopping(alias, stored)
+    return stored is not None
+
+
+def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
+    """claimed → running, until the external lease of another owner ends; refunds the attempt."""
+    written = {**refunded(claimed), "state": State.RUNNING, "next_attempt_at": DatabaseTime(until)}
+    under_claim(alias, claimed).update(**written)
+
+
+def finish_external(
+    alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False, uncounted: int = 0
+) -> bool:
+    """received | retrying | running → done, as its external lease store reports. False: there is no such row.
+
+    Args:
+        delivered: a delivery was run; the row, which a duplicate may have stored, gets the content of that delivery.
+        uncounted: attempts that were claimed but not made.
+    """
+    with in_order(alias, order, matters=False):
+        record_leaving(alias, _OPEN_ROW, _named(row), became=State.DONE, matters=False)
+        content = _content_of(row) if delivered else {}
+        done = _open_row(alias, row).update(**content, **done_columns(), attempts=Greatest(F("attempts") - uncounted, 0))
+        promote_behind(alias, order)
+    return bool(done)
+
+
+def fail_external(
+    alias: str,
+    row: NewRow,
+    failure: Failure,
+    *,
+    fence: int,
+    steps: Mapping[str, str | None],
+    duplicate_timeout: timedelta,
+    leaves: OrderedKey | None = None,
+) -> int | None:
+    """∅ | received | retrying | running → retrying | dead, as its external lease store reports; the row.
+
+    It gets the steps and the content of the failed message, because a duplicate may have stored it. None: the row is settled.
+
+    Raises:
+        ConcurrentDuplicate: see `begin_fresh`.
+    """
+    with transaction.atomic(using=alias), in_order(alias, leaves, matters=True):
+        store_external(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
+        written = as_failed(failure, leaves_order=leaves is not None)
+        record_leaving(
+            alias,
+            _OPEN_ROW,
+            _named(row),
+            became=written["state"],
+            reason=failure.error,
+            matters=not failure.deferred,
+        )
+        if not _open_row(alias, row).update(**written, **_content_of(row), fence=Greatest(F("fence"), fence)):
+            return None
+        pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
+        remember_all(alias, pk, steps)
+        promote_behind(alias, leaves)
+    return pk
+
+
+def recorded_incarnation(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
+    """The recorded incarnation of an external lease store, and the time since which its data is complete; None: always.
+
+    At the first use of a store, `incarnation` is recorded.
+    """
+    state, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
+    return state.incarnation, state.remembers_since
+
+
+def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
+    """Record that the store has lost data and is a new incarnation, complete from now on. False: this was recorded before."""
+    lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
+    return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
+
+
+def show_stopping(alias: str, pk: int) -> None:
+    """A process that runs it under an external lease has been asked to stop. The row does not know its present owner."""
+    InboxMessage.objects.using(alias).filter(pk=pk, state=State.RUNNING).update(stopping=True)
+
+
+def _named(row: NewRow) -> list[str]:
+    return [row.handler, row.topic, row.biz_id]
+
+
+def _open_row(alias: str, row: NewRow) -> Any:
+    return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id, state__in=DUE)
+
+
+def _content_of(row: NewRow) -> dict[str, Any]:
+    content: dict[str, Any] = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
+    return {**content, "headers": json.loads(row.headers)}

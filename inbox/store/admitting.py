@@ -1,0 +1,73 @@
+"""Storing deliveries that are not handled now, in their order, many with one statement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from inbox.models import State
+from inbox.store.arrivals import count_duplicate
+from inbox.store.inserting import Insertion, insert_many
+from inbox.store.ordering import hold_gates, promote_next
+from inbox.store.rows import Earlier, locked_means_busy
+from inbox.store.trail import record
+
+Admitted = State | Earlier | None
+"""The state that a delivery was stored in, or the row that it is a duplicate of. None: that row is being run, so that the
+duplicate could not be counted."""
+
+
+def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
+    """∅ → received, due now; ∅ → waiting, in order and behind another of its key; ∅ → dead if refused; ∅ → shed.
+
+    For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it.
+
+    Raises:
+        ConcurrentDuplicate: another transaction held a lock for longer than this one's lock_timeout. Roll back and try again.
+    """
+    if not insertions:
+        return []
+    handler, insertions = insertions[0].row.handler, _with_leaders(insertions)
+    with locked_means_busy:
+        hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.ordered])
+    stored = dict(insert_many(alias, insertions).rows)
+    _record(alias, insertions, stored)
+    admitted: list[Admitted] = []
+    for insertion in insertions:
+        # Of two copies in one load, the first was inserted, and the second is its duplicate.
+        _, state = stored.pop(insertion.row.biz_id, (0, ""))
+        admitted.append(State(state) if state else count_duplicate(alias, insertion.row))
+    for key in _headless(insertions, admitted):
+        promote_next(alias, handler, key)
+    return admitted
+
+
+def _with_leaders(insertions: Sequence[Insertion]) -> Sequence[Insertion]:
+    """The first of each ordering key leads its load."""
+    if not any(insertion.ordered for insertion in insertions):
+        return insertions
+    seen: set[str] = set()
+    leading: list[Insertion] = []
+    for insertion in insertions:
+        key = insertion.row.key
+        leading.append(replace(insertion, leads=key not in seen))
+        if insertion.ordered:
+            seen.add(key)
+    return leading
+
+
+def _record(alias: str, insertions: Sequence[Insertion], stored: Mapping[str, tuple[int, str]]) -> None:
+    """Deliveries that are not handled matter, each with its reason."""
+    reasons: dict[str, list[int]] = {}
+    first = {insertion.row.biz_id: insertion.last_error for insertion in reversed(insertions)}
+    for biz_id, (row, _) in stored.items():
+        reasons.setdefault(first[biz_id], []).append(row)
+    for reason, rows in reasons.items():
+        record(alias, rows, was="", reason=reason, matters=bool(reason))
+
+
+def _headless(insertions: Sequence[Insertion], admitted: Sequence[Admitted]) -> list[str]:
+    """Keys whose first delivery here was a duplicate, so that the next one, stored as waiting, may be the head."""
+    became = list(zip(insertions, admitted, strict=True))
+    missing = {given.row.key for given, one in became if given.leads and not isinstance(one, State)}
+    return sorted(missing & {given.row.key for given, one in became if one is State.WAITING})

@@ -1,0 +1,163 @@
+"""The consumer on RabbitMQ and on Redis, which promises less: the inbox promises the same."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from django.db import transaction
+
+from exactly_once.operators.trail import life_of
+from inbox.consumer.topology import queue_name
+from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.models import OutboxMessage
+from tests.support.deliveries import TOPIC, drain, effects, make_due, the_effect, the_row
+from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, declare, length_of, relay, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+@pytest.fixture(params=["rabbitmq", "redis"])
+def broker(request):
+    """The URL of a broker that is empty."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def is_empty(broker, request):
+    """Does the broker hold no message for a handler, unacknowledged ones included?"""
+    if broker.startswith("amqp"):
+        server = request.getfixturevalue("rabbitmq_server")
+        return lambda handler: length_of(server, handler, broker_options(broker)) == 0
+
+    def is_empty(handler):
+        with redis.Redis.from_url(broker) as client:
+            return client.llen(queue_name(handler, broker_options(broker))) == client.hlen("unacked") == 0
+
+    return is_empty
+
+
+class TestEndToEnd:
+    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handles, broker, is_empty):
+        handler, options = handles(the_effect), broker_options(broker)
+        declare(handler, options)
+        with transaction.atomic():
+            for number in range(20):
+                publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
+        relay(broker)
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 20)
+            wait_until(lambda: is_empty(handler))
+
+        assert {effects(f"order-{number}") for number in range(20)} == {1}
+        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+        assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
+
+    def test_message_arrives_with_every_field_as_published(self, handles, broker):
+        got = []
+        handler, options = handles(got.append), broker_options(broker)
+        declare(handler, options)
+        with transaction.atomic():
+            published = publish(
+                TOPIC, {"name": "Zoë", "n": [1, None]}, biz_id="b", key="k", headers={"tenant": "acme", "n": 2, "yes": True}
+            )
+        relay(broker)
+
+        with consuming([handler], options):
+            (message,) = wait_until(lambda: list(got))
+            wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).exists())
+
+        assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
+        assert message.payload == {"name": "Zoë", "n": [1, None]}
+        assert message.headers == {"tenant": "acme", "n": 2, "yes": True}
+        assert message.created_at == OutboxMessage.objects.get().created_at
+        assert (message.correlation_id, message.causation_id) == (str(published.id), "")
+        assert (message.attempt, message.redelivered) == (1, False)
+        life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
+        assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
+
+    def test_every_handler_of_a_topic_gets_its_own_copy(self, handles, broker, is_empty):
+        def fails(message):
+            raise ValueError("not mine")
+
+        handlers = [handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")]
+        options = broker_options(broker)
+        for handler in handlers:
+            declare(handler, options)
+        send(broker, TOPIC, {}, message_id="m")
+
+        with consuming(handlers, options):
+            wait_until(lambda: InboxMessage.objects.count() == 2)
+            wait_until(lambda: all(map(is_empty, handlers)))
+
+        states = dict(InboxMessage.objects.values_list("handler", "state"))
+        assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
+
+    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handles, broker, is_empty):
+        def handle(message):
+            the_effect(message)
+            if message.attempt == 1:
+                raise ValueError("not yet")
+
+        handler, options = handles(handle), broker_options(broker)
+        declare(handler, options)
+        send(broker, TOPIC, {}, message_id="m")
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
+            wait_until(lambda: is_empty(handler))
+        make_due()
+        drain(options)
+
+        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
+
+
+class TestForeignProducers:
+    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handles, broker, is_empty):
+        handler, options = handles(the_effect), broker_options(broker)
+        declare(handler, options)
+        for _ in range(3):
+            send(broker, TOPIC, {"a": 1}, message_id="m-1")
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.filter(duplicates=2).exists())
+            wait_until(lambda: is_empty(handler))
+
+        assert effects("m-1") == 1
+
+    @pytest.mark.parametrize(
+        ("body", "properties", "reason"),
+        [
+            pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
+            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
+            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, "is not JSON", id="body is latin-1"),
+            pytest.param(
+                b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"
+            ),
+            pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
+            pytest.param(
+                b"{}",
+                {"headers": {"compression": "application/x-gzip"}},
+                "cannot be decompressed",
+                id="gzip header, plain body",
+            ),
+            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
+        ],
+    )
+    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(self, handles, broker, is_empty, body, properties, reason):
+        handler, options = handles(the_effect), broker_options(broker)
+        declare(handler, options)
+        given = body if "content_encoding" in properties else body.decode()
+        send(broker, TOPIC, None, body=given, **{"message_id": "odd", **properties})
+        send(broker, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: is_empty(handler))
+
+        row = InboxMessage.objects.exclude(message_id="good").get()
+        assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
+        assert reason in row.last_error
+        assert effects() == 1
