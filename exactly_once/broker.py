@@ -33,6 +33,7 @@ _HEADER_FRAME = 2
 # Class, weight and body size; the flags and the properties follow.
 _HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
+LOCAL_BROKER = "local://"
 _LOCAL = "local"
 _CHUNK_BYTES = 16_384
 _CONNECT_SECONDS = 5.0
@@ -71,6 +72,11 @@ def scheme_of(url: str) -> str:
     if len(schemes) > 1 and (_LOCAL in schemes or len(set(map(_kind, schemes))) > 1):
         return ""
     return schemes[0]
+
+
+def is_local(url: str) -> bool:
+    """Is it `local://`, which needs no broker?"""
+    return scheme_of(url) == _LOCAL
 
 
 def speaks_amqp(url: str) -> bool:

@@ -17,8 +17,8 @@ from math import inf
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry

@@ -20,8 +20,7 @@ from exactly_once.admin.sections import link_of_alert
 from exactly_once.display import NOTHING, Tone, age, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease
 from exactly_once.operators.actions import Action
-from exactly_once.operators.alert_table import acknowledge
-from exactly_once.operators.alerts import lease_name
+from exactly_once.operators.alerts import acknowledge, lease_name
 from exactly_once.sql.now import DatabaseTime
 
 _State = Alert.State

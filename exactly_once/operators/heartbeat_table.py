@@ -29,8 +29,7 @@ from exactly_once.process.heartbeat import (
     one_line,
     resident_bytes,
 )
-from exactly_once.process.loop import StopRequest
-from exactly_once.process.requests import ALLOWED_IN, Mode, Request
+from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.telemetry.statistics import Tally

@@ -13,9 +13,9 @@ from django.db import connections
 
 from exactly_once.masking import masked
 from exactly_once.operators.alerts import alerting
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.outage import OutageLog
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion, Transport
 from outbox.conf import outbox_options

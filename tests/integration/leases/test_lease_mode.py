@@ -16,7 +16,7 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.app_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater, signals
