@@ -94,7 +94,7 @@ _WHY = {
     State.SCHEDULED: _("It is sent when it is due."),
     State.RETRYING: _("It could not be sent. A relay tries again when it is due."),
     State.DEAD: _("It could not be sent, and no relay tries again unless an operator restores it."),
-    State.PUBLISHED: _("The broker has confirmed it."),
+    State.PUBLISHED: _("It is confirmed: the broker, or with local:// the inbox, has stored it."),
     State.EXPIRED: _("It expired before it was sent."),
     State.CANCELLED: _("It was cancelled and is not sent."),
     State.ROLLED_BACK: _("Its effect has not happened, so it is not sent."),
