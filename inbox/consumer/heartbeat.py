@@ -111,7 +111,8 @@ class Heartbeats:
                 drop_unusable_connections()
                 self._send(alias, writer)
                 self._end.wait(AFTER_FAILURE_SECONDS if writer.is_failing else HEARTBEAT_SECONDS)
-            writer.close()
+            activity = self._activity()
+            writer.close(received=activity.received, ran=activity.ran)
         finally:
             connections.close_all()
 

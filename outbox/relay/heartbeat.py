@@ -98,7 +98,7 @@ class Heartbeat:
         """Mark the row as stopped at an orderly end of the process. Call it after all loops have ended."""
         with self._writing:
             self._ended = True
-            self._writer.close()
+            self._writer.close(published=self._published)
             if not connections[self._alias].in_atomic_block:  # as in a test
                 connections[self._alias].close()
 

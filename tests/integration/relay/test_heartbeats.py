@@ -254,9 +254,11 @@ class TestHeartbeat:
 
     def test_closed_heartbeat_marks_its_row_as_stopped_and_writes_no_more(self, heartbeat, clock):
         heartbeat.beat()
+        heartbeat.published(3)
         heartbeat.close()
         stopped = Process.objects.get()
         assert is_near(stopped.stopped_at)
+        assert stopped.facts["published"] == 3
 
         clock.advance(60)
         heartbeat.beat()
@@ -422,7 +424,7 @@ class TestFailedHeartbeat:
     def test_close_survives_a_failure_to_mark_the_row(self, heartbeat, monkeypatch):
         refused = []
 
-        def mark_stopped(alias, relay):
+        def mark_stopped(alias, relay, **columns):
             refused.append(relay)
             raise OperationalError("database is locked")
 
