@@ -108,7 +108,7 @@ def _why_unusable(url: str) -> str | None:
         return "kombu does not know this transport"
     try:
         transport = get_transport_cls(_scheme(url))
-    except ImportError as error:
+    except (ImportError, NameError) as error:  # kombu's module for Kafka uses a name of the library that it could not import
         return f"its library is not installed: {error}"
     return None if transport.can_parse_url else why_unreadable(url)
 

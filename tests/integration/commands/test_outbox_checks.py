@@ -205,6 +205,15 @@ class TestOneAppAlone:
         assert "needs 'inbox'" in out
         assert "Traceback" not in out
 
+    def test_outbox_relay_without_a_broker_and_without_the_inbox_ends_with_one_sentence(self, project):
+        project(["outbox"], options=IMMEDIATE)
+
+        status, out = project.run("outbox_relay", "--drain")
+
+        assert status == 1
+        assert "OUTBOX['BROKER_URL'] is 'local://', which cannot be used" in out
+        assert "Traceback" not in out
+
     def test_both_apps_together_need_no_setting(self, project):
         project(["outbox", "inbox"], options=IMMEDIATE)
 
