@@ -319,8 +319,6 @@ class Relay:
     def _finish(self) -> None:
         self._running = False
         self._watchdog.leave()
-        if self._stop:
-            logger.info("relay: stopping; it finishes the current pass first. Signal again to end at once.")
         self._release_all()
         if not connections[self._alias].in_atomic_block:  # as in a test
             connections[self._alias].close()
