@@ -7,6 +7,12 @@ class ExactlyOnceConfig(AppConfig):
     verbose_name = "Exactly once"
     default_auto_field = "django.db.models.BigAutoField"
 
+    def ready(self) -> None:
+        from exactly_once import checks  # noqa: F401 - registers itself
+        from exactly_once.process.logs import escape_log_lines
+
+        escape_log_lines()
+
 
 def require_installed(app: AppConfig) -> None:
     """Check that this app is in INSTALLED_APPS, before the models of `app`, which need it, are imported.

@@ -33,6 +33,7 @@ _HEADER_FRAME = 2
 # Class, weight and body size; the flags and the properties follow.
 _HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
+LOCAL_BROKER = "local://"
 _LOCAL = "local"
 _CHUNK_BYTES = 16_384
 _CONNECT_SECONDS = 5.0
@@ -73,6 +74,11 @@ def scheme_of(url: str) -> str:
     return schemes[0]
 
 
+def is_local(url: str) -> bool:
+    """Is it `local://`, which needs no broker?"""
+    return scheme_of(url) == _LOCAL
+
+
 def speaks_amqp(url: str) -> bool:
     """Is this AMQP, with confirms and queue types, rather than one of kombu's virtual transports?"""
     return scheme_of(url) in _AMQP_SCHEMES
@@ -102,7 +108,7 @@ def _why_unusable(url: str) -> str | None:
         return "kombu does not know this transport"
     try:
         transport = get_transport_cls(_scheme(url))
-    except ImportError as error:
+    except (ImportError, NameError) as error:  # kombu's module for Kafka uses a name of the library that it could not import
         return f"its library is not installed: {error}"
     return None if transport.can_parse_url else why_unreadable(url)
 

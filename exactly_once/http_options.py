@@ -19,7 +19,6 @@ from exactly_once import settings as options
 from exactly_once.masking import quoted
 from exactly_once.wire.text import why_unfit
 
-_NO_AMOUNTS = {"TOKENS", "DATABASE"}
 _SCOPE = re.compile(r"(publish|manage|read):(\*|[^*]+(?:\.\*)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OF_NOTHING = hashlib.sha256(b"").hexdigest()
@@ -110,7 +109,7 @@ class HttpOptions:
     MAX_WAITING: int | None = None
 
     def __post_init__(self) -> None:
-        options.require_positive(self, *(name for name in options.names(type(self)) if name not in _NO_AMOUNTS))
+        options.require_positive(self)
         if self.DATABASE not in connections:
             raise ValueError(f"DATABASE is {quoted(self.DATABASE)}, and DATABASES has: {', '.join(connections)}.")
         digests = [digest for client in self.clients for digest in client.digests]

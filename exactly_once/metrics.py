@@ -1,6 +1,6 @@
 """Figures of this process: counters, gauges and histograms that cost nothing until an exporter is attached.
 
-An instrument is declared once, in the module `metrics` of its app; code calls `add`, `observe` or `set` on it. Until `attach`
+An instrument is declared once, in the module `metrics` of its app; code calls `add` or `observe` on it. Until `attach`
 gives it a prometheus_client metric, such a call is one comparison. The values of a label are bounded: after `MOST_SERIES` label
 sets of an instrument, further ones are counted under `OTHER`, because a topic or an ordering key from outside could otherwise
 fill the memory of this process and of the monitoring system.
@@ -61,11 +61,6 @@ class Instrument:
         """Count a value in a histogram."""
         if self._metric is not None:
             self._of(values).observe(value)
-
-    def set(self, value: float, *values: str) -> None:
-        """Set a gauge."""
-        if self._metric is not None:
-            self._of(values).set(value)
 
     def _of(self, values: tuple[str, ...]) -> Any:
         if not self.labels:

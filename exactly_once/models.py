@@ -12,7 +12,7 @@ from django.db.models import Q
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.process.requests import Mode, Request
+from exactly_once.process.loop import Mode, Request
 from exactly_once.wire.text import NAME_LENGTH
 
 
@@ -343,52 +343,46 @@ class FailureNote(models.Model):
         return self.error_class
 
 
-class Overview(AuditEntry):
-    """The overview, a page of its own in the admin. It has no rows of its own."""
+class _Page:
+    """The options of a page of its own in the admin. It has no rows of its own."""
 
-    class Meta:
-        proxy = True
+    proxy = True
+    default_permissions = ("view",)
+
+
+class Overview(AuditEntry):
+    """The overview."""
+
+    class Meta(_Page):
         verbose_name = _("overview")
         # The admin sorts the pages of an app by name, and HTML ignores the space.
         verbose_name_plural = format_lazy(" {}", _("Overview"))
-        default_permissions = ("view",)
 
 
 class DatabaseHealth(AuditEntry):
-    """The health of the database, a page of its own in the admin. It has no rows of its own."""
+    """The health of the database."""
 
-    class Meta:
-        proxy = True
-        verbose_name = _("database health")
-        verbose_name_plural = _("database health")
-        default_permissions = ("view",)
+    class Meta(_Page):
+        verbose_name = verbose_name_plural = _("database health")
 
 
 class Flow(AuditEntry):
-    """The page of a chain of messages. It has no rows of its own."""
+    """The page of a chain of messages."""
 
-    class Meta:
-        proxy = True
-        verbose_name = _("flow")
-        verbose_name_plural = _("flow")
-        default_permissions = ("view",)
+    class Meta(_Page):
+        verbose_name = verbose_name_plural = _("flow")
 
 
 class Busy(AuditEntry):
-    """The page of what runs now. It has no rows of its own."""
+    """The page of what runs now."""
 
-    class Meta:
-        proxy = True
+    class Meta(_Page):
         verbose_name = _("what runs now")
         verbose_name_plural = _("busy")
-        default_permissions = ("view",)
 
 
 class TopicsAndHandlers(AuditEntry):
-    """The page of topics and handlers. It has no rows of its own."""
+    """The page of topics and handlers."""
 
-    class Meta:
-        proxy = True
-        verbose_name = _("topics and handlers")
-        verbose_name_plural = _("topics and handlers")
-        default_permissions = ("view",)
+    class Meta(_Page):
+        verbose_name = verbose_name_plural = _("topics and handlers")

@@ -48,20 +48,12 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
         raise InvalidOptions([f"{setting}: {error}"]) from error
 
 
-def require_positive(options: Any, *names: str) -> None:
-    """For `__post_init__`: refuse zero and negative numbers and durations, where there is one."""
-    for name in names:
-        value = getattr(options, name)
-        if value is None:
-            continue
-        if value <= (timedelta() if isinstance(value, timedelta) else 0):
-            raise ValueError(f"{name} is {value!r}: it must be greater than zero.")
-
-
-def require_trail(value: str) -> None:
-    """For `__post_init__`: refuse an unknown value of TRAIL."""
-    if value not in {"decisions", "all"}:
-        raise ValueError(f"TRAIL is {quoted(value)}: it must be 'decisions' or 'all'.")
+def require_positive(options: Any) -> None:
+    """For `__post_init__`: refuse zero and negative numbers and durations."""
+    for field in dataclasses.fields(options):
+        value: Any = getattr(options, field.name)
+        if type(value) in {timedelta, int, float} and value <= type(value)():
+            raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
 
 
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
@@ -93,8 +85,3 @@ def _describe(expected: Any) -> str:
         return " or ".join(_describe(kind) if kind is not NoneType else "None" for kind in get_args(expected))
     name = getattr(expected, "__name__", str(expected))
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def names(options: type) -> list[str]:
-    """The option names of a settings dataclass, in the order of their definition."""
-    return [field.name for field in dataclasses.fields(options)]

@@ -18,13 +18,11 @@ class InboxConfig(AppConfig):
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
-        from exactly_once.process.logs import escape_log_lines
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.consumer.heartbeat import CONSUMERS
         from inbox.operators import trail
         from inbox.operators.alerting import CONDITIONS
 
-        escape_log_lines()
         register_part("inbox", "inbox.management.part.InboxPart")
         register("inbox", trail)
         register_process_kind(CONSUMERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -14,12 +14,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from exactly_once import settings as options
-from exactly_once.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
+from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
+from exactly_once.checks import check_with
 from exactly_once.masking import masked
-from exactly_once.operators.redaction import unloadable_redactors
 from exactly_once.sql.connections import with_table
-from exactly_once.sql.requirements import deferred_sqlite, unfit_settings, unsupported_databases
-from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options, keeps_history
+from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -59,162 +58,96 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     ]
 
 
-@register(deploy=True)
-def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options, deploy=True)
+def check_dedup_keys(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.I001, with --deploy: handlers that detect a foreign producer's duplicate only if it has the same message id."""
-    try:
-        if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
-            return []
-    except ImproperlyConfigured:
-        return []
     keyless = sorted(handler.name for handler in registry.all() if handler.biz_id is None)
-    if not keyless:
-        return []
-    return [
-        Info(
+    if keyless and not is_local(chosen.broker_url):
+        yield Info(
             f"These handlers do not set biz_id=: {', '.join(keyless)}.",
             hint="They deduplicate on the producer's biz-id, else on its message id. If a foreign producer sends one fact with "
             "two message ids, its effect happens twice. For such a producer, set biz_id= to the payload field that identifies "
             "the fact.",
             id="inbox.I001",
         )
-    ]
 
 
-@register()
-def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_broker(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.E004: a broker that cannot be used."""
-    try:
-        url = inbox_options().broker_url
-    except ImproperlyConfigured:
-        return []
-    reason = None if scheme_of(url) == scheme_of(LOCAL_BROKER) else why_unusable(url)
-    if reason is None:
-        return []
-    return [
-        Error(
+    url = chosen.broker_url
+    if not is_local(url) and (reason := why_unusable(url)):
+        yield Error(
             f"The inbox's broker is {masked(url)}, which cannot be used: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
             id="inbox.E004",
         )
-    ]
 
 
-@register()
-def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_lease_store(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.E007: LEASE_STORE is Redis, but the Redis library is not installed."""
-    try:
-        chosen = inbox_options().LEASE_STORE
-    except ImproperlyConfigured:
-        return []
-    if chosen == IN_THE_DATABASE or find_spec("redis") is not None:
-        return []
-    return [
-        Error(
-            f"INBOX['LEASE_STORE'] is {masked(chosen)}, but the Python library for Redis is not installed.",
+    if chosen.LEASE_STORE != IN_THE_DATABASE and find_spec("redis") is None:
+        yield Error(
+            f"INBOX['LEASE_STORE'] is {masked(chosen.LEASE_STORE)}, but the Python library for Redis is not installed.",
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
         )
-    ]
 
 
-@register()
-def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E008: REDACT or REDACT_ERRORS names a function that cannot be loaded. The outbox reports its own, if installed."""
-    try:
-        options = inbox_options()
-    except ImproperlyConfigured:
-        return []
-    given = {"INBOX['REDACT']": options.REDACT, "INBOX['REDACT_ERRORS']": options.REDACT_ERRORS}
-    if not apps.is_installed("outbox"):
-        inherited = {"REDACT": options.redact, "REDACT_ERRORS": options.redact_errors}
-        given |= {f"OUTBOX['{name}']": path for name, path in inherited.items() if not given[f"INBOX['{name}']"]}
-    return unloadable_redactors(given, check_id="inbox.E008")
-
-
-@register()
-def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_brokers_agree(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.W001: one of outbox and inbox uses local://, the other a broker."""
-    try:
-        url = inbox_options().broker_url
-    except ImproperlyConfigured:
-        return []
     outbox = getattr(settings, "OUTBOX", None)
-    outbox_url = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
-    if not isinstance(outbox_url, str) or (scheme_of(outbox_url) == "local") == (scheme_of(url) == "local"):
-        return []
-    return [
-        Warning(
-            f"OUTBOX publishes to {masked(outbox_url)} and INBOX receives from {masked(url)}.",
+    outbox_url = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else chosen.broker_url
+    if isinstance(outbox_url, str) and is_local(outbox_url) != is_local(chosen.broker_url):
+        yield Warning(
+            f"OUTBOX publishes to {masked(outbox_url)} and INBOX receives from {masked(chosen.broker_url)}.",
             hint="Remove INBOX['BROKER_URL'] to receive from the broker that the outbox publishes to.",
             id="inbox.W001",
         )
-    ]
 
 
-@register(deploy=True)
-def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options, deploy=True)
+def check_group(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.W002, with --deploy: services with the same name share queues and leases, so a message reaches only one of them."""
-    try:
-        chosen = inbox_options()
-    except ImproperlyConfigured:
-        return []
-    local = scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER) and chosen.LEASE_STORE == IN_THE_DATABASE
-    if chosen.GROUP or local or not registry.all():
-        return []
-    return [
-        Warning(
+    local = is_local(chosen.broker_url) and chosen.LEASE_STORE == IN_THE_DATABASE
+    if registry.all() and not (chosen.GROUP or local):
+        yield Warning(
             f"INBOX['GROUP'] is not set; this service's queues and leases are named after its project, {chosen.group!r}.",
             hint="Another service with the same project name would share them. Set GROUP to the name of this service. Do not "
             "change it later: existing queues with their messages, and leases in Redis, keep the old name.",
             id="inbox.W002",
         )
-    ]
 
 
-@register()
-def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_order(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.E006: ordered handlers on a broker without single active consumers."""
-    try:
-        url = inbox_options().broker_url
-    except ImproperlyConfigured:
-        return []
-    if scheme_of(url) == scheme_of(LOCAL_BROKER) or speaks_amqp(url):
-        return []
-    return [
-        Error(
-            f"The handler {handler.name} is ordered, but the inbox's broker is {masked(url)}, where several consumers of a "
-            "queue receive its messages out of order.",
-            hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
-            id="inbox.E006",
-        )
-        for handler in registry.all()
-        if handler.ordered
-    ]
+    url = chosen.broker_url
+    for handler in () if is_local(url) or speaks_amqp(url) else registry.all():
+        if handler.ordered:
+            yield Error(
+                f"The handler {handler.name} is ordered, but the inbox's broker is {masked(url)}, where several consumers of a "
+                "queue receive its messages out of order.",
+                hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
+                id="inbox.E006",
+            )
 
 
-@register()
-def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_timeouts(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.W004: handlers that may exceed the broker's `consumer_timeout`."""
-    try:
-        chosen = inbox_options()
-    except ImproperlyConfigured:
-        return []
-    if scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER):
-        return []
-    longest = timedelta(seconds=chosen.longest_silence)
-    return [
-        Warning(
-            f"The handler {handler.name} may take {silence} before its deliveries are acknowledged ({why}).",
-            hint=f"The broker waits {chosen.ACK_TIMEOUT} for an acknowledgement, half of which may pass before the handler "
-            "starts. Then it closes the channel and delivers its messages again. Shorten the handler's limit, or raise "
-            "RabbitMQ's consumer_timeout and set INBOX['ACK_TIMEOUT'] to the same value.",
-            id="inbox.W004",
-        )
-        for handler in registry.all()
-        for silence, why in [_longest_silence(handler, chosen)]
-        if silence > longest
-    ]
+    for handler in () if is_local(chosen.broker_url) else registry.all():
+        silence, why = _longest_silence(handler, chosen)
+        if silence > timedelta(seconds=chosen.longest_silence):
+            yield Warning(
+                f"The handler {handler.name} may take {silence} before its deliveries are acknowledged ({why}).",
+                hint=f"The broker waits {chosen.ACK_TIMEOUT} for an acknowledgement, half of which may pass before the handler "
+                "starts. Then it closes the channel and delivers its messages again. Shorten the handler's limit, or raise "
+                "RabbitMQ's consumer_timeout and set INBOX['ACK_TIMEOUT'] to the same value.",
+                id="inbox.W004",
+            )
 
 
 def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
@@ -228,14 +161,6 @@ def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta
         return timedelta(), ""
     also = f", group_commit={handler.group_commit}" if handler.group_commit > 1 else ""
     return handler.timeout * handler.group_commit, f"timeout={handler.timeout}{also}"
-
-
-@register(Tags.database)
-def check_databases(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """inbox.E003: an unsupported database."""
-    return unsupported_databases(InboxMessage, databases, check_id="inbox.E003")
 
 
 @register(Tags.database)
@@ -255,61 +180,37 @@ def check_names(
     ]
 
 
-@register()
-def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E005: database settings that break transactions or instants."""
-    return unfit_settings(InboxMessage, check_id="inbox.E005")
-
-
-@register()
-def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W003: SQLite whose transactions begin as readers; if the outbox is installed, it reports this."""
-    if apps.is_installed("outbox"):
-        return []
-    return deferred_sqlite(InboxMessage, check_id="inbox.W003")
-
-
-@register()
-def check_starts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.W005: handlers with start_from whose database has no outbox, or no history, to read the past from."""
-    without_history: list[CheckMessage] = [
-        Warning(
-            f"The handler {handler.name} has start_from={handler.start_from!r}, but OUTBOX['KEEP_HISTORY'] is None, so "
-            "there is no history and it gets new messages only.",
-            hint="Set OUTBOX['KEEP_HISTORY'] before you deploy a handler that wants its past, or remove start_from.",
-            id="inbox.W005",
-        )
-        for handler in registry.all()
-        if handler.wants_past and has_outbox(handler.using) and not keeps_history()
-    ]
-    return without_history + [
-        Warning(
-            f"The handler {handler.name} has start_from={handler.start_from!r}, but the database {handler.using!r} has no "
-            "outbox of this project, so it gets new messages only.",
-            hint="In the service that publishes the topic, run outbox_replay "
-            f"--topic {handler.topic} --to-group {inbox_options().group}.{handler.name}. Then remove start_from.",
-            id="inbox.W005",
-        )
-        for handler in registry.all()
-        if handler.wants_past and not has_outbox(handler.using)
-    ]
+    for handler in registry.all():
+        if not handler.wants_past:
+            continue
+        said = f"The handler {handler.name} has start_from={handler.start_from!r}, but"
+        if not has_outbox(handler.using):
+            yield Warning(
+                f"{said} the database {handler.using!r} has no outbox of this project, so it gets new messages only.",
+                hint="In the service that publishes the topic, run outbox_replay "
+                f"--topic {handler.topic} --to-group {chosen.group}.{handler.name}. Then remove start_from.",
+                id="inbox.W005",
+            )
+        elif not keeps_history():
+            yield Warning(
+                f"{said} OUTBOX['KEEP_HISTORY'] is None, so there is no history and it gets new messages only.",
+                hint="Set OUTBOX['KEEP_HISTORY'] before you deploy a handler that wants its past, or remove start_from.",
+                id="inbox.W005",
+            )
 
 
-@register()
-def check_waiting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(inbox_options)
+def check_waiting(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.W006: fewer requests of the HTTP API may wait than clients may read."""
-    try:
-        http = inbox_options().http
-    except ImproperlyConfigured:
-        return []
-    if http.MAX_WAITING is None or len(http.readers) <= http.MAX_WAITING:
-        return []
-    return [
-        Warning(
+    http = chosen.http
+    if http.MAX_WAITING is not None and len(http.readers) > http.MAX_WAITING:
+        yield Warning(
             f"HTTP has MAX_WAITING={http.MAX_WAITING}, and {len(http.readers)} of its clients may read. While some of them "
             "wait for messages, the others are answered with 429 when they want to wait.",
             hint="Set it to the number of these clients at least. Under WSGI the server needs more threads than that, because "
             "a waiting request occupies one.",
             id="inbox.W006",
         )
-    ]

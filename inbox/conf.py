@@ -12,38 +12,21 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once import settings as options
-from exactly_once.broker import why_no_exchange
-from exactly_once.http_options import HttpOptions, read_http
+from exactly_once.app_options import AppOptions
+from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import kind, masked, quoted, why_unreadable
-from exactly_once.operators.alert_options import AlertOptions, read_alerts
 from exactly_once.wire.body import BODY_LIMIT_BYTES
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit
 
-LOCAL_BROKER = "local://"
 IN_THE_DATABASE = "database"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-_MAY_BE_EMPTY = {
-    "BROKER_URL",
-    "MANAGEMENT_URL",
-    "EXCHANGE",
-    "GROUP",
-    "QUEUE_TYPE",
-    "ACCEPT",
-    "LEASE_STORE",
-    "TRAIL",
-    "KEEP_BODIES",
-    "ALERTS",
-    "HTTP",
-    "REDACT",
-    "REDACT_ERRORS",
-    "WEBHOOK_NETWORKS",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class InboxOptions:
-    """Every option of `INBOX`, with its default.
+class InboxOptions(AppOptions):
+    """The options of `INBOX`, with their defaults, besides those that both apps have. ALERTS, HTTP, REDACT and REDACT_ERRORS
+    that are empty are taken from `OUTBOX`.
 
     Attributes:
         BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service sets it once.
@@ -59,28 +42,14 @@ class InboxOptions:
         PREFETCH: maximum number of unacknowledged deliveries of each queue in one process.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
             this and the delays.
-        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its factor per further attempt, its limit.
+        RETRY_FACTOR: each further failure multiplies the delay by it.
         REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this; of several of them, a
             process begins one in this time.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are stored, which is the deduplication window.
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
-        TRAIL: which transitions are recorded in the trail: "decisions", those that matter to an operator, or "all".
-        TRAIL_RETENTION: how long the trail is stored.
-        AUDIT_RETENTION: how long entries of the audit log are kept.
-        OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
-        ALERTS: the options of alerts, see `exactly_once.operators.alert_options.AlertOptions`; {} takes `OUTBOX["ALERTS"]`.
-        HTTP: the options of the HTTP API, see `exactly_once.http_options.HttpOptions`; {} takes `OUTBOX["HTTP"]`.
-        REDACT: the dotted path of a function that redacts payloads for the admin, see
-            `exactly_once.operators.redaction`; "" takes `OUTBOX["REDACT"]`.
-        REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
-            `exactly_once.redactors`; "" takes `OUTBOX["REDACT_ERRORS"]`.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
-        POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
-        STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
-        WATCHDOG: a consumer process whose main loop does not respond for this long ends itself.
-        SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
         WEBHOOK_TIMEOUT: longest duration of a request to a webhook endpoint.
         WEBHOOK_NETWORKS: networks that webhook endpoints may be in although they are not public, such as "10.1.0.0/16".
     """
@@ -96,35 +65,18 @@ class InboxOptions:
     ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50
     MAX_ATTEMPTS: int = 17
-    RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_FACTOR: float = 2.5
-    RETRY_CAP: timedelta = timedelta(hours=2)
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=30)
     KEEP_BODIES: str = "all"
-    TRAIL: str = "decisions"
-    TRAIL_RETENTION: timedelta = timedelta(days=30)
-    AUDIT_RETENTION: timedelta = timedelta(days=365)
-    OPERATION_RETENTION: timedelta = timedelta(days=90)
-    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
-    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
-    REDACT: str = ""
-    REDACT_ERRORS: str = ""
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
-    POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
-    STUCK_AFTER: timedelta = timedelta(minutes=5)
-    WATCHDOG: timedelta = timedelta(seconds=60)
-    SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
     WEBHOOK_TIMEOUT: timedelta = timedelta(seconds=15)
     WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
-        options.require_trail(self.TRAIL)
-        read_alerts(self.ALERTS)
-        read_http(self.HTTP)
+        super().__post_init__()
         if self.KEEP_BODIES not in {"all", "failed"}:
             raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.MAX_AGE_MARGIN >= self.RETENTION:
@@ -146,13 +98,9 @@ class InboxOptions:
         if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
 
-    @cached_property
-    def alerts(self) -> AlertOptions:
-        return read_alerts(self.ALERTS or _given_to_the_outbox("ALERTS", {}))
-
-    @cached_property
-    def http(self) -> HttpOptions:
-        return read_http(self.HTTP or _given_to_the_outbox("HTTP", {}))
+    def in_force(self, name: str) -> Any:
+        """The value of ALERTS or HTTP, if it is empty that of `OUTBOX`."""
+        return getattr(self, name) or _given_to_the_outbox(name, {})
 
     @property
     def keeps_all_bodies(self) -> bool:

@@ -15,7 +15,7 @@ from django.db import DatabaseError, transaction
 
 from exactly_once.broker import queue_name
 from exactly_once.process.clock import monotonic
-from exactly_once.process.reminder import Reminder
+from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
 from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 from exactly_once.wire.text import describe

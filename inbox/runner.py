@@ -17,8 +17,8 @@ from math import inf
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
@@ -34,7 +34,7 @@ from inbox.receiving.outcomes import announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.store import claims, due, ordering, starts
 from inbox.store.heartbeats import running_handlers
-from inbox.store.rows import Follower, OrderedKey
+from inbox.store.rows import OrderedKey, Successor
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 _AFTER_AN_ERROR_SECONDS = 1.0
-_FOLLOWERS_SECONDS = 0.1
+_SUCCESSORS_SECONDS = 0.1
 _PAUSED_SECONDS = 1.0
 """How often the paused handlers are read. The claim of a stored message reads them itself."""
 
@@ -202,7 +202,7 @@ class Runner:
         return max(0.0, self._poll_at - now)
 
     def turn(self) -> int:
-        """Run at most one message and its followers on each database; returns how many were run."""
+        """Run at most one message and its successors on each database; returns how many were run."""
         with self._lock:
             self._poll_at = monotonic() + self._poll_interval
             self._poll_interval = min(self._poll_interval * 2, self._options.POLL_INTERVAL.total_seconds())
@@ -302,24 +302,24 @@ class Runner:
         """Run the message in the slot that was taken for it."""
         slots = slots_of(handler)
         if slots is None:
-            return self._run_with_followers(handler, stored)
+            return self._run_with_successors(handler, stored)
         slots.begin_stored()
         try:
-            return self._run_with_followers(handler, stored)
+            return self._run_with_successors(handler, stored)
         finally:
             slots.leave()
 
-    def _run_with_followers(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run the message, then for a short time its followers in the order of its key. Each saves a search and a commit."""
-        ran, until = 0, monotonic() + _FOLLOWERS_SECONDS
+    def _run_with_successors(self, handler: Handler, stored: InboxMessage) -> int:
+        """Run the message, then for a short time its successors in the order of its key. Each saves a search and a commit."""
+        ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
         while True:
             more = handler.rate_limit is None and monotonic() < until and not (self._stop or self.is_paused(handler))
-            follower = Follower(self._options.REDELIVERY_AFTER) if more else None
-            became = run_stored(handler, stored, self._options, follower)
+            successor = Successor(self._options.REDELIVERY_AFTER) if more else None
+            became = run_stored(handler, stored, self._options, successor)
             ran += 1
-            if follower is None or follower.message is None or became is not Outcome.HANDLED:
+            if successor is None or successor.message is None or became is not Outcome.HANDLED:
                 return ran
-            stored = follower.message
+            stored = successor.message
             if self._stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored), handler.using)

@@ -23,13 +23,11 @@ class OutboxConfig(AppConfig):
         from exactly_once.operators.alerts import register_conditions
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
-        from exactly_once.process.logs import escape_log_lines
         from outbox import checks  # noqa: F401 - registers itself
-        from outbox.alerting import CONDITIONS
         from outbox.operators import dry_run, life
+        from outbox.operators.alerting import CONDITIONS
         from outbox.operators.relays import RELAYS
 
-        escape_log_lines()
         register_part("outbox", "outbox.management.part.OutboxPart")
         register("outbox", life)
         register_process_kind(RELAYS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -12,15 +12,13 @@ import kombu
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
 from exactly_once import settings as options
-from exactly_once.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
+from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
+from exactly_once.checks import check_with
 from exactly_once.masking import masked
-from exactly_once.operators.redaction import unloadable_redactors
-from exactly_once.sql.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import OutboxMessage
@@ -42,49 +40,33 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
     return []
 
 
-@register()
-def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(outbox_options)
+def check_broker(chosen: OutboxOptions) -> Iterator[CheckMessage]:
     """outbox.E002, E003, W001, W003: a broker that cannot be used, must not be, promises less, or is not named."""
-    try:
-        url = outbox_options().BROKER_URL
-    except ImproperlyConfigured:
-        return []
+    url = chosen.BROKER_URL
     given = getattr(settings, "OUTBOX", None) or {}
-    if scheme_of(url) == "local" and not apps.is_installed("inbox") and "BROKER_URL" not in given:
-        return [
-            Warning(
-                "OUTBOX['BROKER_URL'] is not set, and its default, local://, needs 'inbox' in INSTALLED_APPS. Messages can be "
-                "published, but not relayed.",
-                hint="Set it, for example to amqp://user:password@host//, or install 'inbox'.",
-                id="outbox.W003",
-            )
-        ]
-    if reason := _why_no_transport(url):
-        return [
-            Error(
-                f"OUTBOX['BROKER_URL'] is {masked(url)} and its transport cannot be loaded: {reason}.",
-                hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
-                id="outbox.E002",
-            )
-        ]
-    if scheme_of(url) == "local" or speaks_amqp(url):
-        return []
-    capabilities = capabilities_of(url)
-    if not capabilities.durable and not settings.DEBUG:
-        return [
-            Error(
-                f"OUTBOX['BROKER_URL'] is {masked(url)}: {capabilities.weakness}.",
-                hint="Use amqp://, or local:// for this service's own handlers. It is allowed while DEBUG is on.",
-                id="outbox.E003",
-            )
-        ]
-    return [
-        Warning(
-            f"OUTBOX['BROKER_URL'] is {masked(url)}: {capabilities.weakness}.",
-            hint="The guarantees page says what that costs. Silence this check once it is a decision.",
-            id="outbox.W001",
+    if is_local(url) and not apps.is_installed("inbox") and "BROKER_URL" not in given:
+        yield Warning(
+            "OUTBOX['BROKER_URL'] is not set, and its default, local://, needs 'inbox' in INSTALLED_APPS. Messages can be "
+            "published, but not relayed.",
+            hint="Set it, for example to amqp://user:password@host//, or install 'inbox'.",
+            id="outbox.W003",
         )
-    ]
+    elif reason := _why_no_transport(url):
+        yield Error(
+            f"OUTBOX['BROKER_URL'] is {masked(url)} and its transport cannot be loaded: {reason}.",
+            hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
+            id="outbox.E002",
+        )
+    elif not (is_local(url) or speaks_amqp(url)):
+        capabilities = capabilities_of(url)
+        problem = f"OUTBOX['BROKER_URL'] is {masked(url)}: {capabilities.weakness}."
+        if not capabilities.durable and not settings.DEBUG:
+            hint = "Use amqp://, or local:// for this service's own handlers. It is allowed while DEBUG is on."
+            yield Error(problem, hint=hint, id="outbox.E003")
+        else:
+            hint = "The guarantees page says what that costs. Silence this check once it is a decision."
+            yield Warning(problem, hint=hint, id="outbox.W001")
 
 
 def _why_no_transport(url: str) -> str | None:
@@ -92,26 +74,7 @@ def _why_no_transport(url: str) -> str | None:
         transport_class(url)
     except ImportError as error:
         return str(error)
-    return None if scheme_of(url) == "local" else why_unusable(url)
-
-
-@register()
-def check_redaction(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.E006: REDACT or REDACT_ERRORS names a function that cannot be loaded."""
-    try:
-        options = outbox_options()
-    except ImproperlyConfigured:
-        return []
-    given = {"OUTBOX['REDACT']": options.REDACT, "OUTBOX['REDACT_ERRORS']": options.REDACT_ERRORS}
-    return unloadable_redactors(given, check_id="outbox.E006")
-
-
-@register(Tags.database)
-def check_databases(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """outbox.E004: a database that the promises do not hold on."""
-    return unsupported_databases(OutboxMessage, databases, check_id="outbox.E004")
+    return None if is_local(url) else why_unusable(url)
 
 
 @register(Tags.database)
@@ -139,56 +102,32 @@ def _lacks_rights(alias: str) -> bool:
         return False  # not migrated, which another check says, or unavailable
 
 
-@register()
-def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.E005: settings under which a connection, a transaction or an instant fails."""
-    return unfit_settings(OutboxMessage, check_id="outbox.E005")
-
-
-@register()
-def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.W002: SQLite whose transactions begin as readers."""
-    return deferred_sqlite(OutboxMessage, check_id="outbox.W002")
-
-
-@register()
-def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+@check_with(outbox_options)
+def check_celery(chosen: OutboxOptions) -> Iterator[CheckMessage]:
     """outbox.W004, W005: workers that would not find the tasks that go through the outbox."""
-    celery = _celery_in_use()
-    if celery is None:
-        return []
-    try:
-        url = outbox_options().BROKER_URL
-    except ImproperlyConfigured:
-        return []
-    found: list[CheckMessage] = []
-    for app in celery.apps():
+    celery, url = _celery_in_use(), chosen.BROKER_URL
+    for app in celery.apps() if celery else ():
         try:
             with app.connection_for_write() as connection:
                 theirs = connection.alt or [connection.as_uri(include_password=True)]
         except Exception:  # noqa: BLE001, S112 - Celery reports what it cannot read itself, and this error may quote the password
             continue
         if not set(map(_place, theirs)) & set(map(_place, url.split(";"))):
-            found.append(
-                Warning(
-                    f"OUTBOX['BROKER_URL'] is {masked(url)} and the Celery app {app.main!r} uses "
-                    f"{masked(';'.join(theirs))}. Tasks of the class OutboxTask that are called inside a transaction go to "
-                    "the first, and workers look into the second.",
-                    hint="Use one broker for both. Silence this check if these are two names of one.",
-                    id="outbox.W004",
-                )
+            yield Warning(
+                f"OUTBOX['BROKER_URL'] is {masked(url)} and the Celery app {app.main!r} uses {masked(';'.join(theirs))}. "
+                "Tasks of the class OutboxTask that are called inside a transaction go to the first, and workers look into the "
+                "second.",
+                hint="Use one broker for both. Silence this check if these are two names of one.",
+                id="outbox.W004",
             )
         odd = celery.LAYOUT_OPTIONS & set(app.conf.broker_transport_options or ())
         if odd and not speaks_amqp(url):
-            found.append(
-                Warning(
-                    f"broker_transport_options of the Celery app {app.main!r} has {', '.join(sorted(odd))}, which the relay "
-                    "does not know: it would put tasks of the class OutboxTask where no worker looks.",
-                    hint="Leave these options out, or use RabbitMQ.",
-                    id="outbox.W005",
-                )
+            yield Warning(
+                f"broker_transport_options of the Celery app {app.main!r} has {', '.join(sorted(odd))}, which the relay "
+                "does not know: it would put tasks of the class OutboxTask where no worker looks.",
+                hint="Leave these options out, or use RabbitMQ.",
+                id="outbox.W005",
             )
-    return found
 
 
 @register()

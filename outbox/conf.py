@@ -12,27 +12,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from exactly_once import settings as options
-from exactly_once.broker import why_no_exchange
-from exactly_once.http_options import HttpOptions, read_http
+from exactly_once.app_options import AppOptions
+from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import quoted
-from exactly_once.operators.alert_options import AlertOptions, read_alerts
 from exactly_once.wire.retry import RetryPolicy
 
-LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
-_NO_AMOUNTS = {
-    "BROKER_URL",
-    "EXCHANGE",
-    "SOURCE",
-    "DELAY_LEVELS",
-    "DOORBELL",
-    "LISTEN_ALIAS",
-    "TRAIL",
-    "ALERTS",
-    "HTTP",
-    "REDACT",
-    "REDACT_ERRORS",
-}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _KEPT_UNPUBLISHED = timedelta(days=7)
 """A person may want to know of a message that was not published, or restore it."""
@@ -40,8 +25,8 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutboxOptions:
-    """Every option of `OUTBOX`, with its default.
+class OutboxOptions(AppOptions):
+    """The options of `OUTBOX`, with their defaults, besides those that both apps have.
 
     Attributes:
         BROKER_URL: any kombu URL, or `local://` for this service's own handlers without a broker.
@@ -59,26 +44,11 @@ class OutboxOptions:
         BATCH_SIZE: maximum number of messages in one pass of the relay.
         BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
-        POLL_INTERVAL: maximum poll interval of an idle relay that the doorbell does not reach; a relay with work does not wait.
         DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; if off, they only poll.
         LISTEN_ALIAS: the database alias for LISTEN, if the outbox's own goes through a transaction pooler; "" for its own.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
-        RETRY_BASE, RETRY_CAP: delay after the first failed attempt, doubled each time, up to the cap.
         KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
             it deletes published messages at once, and the others after seven days.
-        TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
-        TRAIL_RETENTION: how long trail entries are kept.
-        AUDIT_RETENTION: how long entries of the audit log are kept.
-        OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
-        ALERTS: the options of alerts, see `exactly_once.operators.alert_options.AlertOptions`.
-        HTTP: the options of the HTTP API, see `exactly_once.http_options.HttpOptions`.
-        REDACT: the dotted path of a function that redacts payloads for the admin, see
-            `exactly_once.operators.redaction`; "": none.
-        REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
-            `exactly_once.redactors`; "": none.
-        STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
-        WATCHDOG: a relay process ends if one of its loops is silent for this long.
-        SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
     """
 
     BROKER_URL: str = field(default=LOCAL_BROKER, repr=False)
@@ -100,27 +70,13 @@ class OutboxOptions:
     BATCH_SIZE: int = 500
     BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
-    POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     DOORBELL: bool = True
     LISTEN_ALIAS: str = ""
     MAX_ATTEMPTS: int = 16
-    RETRY_BASE: timedelta = timedelta(seconds=10)
-    RETRY_CAP: timedelta = timedelta(hours=2)
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
-    TRAIL: str = "decisions"
-    TRAIL_RETENTION: timedelta = timedelta(days=30)
-    AUDIT_RETENTION: timedelta = timedelta(days=365)
-    OPERATION_RETENTION: timedelta = timedelta(days=90)
-    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
-    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
-    REDACT: str = ""
-    REDACT_ERRORS: str = ""
-    STUCK_AFTER: timedelta = timedelta(minutes=5)
-    WATCHDOG: timedelta = timedelta(seconds=60)
-    SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
 
     def __post_init__(self) -> None:
-        options.require_positive(self, *(name for name in options.names(type(self)) if name not in _NO_AMOUNTS))
+        super().__post_init__()
         if max(self.BATCH_DEADLINE, self.POLL_INTERVAL) >= self.WATCHDOG:
             raise ValueError(
                 f"WATCHDOG ({self.WATCHDOG}) must be longer than BATCH_DEADLINE ({self.BATCH_DEADLINE}) and POLL_INTERVAL "
@@ -133,19 +89,8 @@ class OutboxOptions:
                 raise ValueError(
                     f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', without duplicates."
                 )
-        options.require_trail(self.TRAIL)
-        read_alerts(self.ALERTS)
-        read_http(self.HTTP)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
-
-    @cached_property
-    def alerts(self) -> AlertOptions:
-        return read_alerts(self.ALERTS)
-
-    @cached_property
-    def http(self) -> HttpOptions:
-        return read_http(self.HTTP)
 
     @cached_property
     def delays(self) -> dict[str, timedelta]:

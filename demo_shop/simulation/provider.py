@@ -6,6 +6,7 @@ Other calls have a forged signature or another amount.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ class Provider:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        # The shop warns of each forged call. Here the audit counts them.
+        logging.getLogger("outbox.incoming_webhooks").setLevel(logging.ERROR)
         self._paid: set[int] = set()
         manners: list[Callable[[Payment], None]] = [
             self._call_once,

@@ -20,8 +20,7 @@ from exactly_once.admin.sections import link_of_alert
 from exactly_once.display import NOTHING, Tone, age, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease
 from exactly_once.operators.actions import Action
-from exactly_once.operators.alert_table import acknowledge
-from exactly_once.operators.alerts import lease_name
+from exactly_once.operators.alerts import acknowledge, lease_name
 from exactly_once.sql.now import DatabaseTime
 
 _State = Alert.State
@@ -81,7 +80,11 @@ class AlertAdmin(ActingAdmin):
         evaluated = leases.filter(name__in=map(lease_name, APPS), done_at__isnull=False).order_by("done_at")
         oldest: Any = evaluated.first()
         if oldest is None:
-            return [warning(gettext("The conditions were never evaluated: no process that does so has run for a minute."))]
+            return [
+                warning(
+                    gettext("The conditions have not been evaluated yet. A running relay or consumer does so once a minute.")
+                )
+            ]
         if oldest.database_now - oldest.done_at > _UNEVALUATED_FOR:
             words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
             return [warning(format_html(words, age(oldest.done_at, oldest.database_now)))]

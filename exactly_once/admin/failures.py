@@ -22,10 +22,10 @@ from exactly_once.admin.acting import ReadOnlyAdmin
 from exactly_once.admin.filters import app_name
 from exactly_once.admin.pages import message_url
 from exactly_once.admin.planning import plan
-from exactly_once.admin.sections import listed
+from exactly_once.admin.sections import listed, named
 from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, number, stacked
 from exactly_once.models import FailureNote
-from exactly_once.operators.actions import Action, OperatedMessages, operated
+from exactly_once.operators.actions import Action, ActionForm, OperatedMessages, operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup
 from exactly_once.process.clock import utcnow
@@ -36,7 +36,6 @@ _GROUPS = "exactly_once/failure_groups.html"
 _GROUP = "exactly_once/failure_group.html"
 _SEPARATOR = "|"
 """Between class and place in a URL; no class contains it."""
-_MOST_NAMED = 5
 _LATEST = 20
 
 
@@ -50,7 +49,7 @@ def _column(text: str) -> str:
     return text.replace("\0", "")[:NAME_LENGTH]
 
 
-class NoteForm(forms.Form):
+class NoteForm(ActionForm):
     note = forms.CharField(
         label=_("Note"),
         required=False,
@@ -58,6 +57,9 @@ class NoteForm(forms.Form):
         widget=forms.Textarea(attrs={"rows": 3, "class": "vLargeTextField"}),
         help_text=_("For other operators: the cause, who works on it, what to do. Empty: no note."),
     )
+
+
+NOTE = Action(name="note", label=_("Write a note"), done=_("The note is saved."), form=NoteForm)
 
 
 class FailureFilter(admin.SimpleListFilter):
@@ -87,6 +89,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     """The failure groups of the apps whose messages the user may view. Its model is that of the notes."""
 
     actions = None
+    adds = NOTE
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return any(failing.is_visible(request.user) for failing in operated.values())
@@ -95,7 +98,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         return self.has_view_permission(request)
 
     def may_note(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("exactly_once.note_failurenote")
+        return request.user.has_perm(NOTE.codename(self.model))
 
     def get_urls(self) -> list[URLPattern]:
         view = self.admin_site.admin_view(self.group_view)
@@ -162,7 +165,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
-        if chosen == "note":
+        if chosen == NOTE.name:
             if not self.may_note(request):
                 raise PermissionDenied
             form = NoteForm(request.POST)
@@ -172,8 +175,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
                 with transaction.atomic(using=self.using):
                     failing.notes.write(self.using, error_class, place, note, by=user.get_username())
                     subject = Subject(kind="failure group", name=f"{error_class} {place}")
-                    record(failing.app, self.using, actor_of(request), "note", [subject], {"note": note})
-                messages.success(request, _("The note is saved."))
+                    record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})
+                messages.success(request, str(NOTE.done))
             return HttpResponseRedirect(url)
         action = self._offered(request, failing).get(chosen)
         if action is None:
@@ -191,9 +194,6 @@ class FailureGroupAdmin(ReadOnlyAdmin):
 
     def _row(self, failing: OperatedMessages, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
         note: Any = notes.get((group.error_class, group.place))
-        named = [identifier(name) for name in group.who[:_MOST_NAMED]]
-        if len(group.who) > _MOST_NAMED:
-            named.append(format_html("{}", _("and %s more") % (len(group.who) - _MOST_NAMED)))
         return {
             "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
             "app": app_name(failing.app),
@@ -206,7 +206,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "first": age(group.first_at, utcnow()),
             "last": age(group.last_at, utcnow()),
             "trend": _trend(group),
-            "who": stacked(*named),
+            "who": named(group.who),
             "note": headline(note.note) if note else "",
         }
 

@@ -52,7 +52,7 @@ class FlowAdmin(PageAdmin):
         if cause is not None:
             times.append(_after(cause.first.published_at or cause.first.began_at, published_at, _("%(time)s after its cause")))
         if sent is not None and sent.state == "published" and sent.settled_at:
-            times.append(_after(published_at, sent.settled_at, _("confirmed by the broker %(time)s later")))
+            times.append(_after(published_at, sent.settled_at, _("confirmed %(time)s later")))
         return {
             "depth": min(message.depth, _DEEPEST),
             "level": message.depth + 1,

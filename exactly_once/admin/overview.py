@@ -40,7 +40,7 @@ from exactly_once.admin.sections import (
 from exactly_once.display import age, badge, headline, identifier, number, visible
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
-from exactly_once.operators.alert_table import raised as raised_alerts
+from exactly_once.operators.alerts import raised as raised_alerts
 from exactly_once.operators.minutes import MINUTE, OTHER, Step
 from exactly_once.plurals import ngettext
 from exactly_once.sql.now import DatabaseTime

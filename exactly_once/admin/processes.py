@@ -21,7 +21,7 @@ from exactly_once.models import Process
 from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
 from exactly_once.process.heartbeat import SILENT_AFTER
-from exactly_once.process.requests import ALLOWED_IN, Mode, Request
+from exactly_once.process.loop import ALLOWED_IN, Mode, Request
 
 _PROCESSES = HeartbeatTable()
 _HANDLERS_IN_THE_LIST = 3

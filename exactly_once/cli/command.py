@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
-from django.core.management.base import BaseCommand, CommandParser, OutputWrapper
+from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from django.db import DEFAULT_DB_ALIAS
+from django.utils.translation import gettext as _
 
-from exactly_once.sql.schema import our_apps
+from exactly_once.operators.audit import Actor, actor_of_command
+from exactly_once.sql.schema import our_apps, require_schema
 from exactly_once.wire.text import visible
 
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
@@ -32,6 +35,33 @@ class TranslatedCommand(BaseCommand):
         if isinstance(value, OutputWrapper):  # Django sets stdout and stderr in two places
             value.__class__ = _Escaping
         super().__setattr__(name, value)
+
+
+class DatabaseCommand(TranslatedCommand):
+    """A command that works on one migrated database, with the option `--database`.
+
+    Attributes:
+        app: the package whose tables it needs besides those of both apps.
+        refusals: exceptions of `act` whose text is for the operator.
+    """
+
+    help: Any = ""
+    app: ClassVar[str] = "exactly_once"
+    refusals: ClassVar[tuple[type[Exception], ...]] = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        require_schema(options["database"], self.app)
+        try:
+            self.act(options["database"], actor_of_command(type(self).__module__), options)
+        except self.refusals as error:
+            raise CommandError(str(error)) from error
+
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
+        """Do what the command is for, in the name of `actor`."""
+        raise NotImplementedError
 
 
 def log_to_console(verbosity: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from django.utils.translation import gettext as _
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -38,23 +38,16 @@ class Bar:
         self._progress.update(self._task, completed=done)
 
 
-class Screen:
-    """The alternate screen of a terminal, for `with`: its previous contents return at the end."""
-
-    def __init__(self, stream: Any) -> None:
-        self._live = Live(
-            console=_console(stream), screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._live.stop()
-
-    def draw(self, tables: Sequence[Table]) -> None:
-        self._live.update(_Cropped(_page(tables)), refresh=True)
+def screen(stream: Any, tables: Callable[[], Sequence[Table]]) -> Live:
+    """The alternate screen of a terminal, drawn again every second, for `with`: its previous contents return at the end."""
+    return Live(
+        console=_console(stream),
+        screen=True,
+        refresh_per_second=1,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        get_renderable=lambda: _Cropped(_page(tables())),
+    )
 
 
 class _Cropped:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import termios
 import threading
@@ -55,29 +54,20 @@ class LiveView:
         self._problem = ""
 
     def run(self, stop: StopRequest) -> None:
+        threading.Thread(target=self._keep_reading, args=[stop], name="reader", daemon=True).start()
         drawing = drawing_on(sys.stdout)
         if drawing is None:
-            self._run(stop, None, _write)
+            while not stop:
+                if self._bell.wait(self._every_seconds, stop):
+                    sys.stdout.write(f"{visible(plain([*self._head(), *self._tables]))}\n\n")
+                    sys.stdout.flush()
             return
-        resized = signal.signal(signal.SIGWINCH, lambda *_args: self._bell.ring())
-        try:
-            with drawing.Screen(sys.stdout) as screen, _keyboard() as keys:
-                self._run(stop, keys, screen.draw)
-        finally:
-            signal.signal(signal.SIGWINCH, resized)
-
-    def _run(self, stop: StopRequest, keys: Any, draw: Callable[[Sequence[Table]], None]) -> None:
-        threading.Thread(target=self._keep_reading, args=[stop], name="reader", daemon=True).start()
-        while not stop:
-            # The clock in the first line goes on also while a reading takes long.
-            rung = self._bell.wait(self._every_seconds, stop, also=keys)
-            if keys is not None and (pressed := _pressed(keys)) is not None:
-                if not pressed:
-                    keys = None  # the terminal was closed
-                elif b"q" in pressed.lower():
+        # The clock in the first line goes on also while a reading takes long.
+        with drawing.screen(sys.stdout, lambda: [*self._head(), *self._tables]), _keyboard() as keys:
+            while not stop:
+                self._bell.wait(self._every_seconds, stop, also=keys)
+                if keys and select.select([keys], [], [], 0)[0] and _is_end(keys):
                     stop.set()
-            if not stop and (rung or draw is not _write):
-                draw([*self._head(), *self._tables])
 
     def _keep_reading(self, stop: StopRequest) -> None:
         try:
@@ -105,11 +95,6 @@ class LiveView:
             yield sentence(words % {"seconds": monotonic() - self._failing_since, "reason": self._problem}, RED)
 
 
-def _write(tables: Sequence[Table]) -> None:
-    sys.stdout.write(f"{visible(plain(tables))}\n\n")
-    sys.stdout.flush()
-
-
 @contextmanager
 def _keyboard() -> Iterator[Any]:
     """The keyboard if it can be read key by key; its modes are restored at the end."""
@@ -124,13 +109,10 @@ def _keyboard() -> Iterator[Any]:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
-def _pressed(keys: Any) -> bytes | None:
-    """The keys that were pressed, b"" at the end of the input; None if none was."""
-    poll = select.poll()
-    poll.register(keys, select.POLLIN)
-    if not poll.poll(0):
-        return None
+def _is_end(keys: Any) -> bool:
+    """Was q pressed, or the terminal closed?"""
     try:
-        return os.read(keys.fileno(), 64)
+        pressed = os.read(keys.fileno(), 64)
     except OSError:
-        return b""
+        return True
+    return not pressed or b"q" in pressed.lower()

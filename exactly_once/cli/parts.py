@@ -7,24 +7,28 @@ it, so no other process pays for it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
 
 from django.apps import apps
 from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.models import Model
+from django.utils.functional import Promise
 from django.utils.module_loading import import_string
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age
+from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.terminal import BOLD, RED, Line, Table, age
 from exactly_once.operators.dead_letters import Letters
+from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.labels import label_of
-from exactly_once.sql.schema import why_unmigrated
+from exactly_once.sql.schema import require_schema, why_unmigrated
 
 OK, UNKNOWN = "ok", "unknown"
 UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
@@ -54,8 +58,8 @@ class Part:
     """One app's part of the commands for both; a subclass has its tables.
 
     Attributes:
-        app: its package.
-        kind: of its processes, "relay".
+        processes: its kind of processes.
+        kind: their name in the checks of health, "relay".
         letters: its dead letters.
         store: the module with `purgeable` and `purge_settled`.
         trail: the model of the trail's entries.
@@ -63,13 +67,18 @@ class Part:
         options: returns its settings.
     """
 
-    app: str
+    processes: ProcessKind
     kind: str
     letters: Letters
     store: Any
     trail: type[Model]
     operations: OperationTable
     options: Callable[[], Any]
+
+    @property
+    def app(self) -> str:
+        """Its package."""
+        return self.processes.app
 
     def retention(self) -> timedelta:
         """How long settled messages are kept."""
@@ -79,17 +88,17 @@ class Part:
         """Why messages of this age must not be deleted, or "" if they may be."""
         return ""
 
-    def status(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
+    def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
         """For `--json`."""
         raise NotImplementedError
 
-    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> list[Table]:
-        """For people. `rates` shows how fast the count of a name changes."""
+    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
+        """The same for people. `rates` shows how fast the count of a name changes."""
         raise NotImplementedError
 
     def heartbeats(self, alias: str) -> Sequence[Any]:
         """Of its processes that have not stopped."""
-        raise NotImplementedError
+        return list(self.processes.heartbeats.rows(alias))
 
     def life_signs(self) -> list[LifeSign]:
         """Of its running processes on this host."""
@@ -138,9 +147,28 @@ def parts() -> list[Part]:
     return [import_string(place)() for place in _places.values()]
 
 
-def add_part_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--app", help=_("only outbox, or only inbox (default: both that are installed)"))
-    parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+class PartsCommand(TranslatedCommand):
+    """A command for the parts of both apps on one migrated database.
+
+    Attributes:
+        owners: its options that only one app has, with the name of that app.
+    """
+
+    help: Any = ""
+    owners: ClassVar[Mapping[str, str]] = {}
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--app", help=_("only outbox, or only inbox (default: both that are installed)"))
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        chosen = chosen_parts(options, **self.owners)
+        require_schema(options["database"], *(part.app for part in chosen))
+        self.act(chosen, options)
+
+    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
+        """Do what the command is for."""
+        raise NotImplementedError
 
 
 def chosen_parts(options: dict[str, Any], **owners: str) -> list[Part]:
@@ -176,50 +204,81 @@ def _is_routed(alias: str, app: str) -> bool:
     return any(router.allow_migrate_model(alias, model) for model in apps.get_app_config(label_of(app)).get_models())
 
 
-def iso(instant: datetime | None) -> str | None:
-    return instant.isoformat() if instant else None
-
-
-def process_as_json(process: Any, **particular: Any) -> dict[str, Any]:
-    """A heartbeat, with the particular fields of its kind of process."""
+def process_as_json(process: Any) -> dict[str, Any]:
     return {
         "id": str(process.id),
         "host": process.host,
         "pid": process.pid,
         "version": process.version,
-        "started": iso(process.started_at),
-        "beat": iso(process.beat_at),
-        **particular,
+        "started": process.started_at,
+        "beat": process.beat_at,
+        "last_pass": process.last_pass_at,
+        "rate": None if process.silent else process.rate,
+        **process.facts,
         "waits_for": process.waits_for,
         "silent": process.silent,
     }
 
 
-def processes(
-    kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[object, Callable[[Any], str]]], state: Callable[[Any], Line]
-) -> Table:
-    """A line for each process: the common fields of a heartbeat, those of its kind, and its state."""
-    head = [kind, _("version"), _("started"), _("heartbeat"), *(str(title) for title, _cell in columns), _("state")]
+def process_table(processes: Sequence[Any], *, brief: bool) -> Table:
+    """A line for each process. A brief one has no identity and no resources, for the end of other tables."""
+    columns = [column for column in _COLUMNS if column.is_brief or not brief]
     lines = [
-        Line(
-            [
-                f"{process.host}:{process.pid}",
-                process.version,
-                age(process.started_at, process.database_now),
-                age(process.beat_at, process.database_now),
-                *(cell(process) for _title, cell in columns),
-                *state(process).cells,
-            ],
-            state(process).style,
-        )
-        for process in heartbeats
+        Line([column.cell(process) for column in columns], RED if process.silent and not process.stopped_at else "")
+        for process in processes
     ]
-    return Table([Line(head, BOLD), *lines], texts=1)
+    return Table([Line([str(column.title) for column in columns], BOLD), *lines], texts=1)
 
 
-def state_of(process: Any, also: str = "") -> Line:
-    if process.silent:
-        return Line([_("silent") + also], RED)
-    if process.waits_for:
-        return Line([_("waits for %(what)s") % {"what": process.waits_for} + also], YELLOW)
-    return Line([_("working") + also])
+class _Column(NamedTuple):
+    title: str | Promise
+    cell: Callable[[Any], str]
+    is_brief: bool = True
+
+
+def _kind(process: Any) -> str:
+    return str(next((kind.name for kind in process_kinds() if kind.app == process.app), process.app))
+
+
+def _counts(process: Any) -> str:
+    return ", ".join(count for kind in process_kinds() if kind.app == process.app for count in kind.counts(process))
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _state(process: Any) -> str:
+    if process.stopped_at:
+        return _("stopped %(time)s ago") % {"time": age(process.stopped_at, process.database_now)}
+    states = [_("silent") if process.silent else str(process.mode)]
+    if process.waits_for and not process.silent:
+        states.append(_("waits for %(what)s") % {"what": process.waits_for})
+    if process.requested and not process.acknowledged_at:
+        words = _("%(request)s is requested by %(user)s")
+        states.append(words % {"request": process.requested, "user": process.requested_by})
+    if "handlers" not in process.facts:
+        return ", ".join(states)
+    handlers = ", ".join(process.facts["handlers"]) or _("no handler")
+    return f"{', '.join(states)}: {handlers}"
+
+
+_COLUMNS = [
+    _Column(gettext_lazy("process"), str),
+    _Column(gettext_lazy("kind"), _kind),
+    _Column("id", lambda process: str(process.pk)[:8], is_brief=False),
+    _Column(gettext_lazy("version"), lambda process: process.version),
+    _Column(gettext_lazy("started"), lambda process: age(process.started_at, process.database_now)),
+    _Column(gettext_lazy("heartbeat"), lambda process: age(process.beat_at, process.database_now)),
+    # The present rate of a silent process is unknown.
+    _Column(gettext_lazy("per second"), lambda row: "-" if row.silent or row.stopped_at else f"{row.rate:,.1f}"),
+    _Column(
+        gettext_lazy("memory"),
+        lambda process: "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",
+        is_brief=False,
+    ),
+    _Column(gettext_lazy("database"), lambda process: _milliseconds(process.database_ms), is_brief=False),
+    _Column(gettext_lazy("broker"), lambda process: _milliseconds(process.broker_ms), is_brief=False),
+    _Column(gettext_lazy("since its start"), _counts),
+    _Column(gettext_lazy("state"), _state),
+]

@@ -6,9 +6,11 @@ plain lines with the same words.
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import zip_longest
@@ -21,6 +23,8 @@ from django.utils.translation import gettext as _
 
 from exactly_once.process.clock import monotonic, utcnow
 
+STANDARD = "-"
+"""The name of the standard input or output."""
 RED, YELLOW, BOLD, DIM = "red", "yellow", "bold", "dim"
 
 _PRECISE_SECONDS = 10
@@ -92,6 +96,32 @@ def drawing_on(stream: Any) -> Any:
     except ImportError:
         return None
     return drawing
+
+
+@contextmanager
+def opened(name: str, mode: str, standard: Any) -> Iterator[Any]:
+    """The file with this name, for `with`; `standard` for "-". Only its owner may read a file that is written.
+
+    Raises:
+        CommandError: it cannot be opened.
+    """
+    if name == STANDARD:
+        yield standard
+        return
+    try:
+        file = open(name, mode, encoding=None if "b" in mode else "utf-8", opener=_for_its_owner)  # noqa: SIM115 - closed below
+    except OSError as error:
+        words = _("%(file)s cannot be opened: %(why)s.")
+        raise CommandError(words % {"file": name, "why": error.strerror}) from error
+    with file:
+        yield file
+
+
+def _for_its_owner(name: str, flags: int) -> int:
+    descriptor = os.open(name, flags, 0o600)
+    if flags & os.O_CREAT:
+        os.fchmod(descriptor, 0o600)  # an existing file keeps its mode otherwise
+    return descriptor
 
 
 def message_id(given: str) -> uuid.UUID:

@@ -40,6 +40,9 @@ class Actor:
     place: str
     address: str
 
+    def __str__(self) -> str:
+        return f"{self.name} with {self.place}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:

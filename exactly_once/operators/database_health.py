@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from django.db import connections
 
@@ -23,7 +22,7 @@ _MOST_INDEXES = 10
 _NAME = "CAST(CAST(c.oid AS regclass) AS text)"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableHealth:
     """A table, or all partitions of one.
 
@@ -48,7 +47,7 @@ class TableHealth:
         return self.table_bytes + self.index_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IndexHealth:
     """An index, and how often it was searched since the statistics were reset."""
 
@@ -57,7 +56,7 @@ class IndexHealth:
     scans: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pin:
     """What keeps the vacuum horizon.
 
@@ -110,7 +109,7 @@ def tables(alias: str, names: Sequence[str]) -> list[TableHealth] | None:
             ") ours JOIN pg_class c ON c.oid = ours.oid AND c.relkind = 'r' LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid",
             [list(names), list(names)],
         )
-        found = [_table(row) for row in cursor.fetchall()]
+        found = [TableHealth(*row) for row in cursor.fetchall()]
     return sorted(found, key=lambda table: table.total_bytes, reverse=True)
 
 
@@ -151,7 +150,7 @@ def largest_indexes(alias: str, names: Sequence[str]) -> list[IndexHealth] | Non
             f"ORDER BY 2 DESC LIMIT {_MOST_INDEXES}",
             [list(names)],
         )
-        return [IndexHealth(name=name, size_bytes=size, scans=scans) for name, size, scans in cursor.fetchall()]
+        return [IndexHealth(*row) for row in cursor.fetchall()]
 
 
 def pins(alias: str) -> list[Pin] | None:
@@ -160,19 +159,7 @@ def pins(alias: str) -> list[Pin] | None:
         return None
     with connections[alias].cursor() as cursor:
         cursor.execute(_PINS)
-        return [
-            Pin(
-                kind=kind,
-                name=name,
-                age=age,
-                application=application or "",
-                user=user or "",
-                state=state or "",
-                open_for=_seconds(open_for),
-                query_for=_seconds(query_for),
-            )
-            for kind, name, age, application, user, state, open_for, query_for in cursor.fetchall()
-        ]
+        return [Pin(*row) for row in cursor.fetchall()]
 
 
 def sees_all_sessions(alias: str) -> bool:
@@ -185,8 +172,9 @@ def sees_all_sessions(alias: str) -> bool:
 
 
 _PINS = f"""
-SELECT 'session', CAST(pid AS text), greatest(age(backend_xmin), age(backend_xid)), application_name, usename::text, state,
-  EXTRACT(EPOCH FROM statement_timestamp() - xact_start), EXTRACT(EPOCH FROM statement_timestamp() - query_start)
+SELECT 'session', CAST(pid AS text), greatest(age(backend_xmin), age(backend_xid)), coalesce(application_name, ''),
+  coalesce(usename::text, ''), coalesce(state, ''), greatest(statement_timestamp() - xact_start, '0'),
+  greatest(statement_timestamp() - query_start, '0')
 FROM pg_stat_activity
 WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND pid <> pg_backend_pid()
   AND (datname = current_database() OR datname IS NULL)
@@ -196,30 +184,12 @@ SELECT 'replication slot', slot_name::text, age(xmin), coalesce(plugin::text, ''
 FROM pg_replication_slots WHERE xmin IS NOT NULL
 UNION ALL
 SELECT 'prepared transaction', gid, age(transaction), '', owner::text, 'prepared',
-  EXTRACT(EPOCH FROM statement_timestamp() - prepared), NULL
+  greatest(statement_timestamp() - prepared, '0'), NULL
 FROM pg_prepared_xacts WHERE database = current_database()
 ORDER BY 3 DESC LIMIT {MOST_PINS}
 """  # noqa: S608 - our own number
 
 
-def _table(row: Sequence[Any]) -> TableHealth:
-    name, table_bytes, index_bytes, rows, dead_rows, last_vacuum, last_analyze, parent = row
-    return TableHealth(
-        name=name,
-        table_bytes=table_bytes,
-        index_bytes=index_bytes,
-        rows=rows,
-        dead_rows=dead_rows,
-        last_vacuum=last_vacuum,
-        last_analyze=last_analyze,
-        parent=parent,
-    )
-
-
 def _earliest(instants: Sequence[datetime | None]) -> datetime | None:
     known = [instant for instant in instants if instant is not None]
     return min(known) if known and len(known) == len(instants) else None
-
-
-def _seconds(value: Any) -> timedelta | None:
-    return None if value is None else timedelta(seconds=max(float(value), 0.0))

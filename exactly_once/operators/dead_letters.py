@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
-from django.db import models
+from django.db import IntegrityError, models, transaction
 from django.db.models import QuerySet
 from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_aware
@@ -42,15 +42,17 @@ class Letters:
     Args:
         app: its package.
         columns: the columns of a message in a line, besides the body. Those without a default are required.
+        identity: those that are unique together.
     """
 
-    def __init__(self, app: str, model: type[models.Model], columns: Sequence[str]) -> None:
+    def __init__(self, app: str, model: type[models.Model], columns: Sequence[str], identity: Sequence[str]) -> None:
         self.app = app
+        self._model, self._identity = model, identity
         self._fields: Mapping[str, models.Field[Any, Any]] = {name: model._meta.get_field(name) for name in columns}  # type: ignore[misc]
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """All dead letters."""
-        raise NotImplementedError
+        return QuerySet(self._model, using=alias).filter(state="dead")
 
     def ids(self, message_ids: Iterable[str]) -> list[Any]:
         """The message ids as their column has them."""
@@ -65,7 +67,25 @@ class Letters:
         Raises:
             Refused: it cannot be stored.
         """
+        if known := self._state_of(alias, values):
+            return known
+        try:
+            with transaction.atomic(using=alias):
+                self.insert(alias, values, reason)
+        except IntegrityError:
+            if known := self._state_of(alias, values):
+                return known  # it was received or imported at the same time
+            raise
+        return ""
+
+    def insert(self, alias: str, values: Mapping[str, Any], reason: str) -> None:
+        """∅ → dead. Raises as `store`, or IntegrityError if the message is here already."""
         raise NotImplementedError
+
+    def _state_of(self, alias: str, values: Mapping[str, Any]) -> str:
+        named = {name: values[name] for name in self._identity}
+        row: Any = QuerySet(self._model, using=alias).filter(**named).only("state").first()
+        return str(row.get_state_display()) if row else ""
 
     def subject(self, values: Mapping[str, Any]) -> Subject:
         """The message, for the audit log."""

@@ -29,8 +29,7 @@ from exactly_once.process.heartbeat import (
     one_line,
     resident_bytes,
 )
-from exactly_once.process.loop import StopRequest
-from exactly_once.process.requests import ALLOWED_IN, Mode, Request
+from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.telemetry.statistics import Tally
@@ -92,9 +91,9 @@ class HeartbeatTable:
         pending = self._rows(alias).filter(_PENDING, pk=process, requested=request)
         pending.update(acknowledged_at=DatabaseTime(), mode=mode)
 
-    def mark_stopped(self, alias: str, process: uuid.UUID) -> None:
+    def mark_stopped(self, alias: str, process: uuid.UUID, **columns: Any) -> None:
         """Record the orderly end of a process."""
-        self._rows(alias).filter(pk=process).update(stopped_at=DatabaseTime(), rate=0.0, waits_for="")
+        self._rows(alias).filter(pk=process).update(stopped_at=DatabaseTime(), rate=0.0, waits_for="", **columns)
 
     def delete_old(self, alias: str, silent_for: timedelta) -> int:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
@@ -191,13 +190,18 @@ class HeartbeatWriter:
             self.is_failing = False
             self._minutes.write_if_due()
 
-    def close(self) -> None:
-        """Write what is counted, and mark the row as stopped; not after a failed heartbeat: a silent row is deleted later."""
+    def close(self, **counts: int) -> None:
+        """Write what is counted, and mark the row as stopped; not after a failed heartbeat: a silent row is deleted later.
+
+        Args:
+            counts: the final ones in the facts.
+        """
         if self._written is None or self.is_failing:
             return
         self._minutes.write()
         try:
-            self._table.mark_stopped(self._alias, self._identity.id)
+            facts = {**self._written["facts"], **counts}
+            self._table.mark_stopped(self._alias, self._identity.id, facts=facts)
         except Exception as error:  # noqa: BLE001 - as above
             logger.debug("heartbeat: not marked as stopped in database %r: %s", self._alias, describe(error))
 

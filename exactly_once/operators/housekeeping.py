@@ -23,7 +23,7 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.purging import delete_in_chunks, older_entries
+from exactly_once.sql.rows import delete_in_chunks, older_entries
 from exactly_once.sql.turns import Turns
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.heartbeat import one_line
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
-from exactly_once.sql.purging import delete_in_chunks
+from exactly_once.sql.rows import delete_in_chunks
 from exactly_once.telemetry.statistics import ALL, OTHER, Counted, Tally, total
 from exactly_once.wire.text import describe
 

@@ -78,19 +78,14 @@ class OperationTable:
     def plan(self, alias: str, plan: Plan, rows: Iterable[int]) -> Any:
         """Store an operation on these rows; returns it."""
         with transaction.atomic(using=alias):
-            planned = self.rows(alias).create(
-                app=self.app,
-                action=plan.action,
-                selection=printable(plan.selection, 900),
-                sources=[str(source) for source in plan.sources],
-                given=dict(plan.given),
-                reason=plan.reason,
-                requested_by=plan.requested_by[:NAME_LENGTH],
-                permission=plan.permission,
-                rate=plan.rate,
-                is_canary=plan.is_canary,
-                planned_at=DatabaseTime(),
-            )
+            written = {
+                **vars(plan),
+                "selection": printable(plan.selection, 900),
+                "sources": [str(source) for source in plan.sources],
+                "given": dict(plan.given),
+                "requested_by": plan.requested_by[:NAME_LENGTH],
+            }
+            planned = self.rows(alias).create(app=self.app, planned_at=DatabaseTime(), **written)
             total, remaining = 0, iter(rows)
             while some := list(islice(remaining, _PART)):
                 self._parts(alias).create(operation_id=planned.pk, rows=some)

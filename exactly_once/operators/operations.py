@@ -21,8 +21,8 @@ from exactly_once.models import OperationState
 from exactly_once.operators.actions import Action, Canary
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns

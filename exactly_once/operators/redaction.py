@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from django.core.checks import CheckMessage, Error
 from django.utils.translation import gettext
 
 from exactly_once.display import Shown, as_json, as_payload
-from exactly_once.redactors import load, why_not_loaded
+from exactly_once.redactors import load
 from exactly_once.wire.body import Undecodable, decode_payload
 
 logger = logging.getLogger(__name__)
@@ -31,20 +30,6 @@ _REMOVED = "…"
 
 class RedactionFailed(Exception):
     """The function could not be loaded, raised, or returned something that is not JSON. The text is for a page."""
-
-
-def unloadable_redactors(given: Mapping[str, str], *, check_id: str) -> list[CheckMessage]:
-    """An error for each setting that names a function that cannot be loaded."""
-    return [
-        Error(
-            f"{setting} is {path!r}, which cannot be loaded: {reason}.",
-            hint="Until it can, no payload is shown (REDACT), or no error is stored (REDACT_ERRORS). Set it to the dotted path "
-            "of a function.",
-            id=check_id,
-        )
-        for setting, path in given.items()
-        if path and (reason := why_not_loaded(path))
-    ]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Each process updates one row, and marks it as stopped at an orderly end. Every i
 hosts with different clocks can be compared. No guarantee depends on these rows: a missing row loses no message, and a stale row
 blocks none.
 
-With its heartbeat a process also reads the operator's request in its row, see `process.requests`.
+With its heartbeat a process also reads the operator's request in its row, see `process.loop`.
 
 This module contains no table, see `operators.heartbeat_table`.
 """

@@ -3,18 +3,41 @@
 A topic, an error and the answer of an endpoint are such text. The records of the loggers "exactly_once", "outbox" and
 "inbox", and below, escape their message and traceback when a handler formats them. Their `msg` and `args` stay as they are:
 some handlers group by them.
+
+`Reminder` limits the lines about a lasting condition: one at once, then one a minute.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
+from math import inf
 from typing import Any
 
+from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import visible
 
 _APPS = {"exactly_once", "outbox", "inbox"}
 _LONGEST_CHAIN = 20
+_REMINDER_SECONDS = 60.0
+
+
+class Reminder:
+    """The limit for one event, shared by all loops of a process that may report it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reminded_at = -inf
+
+    def is_due(self) -> bool:
+        """Is it time to report it? The caller that gets True must report it."""
+        with self._lock:
+            now = monotonic()
+            if now - self._reminded_at < _REMINDER_SECONDS:
+                return False
+            self._reminded_at = now
+            return True
 
 
 class EscapedRecord(logging.LogRecord):

@@ -4,6 +4,12 @@ Every loop waits on a `StopRequest` instead of sleeping; a `Bell` also wakes it 
 connects a stop request to SIGTERM and SIGINT while a command runs; `process.running` limits how long a stop may take. A
 `Watchdog` protects against a socket or a lock that never answers: the process looks alive and does nothing, and only its end
 gives its work to another process.
+
+What an operator may ask of a running process (`Request`) is in the row of the process's heartbeat. The process reads it with
+its next heartbeat, carries it out and acknowledges it in the row, so an operator needs access to the database only, not to the
+host. The row is read and written anyway, so a request costs no further query. A signal would need access to the host, and the
+process id inside a container. A NOTIFY is lost if the process does not listen at that moment, and SQLite has none. A message
+through the broker would not arrive while the broker is unavailable.
 """
 
 from __future__ import annotations
@@ -18,12 +24,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from enum import StrEnum
 from types import FrameType
 from typing import NoReturn, Protocol
 
 from exactly_once.process.clock import awake
 from exactly_once.process.life_sign import LifeSignWriter, giving_life_signs
-from exactly_once.process.requests import Mode, Request
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,37 @@ _PIPE_BYTES = 65_536
 
 EXIT_SILENT = 70
 """Exit status of a process that could not end in an orderly way (EX_SOFTWARE of sysexits.h)."""
+
+
+class Request(StrEnum):
+    """A request to one process."""
+
+    PAUSE = "pause"
+    """Begin no work; finish what is in hand."""
+    RESUME = "resume"
+    """Work again."""
+    DRAIN = "drain"
+    """Finish what is due, then end."""
+    STOP = "stop"
+    """End as after SIGTERM: finish what is in hand only."""
+
+
+class Mode(StrEnum):
+    """What a process does."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+
+
+ALLOWED_IN = {
+    Request.PAUSE: (Mode.RUNNING,),
+    Request.RESUME: (Mode.PAUSED,),
+    Request.DRAIN: (Mode.RUNNING, Mode.PAUSED),
+    Request.STOP: (Mode.RUNNING, Mode.PAUSED, Mode.DRAINING),
+}
+"""By request: the modes of a process in which it has an effect. A process that drains or stops does not work again."""
 
 
 class HasFileno(Protocol):
@@ -45,7 +82,7 @@ class StopRequest:
     A signal handler sets it, and interrupts the main thread anywhere, also in a wait. There a `threading.Event` could need a
     lock that the same thread holds. A flag and a pipe need no lock (Bernstein's self-pipe).
 
-    An operator's requests (`process.requests`) reach the loops the same way. They apply to the whole process, so a follower
+    An operator's requests (`process.loop`) reach the loops the same way. They apply to the whole process, so a follower
     passes them to its leader.
     """
 

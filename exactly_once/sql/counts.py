@@ -43,10 +43,7 @@ def count_up_to_limit(alias: str, sources: Mapping[str, Sequence[str]], *, colum
         sources: a FROM clause with its conditions for each index that a name's rows are in. A name may have several.
         column: of `Count.oldest`.
     """
-    counts = dict.fromkeys(sources, Count())
-    for name, _subject, found in _counted(alias, sources, column, "''"):
-        counts[name] = _sum(counts[name], found)
-    return counts
+    return {name: counts.get("", Count()) for name, counts in count_each(alias, sources, column=column, by="''").items()}
 
 
 def count_each(alias: str, sources: Mapping[str, Sequence[str]], *, column: str, by: str) -> dict[str, dict[str, Count]]:

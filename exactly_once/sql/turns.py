@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from django.db import connections
 
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.outage import Outage
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_canceled, is_collision, is_outage, why_unavailable
 from exactly_once.sql.schema import describe_missing, is_missing

@@ -66,7 +66,7 @@ from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
-from inbox.store import heartbeats
+from inbox.store.heartbeats import consumers
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -201,7 +201,7 @@ class InboxMessageAdmin(MessageAdmin):
         return sorted({handler.topic for handler in registry.all()})
 
     def hosts(self) -> Sequence[str]:
-        return sorted({consumer.host for consumer in heartbeats.consumers.known(self.using)})
+        return sorted({consumer.host for consumer in consumers.known(self.using)})
 
     def failed_attempts_in_trail(self) -> QuerySet[Any]:
         entries = TrailEntry.objects.using(self.using)

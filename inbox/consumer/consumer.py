@@ -257,7 +257,8 @@ class Consumer:
                 self._report_problem(lane, "")
                 self._open[channel] = Subscription(lane, queue, consumer, acks)
         if len(self._open) > len(open_lanes):
-            logger.info("consumer: receiving from %d queues at %s.", len(self._open), masked(self._options.broker_url))
+            queues = "1 queue" if len(self._open) == 1 else f"{len(self._open)} queues"
+            logger.info("consumer: receiving from %s at %s.", queues, masked(self._options.broker_url))
 
     def _try_suspected(self, lane: Lane, declared: kombu.Queue) -> None:
         """Try a queue whose subscription ended the last connection on a separate connection, before it ends this one, too.

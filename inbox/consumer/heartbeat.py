@@ -17,14 +17,14 @@ from django.db import connections
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.broker import scheme_of
+from exactly_once.broker import is_local
 from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
 from exactly_once.plurals import number
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.connections import drop_unusable_connections
-from inbox.conf import LOCAL_BROKER, inbox_options
+from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat as lease_heartbeat
@@ -62,7 +62,7 @@ def unattended(alias: str) -> list[str]:
 
 def what_to_start() -> str:
     """The remedy for `unattended` handlers."""
-    if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
+    if is_local(inbox_options().broker_url):
         return gettext("Their messages wait in the database. Start `outbox_relay` or `inbox_consume`.")
     return gettext("Their messages wait in the broker's queues. Start `inbox_consume`; if it runs, read its log.")
 
@@ -111,7 +111,8 @@ class Heartbeats:
                 drop_unusable_connections()
                 self._send(alias, writer)
                 self._end.wait(AFTER_FAILURE_SECONDS if writer.is_failing else HEARTBEAT_SECONDS)
-            writer.close()
+            activity = self._activity()
+            writer.close(received=activity.received, ran=activity.ran)
         finally:
             connections.close_all()
 

@@ -100,7 +100,8 @@ class Policies:
             logger.log(
                 logging.WARNING if self._url else self._unavailable_level,
                 "consumer: the management API of RabbitMQ at %s is unavailable (%s). Delivery limits set by policies are not "
-                "detected. The next query is in %.0f minutes. Check INBOX['MANAGEMENT_URL'].",
+                "detected. Enable the plugin rabbitmq_management, or set INBOX['MANAGEMENT_URL']. The next query is in %.0f "
+                "minutes.",
                 masked(url),
                 describe(error),
                 _RETRY_SECONDS / 60,

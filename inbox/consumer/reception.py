@@ -15,7 +15,7 @@ import kombu
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.reminder import Reminder
+from exactly_once.process.logs import Reminder
 from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from django.core.exceptions import ImproperlyConfigured
 
-from exactly_once.broker import scheme_of, why_unusable
+from exactly_once.broker import is_local, why_unusable
 from exactly_once.masking import masked
 from exactly_once.operators.alerts import alerting
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion
-from inbox.conf import LOCAL_BROKER, inbox_options
+from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.housekeeping import housekeepers
@@ -47,8 +47,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     """
     leave_pools()
     options = inbox_options()
-    is_local = scheme_of(options.broker_url) == scheme_of(LOCAL_BROKER)
-    if not is_local and (reason := why_unusable(options.broker_url)):
+    local = is_local(options.broker_url)
+    if not local and (reason := why_unusable(options.broker_url)):
         raise ImproperlyConfigured(f"{options.broker_setting} is {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")
@@ -61,7 +61,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             "consumer: no handler is registered, so no message is handled. Define handlers in an installed app's handlers.py."
         )
     consumer: Consumer | None = None
-    if not is_local:
+    if not local:
         consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, runner=runner)
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)

@@ -8,9 +8,8 @@ from http import HTTPStatus
 
 from django.http import HttpRequest
 
-from exactly_once.http.api import Api, answers
+from exactly_once.http.api import Api, answers, client_of, require
 from exactly_once.http.problems import Problem, unavailable
-from exactly_once.http.tokens import client_of, require
 from exactly_once.http_options import HttpOptions
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler

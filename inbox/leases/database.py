@@ -6,9 +6,10 @@ over the message of a dead process when its lease has ended.
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
@@ -26,8 +27,9 @@ class DatabaseLeases:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
     def acquire(self, request: LeaseRequest) -> Lease | None:
-        began_at, alias = monotonic(), request.handler.using
-        granted = committed(partial(self._grant, request), alias)
+        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
+        tries = itertools.count()
+        granted = committed(lambda: self._grant(request, lasts, is_retry=next(tries) > 0), alias)
         if granted is None:
             return None
         lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
@@ -35,12 +37,12 @@ class DatabaseLeases:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
 
-    def _grant(self, request: LeaseRequest) -> leases.Granted | None:
-        alias, stored, duration = request.handler.using, request.stored, request.terms.duration
+    def _grant(self, request: LeaseRequest, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
+        alias, stored = request.handler.using, request.stored
         if stored is not None:
-            return leases.lease_stored(alias, stored, duration, request.exclusive_key)
-        fresh = leases.lease_fresh(alias, request.row, duration, self._duplicate_timeout)
-        return fresh or leases.lease_over(alias, request.row, duration)
+            return leases.lease_stored(alias, stored, lasts, request.exclusive_key)
+        fresh = leases.lease_fresh(alias, request.row, lasts, self._duplicate_timeout)
+        return fresh or leases.lease_over(alias, request.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         alias, pk = _row_of(lease)
@@ -71,6 +73,11 @@ class DatabaseLeases:
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         return {}
+
+
+def _with_random_microseconds(lease: timedelta) -> timedelta:
+    """A duration that identifies the lease: its owner recognizes it if the answer to its request was lost."""
+    return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
 def _row_of(lease: Lease) -> tuple[str, int]:

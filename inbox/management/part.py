@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
 
-from exactly_once.broker import scheme_of
-from exactly_once.cli.parts import Check, Part, iso, process_as_json, processes, state_of
+from exactly_once.broker import is_local
+from exactly_once.cli.parts import Check, Part
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.process.life_sign import LifeSign, life_signs
-from inbox.conf import LOCAL_BROKER, inbox_options
-from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.conf import inbox_options
+from inbox.consumer.heartbeat import CONSUMERS, unattended
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
@@ -23,18 +23,15 @@ from inbox.models import State, TrailEntry
 from inbox.operators import accounting, pausing, purging
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
-from inbox.store import heartbeats, starts
+from inbox.store import starts
 
 _CONFLICTS = 50
+_OF_A_CONFLICT = ("handler", "topic", "biz_id", "message_id", "conflicting_id", "conflicting_at", "conflicts")
 _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
-_COLUMNS = (
-    (gettext_lazy("deliveries"), lambda consumer: f"{consumer.facts['received']:,}"),
-    (gettext_lazy("stored messages run"), lambda consumer: f"{consumer.facts['ran']:,}"),
-)
 
 
 class InboxPart(Part):
-    app, kind = "inbox", "consumer"
+    processes, kind = CONSUMERS, "consumer"
     letters, store, trail, operations, options = letters, purging, TrailEntry, operations, staticmethod(inbox_options)
 
     def retention(self) -> timedelta:
@@ -49,12 +46,9 @@ class InboxPart(Part):
             "would happen again. Shorten RETENTION instead, or choose --app outbox."
         )
 
-    def heartbeats(self, alias: str) -> Sequence[Any]:
-        return list(heartbeats.consumers.rows(alias))
-
     def life_signs(self) -> list[LifeSign]:
         signs = life_signs(self.kind)
-        if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
+        if is_local(inbox_options().broker_url):
             signs += life_signs("relay")  # it runs the handlers
         return signs
 
@@ -66,7 +60,7 @@ class InboxPart(Part):
             return [Check(name="handlers", status="unattended", detail=", ".join(missing))]
         return [Check(name="handlers")]
 
-    def status(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
+    def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
         balance = accounting.balance(alias)
         duplicates = balance.duplicates
         found = {
@@ -77,16 +71,15 @@ class InboxPart(Part):
             "edited": balance.edited,
             "delivered": balance.delivered,
             "quarantined": balance.quarantined,
-            "oldest_waiting": iso(accounting.oldest_waiting(alias)),
+            "oldest_waiting": accounting.oldest_waiting(alias),
             "without_rows": _without_rows(),
-            "consumers": [_as_json(consumer) for consumer in self.heartbeats(alias)],
             "unattended": unattended(alias),
             "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
             "starting_handlers": [
                 {
                     "handler": row.handler,
                     "topic": row.topic,
-                    "since": iso(row.asked_at),
+                    "since": row.asked_at,
                     "begun": row.round_at is not None,
                     "handed_over": row.handed_over,
                 }
@@ -94,27 +87,12 @@ class InboxPart(Part):
             ],
         }
         if conflicts:
-            found["conflicts"] = [
-                {
-                    "handler": row.handler,
-                    "topic": row.topic,
-                    "biz_id": row.biz_id,
-                    "message_id": row.message_id,
-                    "conflicting_id": row.conflicting_id,
-                    "conflicting_at": iso(row.conflicting_at),
-                    "conflicts": row.conflicts,
-                }
-                for row in accounting.conflicts(alias, _CONFLICTS)
-            ]
+            rows = accounting.conflicts(alias, _CONFLICTS)
+            found["conflicts"] = [{name: getattr(row, name) for name in _OF_A_CONFLICT} for row in rows]
         return found
 
-    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> list[Table]:
-        return [*self._tables(alias, rates), *([_conflicts(alias)] if conflicts else [])]
-
-    def _tables(self, alias: str, rates: Callable[[str, int], str]) -> Iterator[Table]:
+    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
         yield _counts(alias, rates)
-        if consumers := self.heartbeats(alias):
-            yield processes(_("consumer"), consumers, _COLUMNS, _state)
         if paused := list(pausing.paused_handlers(alias)):
             yield _paused(paused)
         if starting := list(starts.incomplete(alias)):
@@ -123,9 +101,8 @@ class InboxPart(Part):
         if unknown := [row.handler for row in starting if row.round_at is None]:
             words = _("No relay has begun to hand over the past of: %(names)s. Restart `outbox_relay` with their code.")
             yield sentence(words % {"names": ", ".join(unknown)}, RED)
-        if names := unattended(alias):
-            words = _("No consumer is running for: %(names)s. %(remedy)s")
-            yield sentence(words % {"names": ", ".join(names), "remedy": what_to_start()}, RED)
+        if conflicts:
+            yield _conflicts(alias)
 
 
 def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
@@ -151,18 +128,11 @@ def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
 
 
 def _paused(handlers: list[Any]) -> Table:
-    head = Line([_("paused handler"), _("since"), _("stored"), _("why")], BOLD)
-    by = _("by %(user)s")
+    head, by = Line([_("paused handler"), _("since"), _("stored"), _("why")], BOLD), _("by %(user)s")
+    whys = [" ".join((by % {"user": f"{row.paused_by}: {row.reason}"}).split()) for row in handlers]
     lines = [
-        Line(
-            [
-                row.handler,
-                age(row.paused_at, row.database_now),
-                f"{row.messages:,}",
-                " ".join((by % {"user": f"{row.paused_by}: {row.reason}"}).split()),
-            ]
-        )
-        for row in handlers
+        Line([row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}", why])
+        for row, why in zip(handlers, whys, strict=True)
     ]
     return Table([head, *lines], texts=1)
 
@@ -171,19 +141,10 @@ def _paused_as_json(row: Any) -> dict[str, Any]:
     return {
         "handler": row.handler,
         "messages": row.messages,
-        "since": iso(row.paused_at),
+        "since": row.paused_at,
         "by": row.paused_by,
         "reason": row.reason,
     }
-
-
-def _state(consumer: Any) -> Line:
-    handlers = ", ".join(consumer.facts["handlers"]) or _("no handler")
-    return state_of(consumer, also=f": {handlers}")
-
-
-def _as_json(consumer: Any) -> dict[str, Any]:
-    return process_as_json(consumer, **consumer.facts)
 
 
 def _conflicts(alias: str) -> Table:
@@ -191,20 +152,8 @@ def _conflicts(alias: str) -> Table:
     if not rows:
         return sentence(_("No duplicate has had different content."))
     head = ["biz-id", _("topic"), _("handler"), _("first message"), _("latest conflict"), _("conflicts"), _("latest")]
-    lines = [
-        Line(
-            [
-                row.biz_id,
-                row.topic,
-                row.handler,
-                row.message_id,
-                row.conflicting_id,
-                f"{row.conflicts:,}",
-                age(row.conflicting_at),
-            ]
-        )
-        for row in rows
-    ]
+    cells = attrgetter("biz_id", "topic", "handler", "message_id", "conflicting_id")
+    lines = [Line([*cells(row), f"{row.conflicts:,}", age(row.conflicting_at)]) for row in rows]
     return Table([Line(head, BOLD), *lines], texts=len(head))
 
 
@@ -227,9 +176,4 @@ def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
 
 
 def _by_cause(duplicates: accounting.Duplicates) -> dict[str, int]:
-    return {
-        "redelivery": duplicates.redelivery,
-        "resend": duplicates.resend,
-        "replay": duplicates.replay,
-        "business": duplicates.business,
-    }
+    return {cause: getattr(duplicates, cause) for cause in ("redelivery", "resend", "replay", "business")}

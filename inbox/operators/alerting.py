@@ -7,30 +7,40 @@ from typing import Any
 
 from django.db.models import Count
 
+from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
-from exactly_once.operators.alert_options import AlertOptions
-from exactly_once.operators.alert_table import Key
-from exactly_once.operators.alerts import Conditions
+from exactly_once.operators.alerts import Conditions, Key
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, PausedHandler, State
-from inbox.store import heartbeats
 from inbox.store.due import stored_handlers
+from inbox.store.heartbeats import consumers, running_handlers
+
+
+def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
+    """By handler, how many messages have got a duplicate with other content within this time that no operator has run."""
+    rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0, conflicting_attributes__isnull=False)
+    recent = rows.filter(conflicting_at__gte=DatabaseTime(-within))
+    return dict(recent.order_by("handler").values_list("handler").annotate(Count("pk")))
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     found: dict[Key, str] = {}
-    paused, stored = _paused(alias), set(stored_handlers(alias))
+    messages, stored = InboxMessage.objects.using(alias), set(stored_handlers(alias))
+    paused_rows: Any = PausedHandler.objects.using(alias).annotate(database_now=DatabaseTime())
+    paused = {row.handler: row for row in paused_rows}
     ours = {handler.name for handler in registry.all() if handler.using == alias}
     # Messages at the broker cannot be seen here. Where consumers run, or have run lately, every handler is taken to have some.
-    expected = ours if heartbeats.consumers.known(alias).exists() else ours & stored
-    for name in expected - heartbeats.running_handlers(alias):
+    expected = ours if consumers.known(alias).exists() else ours & stored
+    for name in expected - running_handlers(alias):
         found["no_consumer", name] = "No consumer is running for it. Start inbox_consume, or look into its log."
+    due = messages.filter(state__in=DUE, next_attempt_at__lt=DatabaseTime(-options.LAG))
     for name in stored - set(paused):
-        if _is_late(alias, name, options.LAG):
+        if due.filter(handler=name).exists():
             found["lag", name] = f"A stored message has been due for more than {duration(options.LAG)} and is not run."
-    if (dead := _newly_dead(alias, options.DEAD_WITHIN)) >= options.DEAD:
+    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-options.DEAD_WITHIN)).count()
+    if dead >= options.DEAD:
         found["dead", ""] = f"New dead letters within {duration(options.DEAD_WITHIN)}: {dead:,}. Retry, correct or skip them."
     for name, number in newly_conflicting(alias, options.DEAD_WITHIN).items():
         found["conflicts", name] = (
@@ -44,29 +54,6 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
             words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {row.paused_by}{why}"
             found["handler_paused", name] = words
     return found
-
-
-def _paused(alias: str) -> dict[str, Any]:
-    """The paused handlers by name."""
-    return {row.handler: row for row in PausedHandler.objects.using(alias).annotate(database_now=DatabaseTime())}
-
-
-def _is_late(alias: str, handler: str, lag: timedelta) -> bool:
-    """Has a stored message of this handler been due for longer than `lag`?"""
-    late = InboxMessage.objects.using(alias).filter(handler=handler, state__in=DUE, next_attempt_at__lt=DatabaseTime(-lag))
-    return bool(late.exists())
-
-
-def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
-    """By handler, how many messages have got a duplicate with other content within this time that no operator has run."""
-    rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0, conflicting_attributes__isnull=False)
-    recent = rows.filter(conflicting_at__gte=DatabaseTime(-within))
-    return dict(recent.order_by("handler").values_list("handler").annotate(Count("pk")))
-
-
-def _newly_dead(alias: str, within: timedelta) -> int:
-    """How many dead messages became so within this time."""
-    return InboxMessage.objects.using(alias).filter(state=State.DEAD, settled_at__gte=DatabaseTime(-within)).count()
 
 
 CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: inbox_options().alerts, messages=InboxMessage)

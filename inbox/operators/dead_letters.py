@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
@@ -19,27 +18,47 @@ from inbox.receiving.reading import outside_window, stored_envelope
 from inbox.store.ordering import hold_gates
 from inbox.store.trail import record
 
-_COLUMNS = (
+COLUMNS = (
     *("handler", "topic", "biz_id", "message_id", "key", "ordered", "content_type", "digest", "headers"),
     *("source", "correlation_id", "causation_id", "traceparent"),
     *("attempts", "fence", "quarantined", "last_error", "error_class", "error_place", "failing_since", "failed_at"),
     *("failures", "traceback", "created_at", "received_at", "settled_at"),
 )
 """The columns of a dead letter besides its body."""
-_STEP_COLUMNS = ("name", "result", "taken_at")
+STEP_COLUMNS = ("name", "result", "taken_at")
+
+
 _STEPS = "steps"
-_STEP_FIELDS: Mapping[str, Any] = {name: Step._meta.get_field(name) for name in _STEP_COLUMNS}
+_STEP_FIELDS: Mapping[str, Any] = {name: Step._meta.get_field(name) for name in STEP_COLUMNS}
 
 
 class InboxLetters(Letters):
     """A line also has the completed steps of its message."""
 
-    def rows(self, alias: str) -> QuerySet[Any]:
-        return InboxMessage.objects.using(alias).filter(state=State.DEAD)
+    def insert(self, alias: str, values: Mapping[str, Any], reason: str) -> None:
+        """In an order it is the last of its key.
 
-    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
-        state = store_dead(alias, values, reason)
-        return str(state.label) if state else ""
+        One that is older than the maximum message age is quarantined: it may have been handled here, and its row purged since.
+
+        Raises:
+            Refused: this service has no such handler, or not on this database; or it is a join.
+        """
+        handler = registry.get(values["handler"])
+        if not may_exist(values["handler"]):
+            raise Refused(_("this project has no handler %(handler)s") % {"handler": values["handler"]})
+        if handler is not None and handler.all_of:
+            raise Refused(_("it is the row of a join's run, and the messages of the run are not in the file"))
+        if handler is not None and handler.using != alias:
+            raise Refused(_("the database of its handler is %(alias)s; use --database") % {"alias": handler.using})
+        given = {name: value for name, value in values.items() if name != _STEPS}
+        if not given.get("quarantined") and (why := _why_quarantined(given)):
+            error = printable(f"{why}\nIts error was: {given.get('last_error', '')}", ERROR_LENGTH)
+            given |= {"quarantined": True, "last_error": error}
+        if given.get("ordered"):
+            hold_gates(alias, given["handler"], [given.get("key", "")])
+        row = InboxMessage.objects.using(alias).create(**given, state=State.DEAD)
+        Step.objects.using(alias).bulk_create(Step(message=row, **step) for step in values[_STEPS])
+        record(alias, [row.pk], was="", reason=reason)
 
     def subject(self, values: Mapping[str, Any]) -> Subject:
         message_id = values["message_id"]
@@ -65,58 +84,9 @@ def _is_step(given: Any) -> bool:
     return isinstance(given, dict) and given.keys() == _STEP_FIELDS.keys()
 
 
-letters = InboxLetters("inbox", InboxMessage, _COLUMNS)
-
-
-def store_dead(alias: str, values: Mapping[str, Any], reason: str) -> State | None:
-    """Store a dead letter; None. Or the state of the message if it is here already.
-
-    One that is older than the maximum message age is quarantined: it may have been handled here, and its row purged since.
-
-    Raises:
-        Refused: this service has no such handler, or not on this database; or it is a join.
-    """
-    row = {name: value for name, value in values.items() if name != _STEPS}
-    if not row.get("quarantined") and (why := _why_quarantined(row)):
-        error = printable(f"{why}\nIts error was: {row.get('last_error', '')}", ERROR_LENGTH)
-        row |= {"quarantined": True, "last_error": error}
-    if (state := _state_of(alias, row)) is not None:
-        return state
-    handler = registry.get(row["handler"])
-    if not may_exist(row["handler"]):
-        raise Refused(_("this project has no handler %(handler)s") % {"handler": row["handler"]})
-    if handler is not None and handler.all_of:
-        raise Refused(_("it is the row of a join's run, and the messages of the run are not in the file"))
-    if handler is not None and handler.using != alias:
-        raise Refused(_("the database of its handler is %(alias)s; use --database") % {"alias": handler.using})
-    return _insert(alias, row, values[_STEPS], reason)
+letters = InboxLetters("inbox", InboxMessage, COLUMNS, ["handler", "topic", "biz_id"])
 
 
 def _why_quarantined(row: Mapping[str, Any]) -> str:
     envelope = stored_envelope(InboxMessage(**{**row, "created_at": row.get("created_at") or row["received_at"]}))
     return outside_window(envelope, inbox_options())
-
-
-def _insert(alias: str, values: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], reason: str) -> State | None:
-    """∅ → dead; None. Or the state of the row with its handler, topic and biz-id if there is one already.
-
-    In an order it is the last of its key.
-    """
-    try:
-        with transaction.atomic(using=alias):
-            if values.get("ordered"):
-                hold_gates(alias, values["handler"], [values.get("key", "")])
-            row = InboxMessage.objects.using(alias).create(**values, state=State.DEAD)
-            Step.objects.using(alias).bulk_create(Step(message=row, **step) for step in steps)
-            record(alias, [row.pk], was="", reason=reason)
-    except IntegrityError:
-        if (state := _state_of(alias, values)) is not None:
-            return state  # it was received or imported at the same time
-        raise
-    return None
-
-
-def _state_of(alias: str, values: Mapping[str, Any]) -> State | None:
-    named = {name: values[name] for name in ("handler", "topic", "biz_id")}
-    found = InboxMessage.objects.using(alias).filter(**named).values_list("state", flat=True).first()
-    return None if found is None else State(found)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import inf
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.connections import leave_pools
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import Activity, Heartbeats

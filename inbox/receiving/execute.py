@@ -44,7 +44,7 @@ from inbox.receiving.reading import (
 from inbox.receiving.run import Policy, run_claimed, run_fresh
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, business_id
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Successor, business_id
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,14 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     return (known[stored.handler], stored) if stored else None
 
 
-def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Outcome:
-    """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
+def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None = None) -> Outcome:
+    """Run a stored message whose attempt has been claimed. If it is handled, `successor` has claimed the next message.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
     """
     try:
-        outcome = _run_claimed(handler, stored, options, follower)
+        outcome = _run_claimed(handler, stored, options, successor)
     finally:
         quarantine.leave()
     if outcome is Outcome.HANDLED:
@@ -138,7 +138,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
     return outcome
 
 
-def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Outcome:
+def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
     try:
         envelope = open_claimed(handler, stored, options)
     except Unidentifiable as error:
@@ -157,7 +157,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         if handler.lease:
             return leased.run_stored(handler, stored, envelope, options)
         messages = _stored_messages(stored, envelope, options)
-        return run_claimed(Policy(handler, options), stored, envelope, messages, follower)
+        return run_claimed(Policy(handler, options), stored, envelope, messages, successor)
 
 
 def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:

@@ -259,7 +259,9 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
         level = logging.INFO if failure.deferred else logging.WARNING
         backoff = failure.retry_after or timedelta()
         fate = f"is tried again in {backoff.total_seconds():.0f} s"
-    logger.log(level, "%s: message %s (biz-id %s) %s: %s", handler, message_id or "without id", biz_id, fate, failure.error)
+    place = f" ({failure.error_place})" if failure.error_place and not failure.deferred else ""
+    name = message_id or "without id"
+    logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, biz_id, fate, failure.error, place)
     _send(
         signals.message_dead if dead else signals.message_retrying,
         handler=handler,

@@ -39,7 +39,7 @@ from inbox.receiving.outcomes import (
 from inbox.receiving.reading import Arrival, messages_of
 from inbox.store import arrivals as store
 from inbox.store import claims
-from inbox.store.rows import ConcurrentDuplicate, Follower, Guard, KeyBusy, NewRow, OrderedKey
+from inbox.store.rows import ConcurrentDuplicate, Guard, KeyBusy, NewRow, OrderedKey, Successor
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
@@ -146,18 +146,18 @@ def run_claimed(
     stored: InboxMessage,
     envelope: Envelope,
     messages: Iterator[Message],
-    follower: Follower | None = None,
+    successor: Successor | None = None,
 ) -> Outcome:
-    """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
+    """Run a stored message whose attempt has been claimed. If it is handled, `successor` has claimed the next message.
 
     Raises:
         DatabaseUnavailable: the database does not answer; its `refund` is of this attempt.
     """
     handler, attempt = policy.handler, stored.attempts
-    alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
+    exclusive_key = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
     refund = partial(claims.give_back, handler.using, stored)
     longest_wait = policy.options.DUPLICATE_TIMEOUT
-    begin = partial(claims.begin_stored, handler.using, stored, alone_in, follower, longest_wait=longest_wait)
+    begin = partial(claims.begin_stored, handler.using, stored, exclusive_key, successor, longest_wait=longest_wait)
     ran: list[Message] = []
 
     def run() -> object:

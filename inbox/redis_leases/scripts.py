@@ -2,7 +2,7 @@
 
 Keys: 1 the state of Redis itself, 2 the record of one message, 3 the counts. The first three arguments of every script are the
 incarnation that the caller knows, and the last report that it received: a server, and that server's number of writes. Every
-script returns a report for the next call.
+script returns a report for the next call, with the time of Redis.
 
 Redis stores its `incarnation`, the number of `writes`, the current `server` process, and the history of `servers`: for each its
 run id, and the number of writes when it took over. An emptied Redis has another incarnation or none. A Redis restored from an
@@ -24,7 +24,9 @@ if meta[1] and run and string.sub(run, 1, 12) ~= string.sub(server, 1, 12) then
   servers = string.sub(servers, -1000) .. server .. ' '
   redis.call('HSET', KEYS[1], 'server', server, 'servers', servers)
 end
-local function report() return {server, writes} end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function report() return {server, writes, now} end
 local function has_all(server_before, count)
   if count == 0 then return true end
   if writes < count then return false end
@@ -46,8 +48,6 @@ _OPEN = (
     _READ_META
     + """
 if meta[1] ~= ARGV[1] or not has_all(ARGV[2], tonumber(ARGV[3])) then return {'lost', {'', 0}} end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function written()
   writes = redis.call('HINCRBY', KEYS[1], 'writes', 1)
   return report()
@@ -73,6 +73,7 @@ ACQUIRE = (
 local owner, duration, keep = ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local stored, attempt, fence_before, doubtful = ARGV[7] == '1', tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
 local digest, message, handler, cause = ARGV[11], ARGV[12], ARGV[13], ARGV[14]
+if now > tonumber(ARGV[15]) then return {'late', report()} end
 local under = string.sub(ARGV[1], 1, 8)
 local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'attempts', 'row', 'digest', 'message', 'under',
   'stopping')

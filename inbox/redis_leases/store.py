@@ -63,10 +63,11 @@ class _KnownState:
 
 
 class _Report(NamedTuple):
-    """The last report of Redis: the server process that answered, and its number of writes."""
+    """The last report of Redis: the server process that answered, its number of writes, and its time in milliseconds."""
 
     server: str = ""
     writes: int = 0
+    time: int = 0
 
 
 class RedisLeases:
@@ -92,11 +93,12 @@ class RedisLeases:
         self._state_locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._reports: dict[str, _Report] = {}
+        self._ahead = 0
         self._eviction_checked = False
 
     def acquire(self, request: LeaseRequest) -> Lease | Outcome | None:
         began_at, record = monotonic(), _record_key(request.row)
-        # Redis may execute a request whose client has given up, and nothing would hold that lease. The next try takes it over.
+        # Redis may have granted a lease whose answer was lost, and nothing would hold that lease. The next try takes it over.
         owner = self._unanswered.pop(record, None) or uuid.uuid4().hex
         try:
             answer = self._acquire(request, owner)
@@ -123,6 +125,8 @@ class RedisLeases:
         for _ in range(_MAX_TRIES):
             state = self._state(request.handler.using)
             with self._half_of_the_threads():
+                # A Redis that hung for longer executes the request when its client has given up, and another process may try.
+                answer_by = self._time_of_redis() + _milliseconds(timedelta(seconds=_SOCKET_SECONDS))
                 answer = self._run(
                     scripts.ACQUIRE,
                     state.incarnation,
@@ -136,11 +140,13 @@ class RedisLeases:
                     _short_hash(request.row.message_id),
                     request.row.handler,
                     request.row.cause.value,
+                    answer_by,
                 )
-            if answer[0] != "lost":
+            if answer[0] == "lost":
+                self._handle_loss(state)
+            elif answer[0] != "late":
                 return answer
-            self._handle_loss(state)
-        raise self._keeps_losing_data()
+        raise LeaseStoreUnavailable(f"the lease store {self._where} lost data, or answered late, {_MAX_TRIES} times in a row")
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
@@ -288,10 +294,19 @@ class RedisLeases:
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
         """The script's answer, without its report."""
         keys = [self._key("state"), self._key(_record_key(row)), self._key("counts")]
-        answer, report, *more = self._call(script, keys, [incarnation, *self._last_report(incarnation), *arguments])
+        answer, report, *more = self._call(script, keys, [incarnation, *self._last_report(incarnation)[:2], *arguments])
         if answer != "lost":
-            self._store_report(incarnation, _Report(*report))
+            self._store_report(incarnation, self._read_report(report))
         return [answer, *more]
+
+    def _read_report(self, report: list[Any]) -> _Report:
+        read = _Report(*report)
+        # Too little by the time that the answer took, so that a request is never granted too late.
+        self._ahead = read.time - _now()
+        return read
+
+    def _time_of_redis(self) -> int:
+        return _now() + self._ahead
 
     def _last_report(self, incarnation: str) -> _Report:
         return self._reports.get(incarnation, _Report())
@@ -353,7 +368,7 @@ class RedisLeases:
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
-                    self._reports.setdefault(found, _Report(*report))
+                    self._reports.setdefault(found, self._read_report(report))
                 return _KnownState(known, since)
             if committed(lambda: rows.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
                 logger.error(
@@ -369,7 +384,7 @@ class RedisLeases:
 
     def _handle_loss(self, state: _KnownState) -> None:
         report = self._last_report(state.incarnation)
-        self._call(scripts.REPLACE_INCARNATION, [self._key("state")], [state.incarnation, *report, uuid.uuid4().hex])
+        self._call(scripts.REPLACE_INCARNATION, [self._key("state")], [state.incarnation, *report[:2], uuid.uuid4().hex])
         with self._lock:
             self._states = {alias: known for alias, known in self._states.items() if known != state}
 
@@ -390,6 +405,10 @@ class RedisLeases:
                 self._where,
                 answer.get("maxmemory_policy"),
             )
+
+
+def _now() -> int:
+    return int(monotonic() * 1000)
 
 
 def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:

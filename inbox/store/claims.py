@@ -24,7 +24,7 @@ from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bou
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_failed, as_written
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
-from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
+from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record, record_leaving
 
@@ -106,7 +106,7 @@ def begin_stored(
     alias: str,
     claimed: InboxMessage,
     exclusive_key: OrderedKey | None = None,
-    follower: Follower | None = None,
+    successor: Successor | None = None,
     *,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
 ) -> Guard | None:
@@ -114,15 +114,15 @@ def begin_stored(
 
     Args:
         exclusive_key: no other message of this key may run at the same time.
-        follower: gets the next message in its order.
+        successor: gets the next message in its order.
 
     Raises:
         KeyBusy: another one is running. Roll back, and give the row back.
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
-    if follower is not None:
-        follower.message = None
+    if successor is not None:
+        successor.message = None
     found = _begin(connection, claimed, exclusive_key, longest_wait)
     if found is None:
         return None
@@ -130,7 +130,7 @@ def begin_stored(
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    return Guard(alias, (claimed.pk,), proof, order, follower, claimed.state)
+    return Guard(alias, (claimed.pk,), proof, order, successor, claimed.state)
 
 
 def _begin(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections, transaction
 
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
@@ -58,22 +59,30 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     return None if pk is None else Granted(pk, 1, 1)
 
 
-def lease_over(alias: str, row: NewRow, lease: timedelta) -> Granted | None:
+def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = False) -> Granted | None:
     """running, past its lease → running, attempt and fence incremented. None: it is in another state, or has other content.
 
     For a delivery of a message whose process has died; a runner would also take it over, a little later.
+
+    Args:
+        is_retry: an answer of `lease_fresh` may have been lost. A lease that it granted for the same duration is granted again.
     """
     connection = connections[alias]
+    seconds, ours = lease.total_seconds(), "false"
+    if is_retry and is_postgresql(connection):
+        ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
+    one, given = f"CASE WHEN {ours} THEN 0 ELSE 1 END", [seconds] * ours.count("%s")
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, stopping = false, "
+            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
             f"next_attempt_at = {now_after(connection)} WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s "
-            f"AND state = 'running' AND next_attempt_at <= {now(connection)} RETURNING id, attempts, fence",
-            [lease.total_seconds(), row.handler, row.topic, row.biz_id, row.digest],
+            f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
+            [*given, *given, seconds, row.handler, row.topic, row.biz_id, row.digest, *given],
         )
         found = cursor.fetchall()
         granted = Granted(*found[0]) if found else None
-        record(alias, [granted.row] if granted else [], was=State.RUNNING, reason=_LEASE_OVER)
+        if granted and granted.fence > 1:  # fence 1 is a lease that was granted before
+            record(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
     return granted
 
 

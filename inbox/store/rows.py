@@ -183,7 +183,7 @@ def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest
 
 
 @dataclass(slots=True)
-class Follower:
+class Successor:
     """The next message in the order of the one that is being run, claimed to be run at once.
 
     Attributes:
@@ -204,7 +204,7 @@ class Guard:
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
         emptied: the full rows, in their order, if they were inserted without body and headers.
         order: the order that its one row has a place in; the next message in it is to be promoted.
-        follower: the next message is claimed for it; None leaves that message due.
+        successor: the next message is claimed for it; None leaves that message due.
         was: the previous state of its rows; "" if they are new.
         result: the result that its row was inserted with, as JSON.
     """
@@ -213,7 +213,7 @@ class Guard:
     rows: tuple[int, ...]
     transaction: str
     order: OrderedKey | None = None
-    follower: Follower | None = None
+    successor: Successor | None = None
     was: str = ""
     begun: tuple[int, ...] = ()
     is_settled: bool = False

@@ -71,7 +71,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
     Rows that were inserted as `done` are read instead: `xmin` is the transaction that inserted a row, and PostgreSQL refuses to
     read in a transaction that can no longer commit.
 
-    If a row has a place in an order, the next row is promoted, and claimed for the follower; that is not part of the proof.
+    If a row has a place in an order, the next row is promoted, and claimed for the successor; that is not part of the proof.
 
     Args:
         result: the handler's result as JSON, if it must be stored.
@@ -114,10 +114,10 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         raise TransactionEnded(ENDED)
     record(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
-        if guard.follower is None:
+        if guard.successor is None:
             promote_next(guard.alias, *guard.order)
         else:
-            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for, following)
+            guard.successor.message = claim_next(guard.alias, *guard.order, guard.successor.claimed_for, following)
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
@@ -172,17 +172,17 @@ def _given(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result:
 
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
     """May the next row of the order be claimed in the same round trip? Not if the trail has an entry in between."""
-    is_claimed = guard.order is not None and guard.follower is not None
+    is_claimed = guard.order is not None and guard.successor is not None
     return is_claimed and result == guard.result and not is_recorded(matters=False) and is_usable(connection)
 
 
 def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:
     """How many rows were hit, and what was claimed, which the caller rolls back if that is not this row."""
     assert guard.order is not None  # noqa: S101 - see _is_followed
-    assert guard.follower is not None  # noqa: S101
+    assert guard.successor is not None  # noqa: S101
     connection.validate_no_broken_transaction()
     given = _given(connection, guard, attempts, None)
-    return settle_and_claim(connection, _FINISH, given, guard.order, guard.follower.claimed_for)
+    return settle_and_claim(connection, _FINISH, given, guard.order, guard.successor.claimed_for)
 
 
 def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:

@@ -15,7 +15,7 @@ To relay what a test publishes and to run its handlers, see `outbox.testing.run_
 `inbox.pytest_plugin` provides them as fixtures, with the prefix `inbox_`.
 """
 
-from exactly_once.testing.travelling import travel
+from exactly_once.testing.database import travel
 from inbox.testing.calling import run_handler
 from inbox.testing.crashing import assert_effect_once
 from inbox.testing.delivering import deliver, drain, redeliver

@@ -27,7 +27,7 @@ from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.testing.environment import require_tests
+from exactly_once.testing.database import require_tests
 from inbox.conf import IN_THE_DATABASE, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.testing.environment import require_tests
+from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
 from inbox.consumer.lanes import Delivery, Unanswered, size_of
 from inbox.consumer.reception import Reception
@@ -15,6 +15,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.leases.autocommit import is_inside_a_transaction
+from inbox.local import LocalTransport
 from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages
 from inbox.runner import Runner
@@ -160,3 +161,26 @@ def _refuse_inside_atomic(name: str) -> None:
                 f"{name}() was called inside transaction.atomic() on {alias!r}. The inbox commits each message: call it "
                 "after that block. The transaction of a TestCase or of pytest-django is allowed."
             )
+
+
+class LocalTestTransport(LocalTransport):
+    """The transport of `outbox.testing.run_relay`, which finds it by name: `local://` without waiting for rate limits.
+
+    Args:
+        alias: the database of the outbox.
+        is_broker: `local://` is the broker of the project, so its refusals apply. With another broker, a handler may write to
+            another database than the outbox's.
+    """
+
+    def __init__(self, alias: str, *, is_broker: bool) -> None:
+        super().__init__("local://", alias=alias, exchange="")
+        self._failures = Failures()
+        self._runner = Runner(inbox_options(), handlers=self._failures.watched)
+        self._is_broker = is_broker
+
+    def raising_errors(self) -> AbstractContextManager[None]:
+        """At the end of the block, raise why the first message was not handled."""
+        return self._failures.raising()
+
+    def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
+        return super()._elsewhere(handlers) if self._is_broker else ()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
-from exactly_once.sql.rows import value_of
-from exactly_once.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
+from exactly_once.testing.matching import IsMeant, Messages, with_values
 from inbox.models import InboxMessage, State
 from inbox.testing.observing import registered
 
@@ -71,7 +70,7 @@ def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any
         LookupError: the function is not a handler.
         TypeError: a name is not an attribute of `ReceivedMessage`.
     """
-    return _found(_all(using), what, {"state": State.DONE.value, **expected})
+    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DONE.value, **expected})
 
 
 def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
@@ -79,7 +78,7 @@ def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -
 
     Args, Raises: as for `handled`.
     """
-    return _found(_all(using), what, {"state": State.DEAD.value, **expected})
+    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DEAD.value, **expected})
 
 
 def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
@@ -98,13 +97,13 @@ def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS,
     __tracebackhide__ = True
     if count < 1:
         raise ValueError(f"count is {count}: it must be 1 or more. For none, assert that handled() is empty.")
-    messages, expected = _all(using), {"state": State.DONE.value, **expected}
-    found = _found(messages, what, expected)
+    messages, expected = _MESSAGES.all(using), {"state": State.DONE.value, **expected}
+    found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != count:
         values = {name: value for name, value in expected.items() if name != "state"}
         raise AssertionError(
             f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected.\n"
-            f"{_listed(messages, what, expected)}"
+            f"{_MESSAGES.listed(messages, _is_meant(what), expected)}"
         )
     return found[0]
 
@@ -124,43 +123,33 @@ def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIA
     __tracebackhide__ = True
     if times < 1:
         raise ValueError(f"times is {times}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
-    messages = _all(using)
-    found = _found(messages, what, expected)
+    messages = _MESSAGES.all(using)
+    found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != 1:
         raise AssertionError(
             f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected.\n"
-            f"{_listed(messages, what, expected)}"
+            f"{_MESSAGES.listed(messages, _is_meant(what), expected)}"
         )
     (message,) = found
     if message.duplicates != times:
         raise AssertionError(
             f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {using!r}, {times} "
-            f"expected.\n{_listed(messages, what, {**expected, 'duplicates': times})}"
+            f"expected.\n{_MESSAGES.listed(messages, _is_meant(what), {**expected, 'duplicates': times})}"
         )
     return message
 
 
-def _all(using: str) -> list[ReceivedMessage]:
-    return [
-        value_of(
-            ReceivedMessage,
-            row,
-            id=row.message_id,
-            payload=decoded(bytes(row.body)),
-            state=str(row.state),
-            due_at=row.next_attempt_at,
-        )
-        for row in InboxMessage.objects.using(using).order_by("pk")
-    ]
+_MESSAGES = Messages(
+    "inbox",
+    ReceivedMessage,
+    InboxMessage,
+    due="next_attempt_at",
+    words=("handler", "topic", "state"),
+    values=("duplicates", "last_error"),
+)
 
 
-def _found(messages: Sequence[ReceivedMessage], what: What, expected: Mapping[str, Any]) -> list[ReceivedMessage]:
-    require_known(ReceivedMessage, expected)
-    is_meant = _is_meant(what)
-    return matching([message for message in messages if is_meant(message)], expected)
-
-
-def _is_meant(what: What) -> Callable[[ReceivedMessage], bool]:
+def _is_meant(what: What) -> IsMeant:
     if what is None:
         return lambda message: True
     if isinstance(what, str):
@@ -178,18 +167,3 @@ def _described(what: What, expected: Mapping[str, Any]) -> str:
     if what is not None:
         where = f" on the topic {what!r}" if isinstance(what, str) else f" by {registered(what).name}"
     return where + with_values(expected)
-
-
-def _listed(messages: Sequence[ReceivedMessage], what: What, expected: Mapping[str, Any]) -> str:
-    return listed(messages, _line, expected, place="inbox", is_meant=_is_meant(what))
-
-
-def _line(message: ReceivedMessage) -> str:
-    values = {
-        "biz_id": "" if message.biz_id == message.id else message.biz_id,
-        "key": message.key,
-        "headers": message.headers,
-        "duplicates": message.duplicates,
-        "last_error": message.last_error,
-    }
-    return f"{line_of([message.handler, message.topic, message.state], values)} payload={short(message.payload)}"

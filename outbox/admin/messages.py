@@ -53,10 +53,9 @@ from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.dead_letters import letters
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.operators import figures
-from outbox.operators.groups import groups, notes
+from outbox.operators.dead_letters import letters
 from outbox.operators.operations import (
     ACTIONS,
     ASK_AGAIN,
@@ -66,11 +65,14 @@ from outbox.operators.operations import (
     RESCHEDULE_THEM,
     RESTORE_THEM,
     ROLL_THEM_BACK,
+    groups,
     is_overdue,
+    notes,
 )
 from outbox.operators.replaying import REPLAY
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
-from outbox.store import heartbeats, operating, unique
+from outbox.store import operating, unique
+from outbox.store.heartbeats import relays
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY
@@ -92,7 +94,7 @@ _WHY = {
     State.SCHEDULED: _("It is sent when it is due."),
     State.RETRYING: _("It could not be sent. A relay tries again when it is due."),
     State.DEAD: _("It could not be sent, and no relay tries again unless an operator restores it."),
-    State.PUBLISHED: _("The broker has confirmed it."),
+    State.PUBLISHED: _("It is confirmed: the broker, or with local:// the inbox, has stored it."),
     State.EXPIRED: _("It expired before it was sent."),
     State.CANCELLED: _("It was cancelled and is not sent."),
     State.ROLLED_BACK: _("Its effect has not happened, so it is not sent."),
@@ -201,7 +203,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return operating.topics(self.using, MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
-        return sorted({relay.host for relay in heartbeats.relays.known(self.using)})
+        return sorted({relay.host for relay in relays.known(self.using)})
 
     def failed_attempts_in_trail(self) -> QuerySet[Any]:
         return TrailEntry.objects.using(self.using).filter(message_id=OuterRef("message_id"))

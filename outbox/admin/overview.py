@@ -33,9 +33,10 @@ from outbox.admin.messages import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators import figures
-from outbox.operators.groups import groups
+from outbox.operators.operations import groups
 from outbox.states import State
-from outbox.store import heartbeats, operating
+from outbox.store import operating
+from outbox.store.heartbeats import relays
 
 _MOST_NAMED = 5
 _BACKLOG = (State.READY, State.WAITING, State.PAUSED)
@@ -43,17 +44,17 @@ _BACKLOG = (State.READY, State.WAITING, State.PAUSED)
 
 def _read(alias: str) -> Reading:
     counts, now = figures.counts(alias), database_time(alias)
-    alive = [process for process in heartbeats.relays.rows(alias) if not process.silent]
+    alive = [process for process in relays.rows(alias) if not process.silent]
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
     rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
-    relays, paused = listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
+    processes, paused = listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
     return Reading(
         counts=counts,
         facts=[
             Fact(name=_("Longest overdue message"), value=_("none is due") if overdue is None else duration(overdue)),
-            Fact(name=_("Relays running"), value=str(len(alive)), link=relays),
-            Fact(name=_("Published per second"), value=rate, link=relays),
+            Fact(name=_("Relays running"), value=str(len(alive)), link=processes),
+            Fact(name=_("Published per second"), value=rate, link=processes),
             Fact(name=_("Paused topics"), value=str(paused), link=listed(PausedTopic)),
         ],
         attention=list(_attention(alias, counts, alive, overdue, now)),

@@ -1,1 +1,33 @@
-"""Monitoring of the outbox: figures of the tables, and the dashboard and alert rules for Prometheus and Grafana."""
+"""Monitoring of the outbox: gauges read from its tables, and the dashboard and alert rules for Prometheus and Grafana."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
+from outbox import metrics
+from outbox.operators.callbacks import pending_calls
+from outbox.operators.counts import count_states
+from outbox.store import pausing
+from outbox.store.heartbeats import relays
+
+_MOST_TOPICS = 100
+
+
+def table_gauges(alias: str) -> TableGauges:
+    """A collector for the outbox of this database."""
+    return TableGauges(alias, metrics.READABLE, _read)
+
+
+def _read(alias: str) -> Iterator[Sample]:
+    counted = count_states(alias)
+    for state, count in counted.states.items():
+        yield metrics.MESSAGES, (str(state),), count
+    yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
+    yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
+    paused: list[Any] = list(pausing.paused_topics(alias)[:_MOST_TOPICS])
+    for topic in paused:
+        yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
+    yield from processes_by_state(metrics.RELAYS, relays.rows(alias))

@@ -1,14 +1,18 @@
-"""Dead letters that were exported, stored again."""
+"""Export and import of the outbox's dead letters."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from django.db import IntegrityError, transaction
-from django.db.models import QuerySet
+from django.db import IntegrityError
+from django.utils.translation import gettext as _
 
+from exactly_once.operators.audit import Subject
+from exactly_once.operators.dead_letters import Letters, Refused
+from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.trail import record
@@ -24,36 +28,37 @@ COLUMNS = (
 """The columns of a dead letter besides its body and what follows from these."""
 
 
-def dead(alias: str) -> QuerySet[OutboxMessage]:
-    return OutboxMessage.objects.using(alias).filter(state=State.DEAD)
+class OutboxLetters(Letters):
+    def ids(self, message_ids: Iterable[str]) -> list[Any]:
+        """Another id than a UUID is none of the outbox."""
+        found = []
+        for given in message_ids:
+            with suppress(ValueError):
+                found.append(uuid.UUID(given))
+        return found
+
+    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
+        try:
+            return super().store(alias, values, reason)
+        except IntegrityError as error:
+            if not values.get("is_unique"):
+                raise
+            raise Refused(_("another message that was published with unique=True has its topic and biz-id")) from error
+
+    def insert(self, alias: str, values: Mapping[str, Any], reason: str) -> None:
+        """It is the last of its ordering key, and the later ones wait for it. Its callbacks are not called."""
+        if why := why_no_topic(values["topic"]):
+            raise Refused(f"topic: {why}")
+        message_id = values["message_id"]
+        shard = shard_of(values.get("key", ""), message_id)
+        row = OutboxMessage.objects.using(alias).create(**values, state=State.DEAD, shard=shard)
+        if row.is_unique:
+            require_unpublished(alias, [row.pk])
+        record(alias, [message_id], was="", became=State.DEAD, reason=reason)
+
+    def subject(self, values: Mapping[str, Any]) -> Subject:
+        message_id = str(values["message_id"])
+        return Subject(kind="message", id=message_id, name=f"{message_id} ({values['topic']} {values['biz_id']})")
 
 
-def store_dead(alias: str, values: Mapping[str, Any], reason: str) -> State | None:
-    """∅ → dead; None. Or the state of the message if its message id is here already.
-
-    It is the last of its ordering key, and the later ones wait for it. Its callbacks are not called.
-
-    Raises:
-        django.db.IntegrityError: another unique message has its topic and biz-id.
-    """
-    message_id = values["message_id"]
-    if (state := _state_of(alias, message_id)) is not None:
-        return state
-    try:
-        with transaction.atomic(using=alias):
-            row = OutboxMessage.objects.using(alias).create(
-                **values, state=State.DEAD, shard=shard_of(values.get("key", ""), message_id)
-            )
-            if row.is_unique:
-                require_unpublished(alias, [row.pk])
-            record(alias, [message_id], was="", became=State.DEAD, reason=reason)
-    except IntegrityError:
-        if (state := _state_of(alias, message_id)) is not None:
-            return state  # it was imported at the same time
-        raise
-    return None
-
-
-def _state_of(alias: str, message_id: uuid.UUID) -> State | None:
-    found = OutboxMessage.objects.using(alias).filter(message_id=message_id).values_list("state", flat=True).first()
-    return None if found is None else State(found)
+letters = OutboxLetters("outbox", OutboxMessage, COLUMNS, ["message_id"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime, time
+from datetime import UTC, datetime, time, timedelta
 
 from django.db import connections
 
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
+from exactly_once.sql.now import now_after
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 from outbox.store import history
@@ -83,6 +84,26 @@ _HEADS = (
     f"WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1) AS available_at FROM shards) heads"
 )
 """The first message of the stream in each shard."""
+
+
+_SHARDS = f"WITH shards(shard) AS (VALUES {', '.join(f'({shard})' for shard in range(SHARDS))})"
+
+
+def has_ready_for(alias: str, lag: timedelta) -> bool:
+    """Has a ready message been due for longer than `lag`?
+
+    It reads the first message of each shard, and the secondary ready index.
+    """
+    connection = connections[alias]
+    table, limit = live(connection), now_after(connection)
+    first = f"SELECT m.available_at FROM {table} m WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1"
+    parameters = [-lag.total_seconds()]
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_SHARDS} SELECT 1 FROM shards WHERE ({first}) < {limit} LIMIT 1", parameters)
+        if cursor.fetchone():
+            return True
+        cursor.execute(f"SELECT 1 FROM {table} m WHERE {SECONDARY} AND m.available_at < {limit} LIMIT 1", parameters)
+        return cursor.fetchone() is not None
 
 
 def paused_topics(alias: str, most: int) -> list[PausedTopic]:

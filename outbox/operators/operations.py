@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 from django import forms
+from django.db.models import Q
 from django.utils import timezone
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.display import exact
 from exactly_once.operators.actions import Action, Canary, Given, Judgement, Perform, ReasonForm, by_name
+from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
@@ -21,12 +23,17 @@ from outbox import doorbell
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
+from outbox.models import OutboxMessage
 from outbox.operators import bulk
-from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
+from outbox.states import CANCEL, COMMIT, LIVE, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
 from outbox.store import operating, preparing, restoring, unique
+from outbox.store.dialect import live
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
 
 operations = OperationTable("outbox")
+groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(day=LIVE))
+"""Failing messages by the broker's kind of answer and topic."""
+notes = Notes("outbox")
 CLIENT, TOPIC = "the HTTP client ", "topic "
 """What the requester and the selection of an operation of an HTTP client begin with."""
 

@@ -14,7 +14,7 @@ from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import State
-from outbox.store import heartbeats
+from outbox.store.heartbeats import relays
 
 
 def _counts(row: Any) -> Sequence[str]:
@@ -26,11 +26,11 @@ def _counts(row: Any) -> Sequence[str]:
 
 
 def _missing(alias: str) -> str:
-    if heartbeats.relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
+    if relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
         return ""
     ready = OutboxMessage.objects.using(alias).filter(state=State.READY)[: LIMIT + 1].count()
     count = f"{LIMIT:,}+" if ready > LIMIT else f"{ready:,}"
     return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": count}
 
 
-RELAYS = ProcessKind(name=_("relay"), heartbeats=heartbeats.relays, counts=_counts, missing=_missing)
+RELAYS = ProcessKind(name=_("relay"), heartbeats=relays, counts=_counts, missing=_missing)

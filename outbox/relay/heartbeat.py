@@ -16,7 +16,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
 from exactly_once.telemetry.statistics import Tally
-from outbox.store import heartbeats
+from outbox.store.heartbeats import relays
 
 
 class Heartbeat:
@@ -43,7 +43,7 @@ class Heartbeat:
         self._writing = threading.Lock()
         self._due_at = monotonic()
         self._writer = HeartbeatWriter(
-            heartbeats.relays,
+            relays,
             alias,
             ProcessIdentity(),
             self.tally,
@@ -98,7 +98,7 @@ class Heartbeat:
         """Mark the row as stopped at an orderly end of the process. Call it after all loops have ended."""
         with self._writing:
             self._ended = True
-            self._writer.close()
+            self._writer.close(published=self._published)
             if not connections[self._alias].in_atomic_block:  # as in a test
                 connections[self._alias].close()
 

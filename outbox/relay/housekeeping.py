@@ -15,8 +15,8 @@ from django.db import DatabaseError, connections
 
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.faults import is_canceled, is_collision, sqlstate_of
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions

@@ -16,9 +16,9 @@ from django.db import connections
 from exactly_once.broker import REFUSAL_REMEDY, describe_refusal
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.faults import is_lock_timeout
 from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport import BrokerRefused, BrokerUnavailable, Transport
@@ -319,8 +319,6 @@ class Relay:
     def _finish(self) -> None:
         self._running = False
         self._watchdog.leave()
-        if self._stop:
-            logger.info("relay: stopping; it finishes the current pass first. Signal again to end at once.")
         self._release_all()
         if not connections[self._alias].in_atomic_block:  # as in a test
             connections[self._alias].close()

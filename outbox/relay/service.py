@@ -13,9 +13,9 @@ from django.db import connections
 
 from exactly_once.masking import masked
 from exactly_once.operators.alerts import alerting
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.outage import OutageLog
-from exactly_once.process.reminder import Reminder
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion, Transport
 from outbox.conf import outbox_options
@@ -81,7 +81,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
 
     published = 0
     with watchdog.watching(), closing(heartbeat), alerting(() if drain else [alias], stop):
-        logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
+        logger.info("relay: sending the messages of database %r to %s.", alias, masked(options.BROKER_URL))
         calling = callers(alias, options, database_log=database_log)
         asking = askers(alias, options, database_log=database_log)
         companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
@@ -102,7 +102,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
             draining = lanes(stop, timed=False)
             _drain(draining, companions, watchdog, stop)
             published += sum(lane.published for lane in draining)
-    logger.info("The relay has ended. Messages published: %d.", published)
+    logger.info("relay: stopped. Messages published: %d.", published)
     return published
 
 
@@ -129,6 +129,7 @@ def _run(lanes: Sequence[Relay], companions: Sequence[Runs], watchdog: Watchdog,
     with _in_threads(beside, watchdog, stop):
         try:
             lanes[0].run()
+            logger.info("relay: stopping; what has begun is finished first. Signal again to end at once.")
         finally:
             stop.set()
 

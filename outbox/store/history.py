@@ -24,7 +24,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.faults import is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.purging import delete_in_chunks
+from exactly_once.sql.rows import delete_in_chunks
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import FIRST_DAY
 from outbox.store.dialect import HISTORY, TABLE

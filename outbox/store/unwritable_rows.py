@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from django.db import Error, connections, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.reminder import Reminder
+from exactly_once.process.logs import Reminder
 from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.faults import is_canceled

@@ -12,7 +12,7 @@ They read and relay the real rows of the test's database, in the test's own tran
 The names below are public. `outbox.pytest_plugin` provides them as fixtures, with the prefix `outbox_`.
 """
 
-from exactly_once.testing.travelling import travel
+from exactly_once.testing.database import travel
 from outbox.testing.messages import CapturedMessage, assert_nothing_published, assert_published, published
 from outbox.testing.relaying import SentMessage, run_relay
 

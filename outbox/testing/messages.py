@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
-from exactly_once.sql.rows import value_of
-from exactly_once.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
+from exactly_once.testing.matching import IsMeant, Messages, with_values
 from outbox.models import OutboxMessage
 
 
@@ -61,7 +60,7 @@ def published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expe
     Raises:
         TypeError: a name is not an attribute of `CapturedMessage`.
     """
-    return _matching(_all(using), topic, expected)
+    return _MESSAGES.found(_MESSAGES.all(using), _is_of(topic), expected)
 
 
 def assert_published(topic: str, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> CapturedMessage:
@@ -96,46 +95,26 @@ def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_D
     _assert_count(0, topic, using, expected)
 
 
-def _all(using: str) -> list[CapturedMessage]:
-    return [
-        value_of(
-            CapturedMessage,
-            row,
-            id=str(row.message_id),
-            payload=decoded(bytes(row.body)),
-            state=str(row.state),
-            due_at=row.available_at,
-        )
-        for row in OutboxMessage.objects.using(using).order_by("pk")
-    ]
+_MESSAGES = Messages(
+    "outbox", CapturedMessage, OutboxMessage, due="available_at", words=("topic", "state"), values=("last_error",)
+)
 
 
-def _matching(messages: Sequence[CapturedMessage], topic: str | None, expected: Mapping[str, Any]) -> list[CapturedMessage]:
-    require_known(CapturedMessage, expected)
-    return matching([message for message in messages if topic in {None, message.topic}], expected)
+def _is_of(topic: str | None) -> IsMeant:
+    return lambda message: topic in {None, message.topic}
 
 
 def _assert_count(count: int, topic: str | None, using: str, expected: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
-    messages = _all(using)
-    found = len(_matching(messages, topic, expected))
+    messages = _MESSAGES.all(using)
+    found = len(_MESSAGES.found(messages, _is_of(topic), expected))
     if found != count:
         described = (f" on the topic {topic!r}" if topic else "") + with_values(expected)
-        shown = listed(messages, _line, expected, place="outbox", is_meant=lambda message: topic in {None, message.topic})
         raise AssertionError(
-            f"{found or 'No'} {_messages(found)} published{described} on {using!r}, {count or 'none'} expected.\n{shown}"
+            f"{found or 'No'} {_messages(found)} published{described} on {using!r}, {count or 'none'} expected.\n"
+            f"{_MESSAGES.listed(messages, _is_of(topic), expected)}"
         )
 
 
 def _messages(count: int) -> str:
     return "message was" if count in {0, 1} else "messages were"
-
-
-def _line(message: CapturedMessage) -> str:
-    values = {
-        "biz_id": "" if message.biz_id == message.id else message.biz_id,
-        "key": message.key,
-        "headers": message.headers,
-        "last_error": message.last_error,
-    }
-    return f"{line_of([message.topic, message.state], values)} payload={short(message.payload)}"

@@ -11,13 +11,13 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
-from exactly_once.broker import scheme_of
-from exactly_once.testing.environment import require_tests
+from exactly_once.broker import is_local
+from exactly_once.testing.database import require_tests
 from exactly_once.testing.matching import decoded
 from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 from exactly_once.wire.formats import Wire
 from outbox.api import in_transaction
-from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.conf import outbox_options
 from outbox.relay.service import serve
 from outbox.transports import transport_class
 
@@ -83,13 +83,13 @@ class _TestTransport:
     def __init__(self, alias: str, *, handlers: bool) -> None:
         options = outbox_options()
         self.sent: list[SentMessage] = []
-        self._is_local = handlers and scheme_of(options.BROKER_URL) == scheme_of(LOCAL_BROKER)
+        self._is_local = handlers and is_local(options.BROKER_URL)
         self._local: Any = None
         if self._is_local:
             transport_class(options.BROKER_URL)
         if handlers and apps.is_installed("inbox"):
             # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
-            self._local = import_string("inbox.testing.local.LocalTestTransport")(alias, is_broker=self._is_local)
+            self._local = import_string("inbox.testing.delivering.LocalTestTransport")(alias, is_broker=self._is_local)
 
     def raising_errors(self) -> AbstractContextManager[None]:
         """At the end of the block, raise the first error of a handler in it."""

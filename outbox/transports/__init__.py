@@ -27,7 +27,7 @@ def transport_class(url: str) -> type[Transport]:
     """
     scheme = scheme_of(url)
     if scheme == "local" and not apps.is_installed("inbox"):
-        raise ImportError("'inbox' is not in INSTALLED_APPS, and local:// delivers messages to it")
+        raise ImportError("local:// delivers messages to 'inbox', which is not in INSTALLED_APPS")
     if scheme != "local" and (reason := why_unusable(url)):
         raise ImportError(reason)
     found: type[Transport] = import_string(_BY_SCHEME.get(scheme, _OTHERWISE))

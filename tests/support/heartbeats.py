@@ -9,7 +9,7 @@ from exactly_once.models import Process
 from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
 from inbox.store.heartbeats import consumers
-from outbox.store import heartbeats
+from outbox.store.heartbeats import relays
 
 
 def write_beat(alias="default", **given):
@@ -25,7 +25,7 @@ def write_beat(alias="default", **given):
     }
     facts = {name: given.pop(name, default) for name, default in {"published": 1_234_567, "shards": 0}.items()}
     process = ProcessIdentity(**identity)
-    heartbeats.relays.write(alias, process, facts=facts, **{**columns, **given})
+    relays.write(alias, process, facts=facts, **{**columns, **given})
     return process
 
 

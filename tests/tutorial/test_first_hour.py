@@ -96,7 +96,7 @@ def _sqlite_options_are_reported(reader):
 
     said = "\n".join(reader.run("python manage.py check 2>&1 || true"))
 
-    assert "outbox.E005" in said
+    assert "exactly_once.E002" in said
     assert "Remove them" in said
 
 

@@ -18,6 +18,7 @@ from django.core.management import BaseCommand, load_command_class
 from django.db.models import CheckConstraint
 from django.dispatch import Signal
 
+import exactly_once.checks
 import inbox
 import inbox.checks
 import inbox.http
@@ -135,9 +136,10 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (outbox.checks, inbox.checks, inbox.joins.checks, inbox.outgoing_webhooks.checks)
+        for module in (exactly_once.checks, outbox.checks, inbox.checks, inbox.joins.checks, inbox.outgoing_webhooks.checks)
         for found in re.findall(
-            r'id="((?:outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', Path(module.__file__).read_text()
+            r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"',
+            Path(module.__file__).read_text(),
         )
     }
 

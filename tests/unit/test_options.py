@@ -20,7 +20,7 @@ class Example:
     ON: bool = False
 
     def __post_init__(self):
-        options.require_positive(self, "COUNT", "INTERVAL")
+        options.require_positive(self)
 
 
 def problems_of(given, kind=Example):

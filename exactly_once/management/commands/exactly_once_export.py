@@ -1,27 +1,21 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, ClassVar
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.parts import Part, add_part_arguments, chosen_parts
-from exactly_once.cli.terminal import Progress
+from exactly_once.cli.parts import Part, PartsCommand
+from exactly_once.cli.terminal import STANDARD, Progress, opened
 from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.plurals import ngettext
-from exactly_once.sql.schema import require_schema
-
-_STDOUT = "-"
 
 
-class Command(TranslatedCommand):
+class Command(PartsCommand):
     """It writes JSON lines, see `operators.dead_letters`."""
 
+    owners: ClassVar = {"handler": "inbox"}
     help = gettext_lazy("Write dead letters as JSON lines, with their content as it is. The audit log records the export.")
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -29,13 +23,11 @@ class Command(TranslatedCommand):
         parser.add_argument("--topic", help=_("messages of this topic"))
         parser.add_argument("--handler", help=_("messages of this handler of the inbox"))
         only_its_owner = _("write to this file, which only its owner may read (default: to the standard output)")
-        parser.add_argument("--output", default=_STDOUT, metavar="FILE", help=only_its_owner)
-        add_part_arguments(parser)
+        parser.add_argument("--output", default=STANDARD, metavar="FILE", help=only_its_owner)
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        chosen = chosen_parts(options, handler="inbox")
-        require_schema(options["database"], *(part.app for part in chosen))
-        with _opened(options["output"], self.stdout) as output:
+    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
+        with opened(options["output"], "w", self.stdout) as output:
             count = sum(_export(part, options, output) for part in chosen)
         # Not to the standard output, which may have the lines.
         said = ngettext("%(count)s dead letter exported.", "%(count)s dead letters exported.", count)
@@ -59,22 +51,3 @@ def _export(part: Part, options: dict[str, Any], output: Any) -> int:
             output.write(line)
             progress.advance(1)
     return progress.done
-
-
-@contextmanager
-def _opened(name: str, stdout: Any) -> Iterator[Any]:
-    if name == _STDOUT:
-        yield stdout
-        return
-    try:
-        file: TextIO = open(name, "w", encoding="utf-8", opener=_for_its_owner)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise CommandError(_("%(file)s cannot be written: %(why)s.") % {"file": name, "why": error.strerror}) from error
-    with file:
-        yield file
-
-
-def _for_its_owner(name: str, flags: int) -> int:
-    descriptor = os.open(name, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # an existing file keeps its mode otherwise
-    return descriptor

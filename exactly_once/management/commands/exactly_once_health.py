@@ -9,13 +9,12 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.parts import NONE_RUNNING, OK, Check, Part, add_part_arguments, chosen_parts
+from exactly_once.cli.parts import NONE_RUNNING, OK, Check, Part, PartsCommand, chosen_parts
 from exactly_once.cli.terminal import sentence, show
 from exactly_once.health import readiness
 
 
-class Command(TranslatedCommand):
+class Command(PartsCommand):
     help = gettext_lazy(
         "For probes: exit with 0 if the relays and consumers of this host are alive and can do their work, and with 1 if not."
     )
@@ -28,7 +27,7 @@ class Command(TranslatedCommand):
             "--live", action="store_true", help=_("only whether the loops move; needs no database and no broker")
         )
         which.add_argument("--ready", action="store_true", help=_("only whether they can do their work"))
-        add_part_arguments(parser)
+        super().add_arguments(parser)
         parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -2,29 +2,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.parts import add_part_arguments, chosen_parts
+from exactly_once.cli.parts import Part, PartsCommand
+from exactly_once.cli.terminal import opened
 from exactly_once.operators.audit import actor_of_command, record
 from exactly_once.operators.dead_letters import Letters, Refused, numbered, read
 from exactly_once.sql.faults import is_about_values, is_collision
-from exactly_once.sql.schema import require_schema
 from exactly_once.wire.text import describe, visible
 
-_STDIN = "-"
 _IMPORTED, _KNOWN, _REFUSED = "imported", "known", "refused"
 
 
-class Command(TranslatedCommand):
+class Command(PartsCommand):
     """Each line has a transaction of its own: a refused one does not affect the others, and an import can be repeated."""
 
     help = gettext_lazy(
@@ -35,13 +31,11 @@ class Command(TranslatedCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("file", metavar="FILE", help=_("the file to import; - for the standard input"))
         parser.add_argument("--dry-run", action="store_true", help=_("only report what would be imported"))
-        add_part_arguments(parser)
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        chosen = chosen_parts(options)
-        require_schema(options["database"], *(part.app for part in chosen))
+    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
         counts = Counter[str]()
-        with _opened(options["file"]) as file:
+        with opened(options["file"], "rb", sys.stdin.buffer) as file:
             for number, line in numbered(file):
                 outcome, said = _import(line, [part.letters for part in chosen], options)
                 counts[outcome] += 1
@@ -84,16 +78,3 @@ def _stored(letters: Letters, alias: str, values: Mapping[str, Any], file: str) 
     if not state:
         record(letters.app, alias, actor, "import", [letters.subject(values)], {"file": file})
     return state
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    if name == _STDIN:
-        yield sys.stdin.buffer
-        return
-    try:
-        file = Path(name).open("rb")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise CommandError(_("%(file)s cannot be read: %(why)s.") % {"file": name, "why": error.strerror}) from error
-    with file:
-        yield file

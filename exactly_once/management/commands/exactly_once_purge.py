@@ -7,16 +7,14 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.parts import add_part_arguments, chosen_parts
+from exactly_once.cli.parts import Part, PartsCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, days, show
 from exactly_once.operators.audit import Subject, actor_of_command, record
 from exactly_once.operators.housekeeping import old_rows
-from exactly_once.sql.purging import delete_in_chunks
-from exactly_once.sql.schema import require_schema
+from exactly_once.sql.rows import delete_in_chunks
 
 
-class Command(TranslatedCommand):
+class Command(PartsCommand):
     help = gettext_lazy(
         "Delete settled messages older than OUTBOX['KEEP_HISTORY'] and INBOX['RETENTION'], then entries of the trail and of "
         "the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended before "
@@ -31,12 +29,10 @@ class Command(TranslatedCommand):
             help=_("the age of messages, instead of OUTBOX['KEEP_HISTORY']; not shorter than INBOX['RETENTION']"),
         )
         parser.add_argument("--dry-run", action="store_true", help=_("only count"))
-        add_part_arguments(parser)
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
         alias, given = options["database"], options["older_than_days"]
-        chosen = chosen_parts(options)
-        require_schema(alias, *(part.app for part in chosen))
         ages = [part.retention() if given is None else days("--older-than-days", given) for part in chosen]
         for part, older_than in zip(chosen, ages, strict=True):
             if why := part.why_too_young(older_than):

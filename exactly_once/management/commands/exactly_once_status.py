@@ -1,30 +1,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, ClassVar
 
 from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.live_view import LiveView, Rates
-from exactly_once.cli.parts import Part, add_part_arguments, chosen_parts
-from exactly_once.cli.terminal import Table, show
+from exactly_once.cli.parts import Part, PartsCommand, process_as_json, process_table
+from exactly_once.cli.terminal import RED, Table, sentence, show
 from exactly_once.process.loop import StopRequest, running_until_signalled
-from exactly_once.sql.schema import require_schema
 
 _REDRAW_SECONDS = 2.0
 
 
-class Command(TranslatedCommand):
+class Command(PartsCommand):
+    owners: ClassVar = {"conflicts": "inbox"}
     help = gettext_lazy(
         "Show the number of messages in each state and the age of the oldest waiting one in the outbox and in the inbox, the "
         "pending callbacks, what is paused, and the running processes."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        add_part_arguments(parser)
+        super().add_arguments(parser)
         parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
         parser.add_argument("--watch", action="store_true", help=_("redraw every two seconds, with rates, until q or Ctrl-C"))
         parser.add_argument(
@@ -33,12 +34,10 @@ class Command(TranslatedCommand):
             help=_("only the inbox, and list the messages with the most recent duplicates of different content"),
         )
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        chosen = chosen_parts(options, conflicts="inbox")
-        require_schema(options["database"], *(part.app for part in chosen))
+    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
         if options["json"]:
-            found = {part.app: part.status(options["database"], conflicts=options["conflicts"]) for part in chosen}
-            self.stdout.write(json.dumps(found))
+            found = {part.app: _as_json(part, options) for part in chosen}
+            self.stdout.write(json.dumps(found, default=datetime.isoformat))
         elif options["watch"]:
             self._watch(chosen, options)
         else:
@@ -52,6 +51,20 @@ class Command(TranslatedCommand):
             view.run(stop)
 
 
+def _as_json(part: Part, options: dict[str, Any]) -> dict[str, Any]:
+    alias = options["database"]
+    figures = part.figures(alias, conflicts=options["conflicts"])
+    return {**figures, f"{part.kind}s": [process_as_json(process) for process in part.heartbeats(alias)]}
+
+
 def _tables(chosen: list[Part], options: dict[str, Any], rates: Any) -> list[Table]:
-    alias, conflicts = options["database"], options["conflicts"]
-    return [table for part in chosen for table in part.tables(alias, rates, conflicts=conflicts)]
+    return [table for part in chosen for table in _part_tables(part, options, rates)]
+
+
+def _part_tables(part: Part, options: dict[str, Any], rates: Any) -> Iterator[Table]:
+    alias = options["database"]
+    yield from part.tables(alias, rates, conflicts=options["conflicts"])
+    if processes := part.heartbeats(alias):
+        yield process_table(processes, brief=True)
+    if missing := part.processes.missing(alias):
+        yield sentence(missing, RED)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from itertools import product
 from typing import Any
@@ -52,7 +53,7 @@ class Command(TranslatedCommand):
                 words = _("Message %(message)s was not found. %(searched)s")
                 raise CommandError(words % {"message": repr(life.message_id), "searched": _unknown(life)})
         if options["json"]:
-            self.stdout.write("\n".join(json.dumps(_as_json(life)) for life in lives))
+            self.stdout.write("\n".join(json.dumps(_as_json(life), default=datetime.isoformat) for life in lives))
         else:
             show([table for life in lives for table in _drawn(life)], self.stdout)
 
@@ -77,31 +78,8 @@ def _unknown(life: Life) -> str:
 def _as_json(life: Life) -> dict[str, Any]:
     return {
         "message_id": life.message_id,
-        "life": [
-            {
-                "at": moment.at.isoformat(),
-                "where": moment.where,
-                "from": moment.was,
-                "to": moment.became,
-                "process": moment.process,
-                "reason": moment.reason,
-                "database": moment.database,
-            }
-            for moment in life.moments
-        ],
-        "now": [
-            {
-                "where": standing.where,
-                "state": standing.state,
-                "topic": standing.topic,
-                "biz_id": standing.biz_id,
-                "attempts": standing.attempts,
-                "due": standing.due and standing.due.isoformat(),
-                "error": standing.error,
-                "database": standing.database,
-            }
-            for standing in life.standings
-        ],
+        "life": [asdict(moment) for moment in life.moments],
+        "now": [asdict(standing) for standing in life.standings],
         "unknown": list(life.unknown),
         "namesakes": list(life.namesakes),
     }

@@ -24,7 +24,14 @@ document.addEventListener("DOMContentLoaded", function () {
     function series(label, index) {
         const stroke = color("--overview-" + (index + 1));
         const value = (plot, number) => (number === null || number === undefined ? "-" : number.toLocaleString());
-        return { label: label, stroke: stroke, width: 2, points: { show: false }, value: value, spanGaps: false };
+        const points = { show: false, filter: alone, size: 4, fill: stroke };
+        return { label: label, stroke: stroke, width: 2, points: points, value: value, spanGaps: false };
+    }
+
+    // A value between two gaps is no line, so it is drawn as a point.
+    function alone(plot, index) {
+        const known = plot.data[index].map((number) => number !== null && number !== undefined);
+        return known.flatMap((is, at) => (is && !known[at - 1] && !known[at + 1] ? [at] : []));
     }
 
     function frame(place, chart) {

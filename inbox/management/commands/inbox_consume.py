@@ -13,7 +13,7 @@ from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers.registry import registry
-from inbox.monitoring.tables import table_gauges
+from inbox.monitoring import table_gauges
 
 
 class Command(TranslatedCommand):

@@ -3,20 +3,20 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import refuse_unknown
-from exactly_once.operators.audit import Subject, actor_of_command, record
-from exactly_once.sql.schema import require_schema
+from exactly_once.operators.audit import Actor, Subject, record
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage, State
 from inbox.operators.editing import correct, editable, locked_is_not_editable, replace_message
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app = "inbox"
     help = gettext_lazy(
         "Print the payload of a dead message. With --payload, replace it by a message with that payload, due at once."
     )
@@ -28,30 +28,29 @@ class Command(TranslatedCommand):
             "--payload", metavar="FILE", help=_("file with the corrected payload as JSON; - reads standard input")
         )
         parser.add_argument("--dry-run", action="store_true", help=_("show the changes without storing them"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        require_schema(options["database"], "inbox")
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         stored = _the_message(options)
         try:
             if options["payload"] is None:
                 self.stdout.write(editable(stored))
             else:
-                self._replace(stored, _text(options["payload"]), options)
+                self._replace(stored, _text(options["payload"]), actor, options)
         except NotEditable as error:
             words = _("Message %(message)s of %(handler)s was not edited. %(why)s")
             named = {"message": stored.message_id, "handler": stored.handler}
             raise CommandError(words % {**named, "why": error}) from error
 
-    def _replace(self, stored: InboxMessage, text: str, options: dict[str, Any]) -> None:
+    def _replace(self, stored: InboxMessage, text: str, actor: Actor, options: dict[str, Any]) -> None:
         self.stdout.write("\n".join(correct(stored, text).changes))
         if options["dry_run"]:
             self.stdout.write(_("Row %(row)s would be replaced.") % {"row": stored.pk})
             return
-        alias, actor = options["database"], actor_of_command(__name__)
+        alias = options["database"]
         # On SQLite the transaction itself waits for the lock, and not the statement in it.
         with locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
-            row = replace_message(alias, stored.pk, text, by=f"by {actor.name} with {actor.place}")
+            row = replace_message(alias, stored.pk, text, by=f"by {actor}")
             if row is not None:
                 subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")
                 record("inbox", alias, actor, "edit", [subject], {"payload": f"{len(text):,} characters", "replaced_by": row})

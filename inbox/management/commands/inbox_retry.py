@@ -3,16 +3,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import Progress, refuse_unknown
-from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operations import BATCH
 from exactly_once.plurals import ngettext
-from exactly_once.sql.schema import require_schema
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
@@ -24,7 +23,8 @@ _Row = tuple[int, bool, str, str]
 """Primary key, is it in quarantine, message id, handler."""
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app = "inbox"
     help = gettext_lazy("Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too.")
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -39,15 +39,10 @@ class Command(TranslatedCommand):
         )
         parser.add_argument("--retrying", action="store_true", help=_("also retry messages that wait for their next attempt"))
         parser.add_argument("--dry-run", action="store_true", help=_("count the messages without changing them"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        require_schema(options["database"], "inbox")
-        wanted = {
-            "message_id__in": options["message_ids"],
-            "handler": options["handler"],
-            "topic": options["topic"],
-        }
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
+        wanted = {"message_id__in": options["message_ids"], "handler": options["handler"], "topic": options["topic"]}
         if options["handler"] and not may_exist(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
             words = _("No handler has the name %(handler)s. Known handlers: %(known)s.")
@@ -56,7 +51,7 @@ class Command(TranslatedCommand):
         if not given and not options["all"]:
             raise CommandError(_("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all."))
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
-        chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
+        chosen = InboxMessage.objects.using(alias).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
         held_back = set() if options["override_maximum_age"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)
@@ -64,15 +59,14 @@ class Command(TranslatedCommand):
             would = ngettext("%(count)s message would be retried.", "%(count)s messages would be retried.", left)
             self.stdout.write(would + _about(held_back))
             return
-        alias = options["database"]
         unsent: list[str] = []
         with Progress(_("retried"), left) as progress:
             for chunk in _chunks([row for row in rows if not row[1]]):
                 retrying = decisions.retrying("inbox_retry", sources=states)
-                progress.advance(_decide(alias, chunk, "retry", retrying, given, unsent))
+                progress.advance(_decide(alias, actor, chunk, "retry", retrying, given, unsent))
             for chunk in _chunks([row for row in rows if row[1] and row[0] not in held_back]):
                 overriding = decisions.overriding("inbox_retry")
-                progress.advance(_decide(alias, chunk, "override_maximum_age", overriding, given, unsent))
+                progress.advance(_decide(alias, actor, chunk, "override_maximum_age", overriding, given, unsent))
         due = ngettext("%(count)s message is due now.", "%(count)s messages are due now.", progress.done)
         self.stdout.write(due + _about(held_back))
         refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
@@ -94,7 +88,13 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
 
 
 def _decide(
-    alias: str, rows: Sequence[_Row], action: str, decision: Decision, given: Mapping[str, Any], unsent: list[str]
+    alias: str,
+    actor: Actor,
+    rows: Sequence[_Row],
+    action: str,
+    decision: Decision,
+    given: Mapping[str, Any],
+    unsent: list[str],
 ) -> int:
     """Decide about some messages in one transaction, and about those that are locked in one each; how many were changed."""
     subjects = {
@@ -103,7 +103,7 @@ def _decide(
     }
 
     def audit(changed: Sequence[int]) -> int:
-        record("inbox", alias, actor_of_command(__name__), action, [subjects[row] for row in changed], given)
+        record("inbox", alias, actor, action, [subjects[row] for row in changed], given)
         if decision.quarantined:
             for row in changed:  # to explain later why an effect happened twice
                 logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subjects[row].name)

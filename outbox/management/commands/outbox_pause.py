@@ -1,13 +1,12 @@
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.core.management.base import CommandParser
+from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.operators.audit import Subject, actor_of_command, record
-from exactly_once.sql.schema import require_schema
+from exactly_once.cli.command import DatabaseCommand
+from exactly_once.operators.audit import Actor, Subject, record
 from outbox.errors import InvalidMessage
 from outbox.pausing import TopicState, pause
 
@@ -20,7 +19,8 @@ _FOUND = {
 }
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app, refusals = "outbox", (InvalidMessage,)
     help = gettext_lazy(
         "Pause a topic: no relay sends its messages until outbox_resume. They are still written, and keep their order."
     )
@@ -28,17 +28,12 @@ class Command(TranslatedCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("topic", metavar="TOPIC", help=_("its exact name"))
         parser.add_argument("--reason", default="", help=_("why, for people; exactly_once_status shows it"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        alias, topic, reason = options["database"], options["topic"], options["reason"]
-        require_schema(alias, "outbox")
-        try:
-            with transaction.atomic(using=alias):
-                found = pause(topic, reason=reason, using=alias)
-                subject = Subject(kind="topic", id=topic, name=topic)
-                record("outbox", alias, actor_of_command(__name__), "pause", [subject], {"reason": reason})
-        except InvalidMessage as error:
-            raise CommandError(str(error)) from error
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
+        topic, reason = options["topic"], options["reason"]
+        with transaction.atomic(using=alias):
+            found = pause(topic, reason=reason, using=alias)
+            record("outbox", alias, actor, "pause", [Subject(kind="topic", id=topic, name=topic)], {"reason": reason})
         words = _("Topic %(topic)s is paused.") % {"topic": repr(topic)}
         self.stdout.write(f"{words} {_FOUND.get(found, '')}".rstrip())

@@ -2,20 +2,22 @@ import gc
 from functools import partial
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.broker import scheme_of
+from exactly_once.broker import is_local
 from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_schema
 from exactly_once.telemetry import prometheus
-from outbox.conf import LOCAL_BROKER, outbox_options
-from outbox.monitoring.tables import table_gauges
+from outbox.conf import outbox_options
+from outbox.monitoring import table_gauges
 from outbox.relay.service import serve
+from outbox.transports import transport_class
 
 
 class Command(TranslatedCommand):
@@ -32,8 +34,16 @@ class Command(TranslatedCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console(options["verbosity"])
+        _require_transport(outbox_options().BROKER_URL)
         prometheus.serve_metrics(options, table_gauges(options["database"]))
         run_until_signalled(partial(_relay, options["database"], drain=options["drain"]), grace=outbox_options().SHUTDOWN_GRACE)
+
+
+def _require_transport(url: str) -> None:
+    try:
+        transport_class(url)
+    except ImportError as error:
+        raise CommandError(f"OUTBOX['BROKER_URL'] is {masked(url)}, which cannot be used: {error}.") from error
 
 
 def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
@@ -47,4 +57,4 @@ def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
 
 def _apps_at_work() -> list[str]:
     """The apps whose tables the relay uses: with local:// it stores into the inbox and runs its handlers."""
-    return ["outbox", "inbox"] if scheme_of(outbox_options().BROKER_URL) == scheme_of(LOCAL_BROKER) else ["outbox"]
+    return ["outbox", "inbox"] if is_local(outbox_options().BROKER_URL) else ["outbox"]

@@ -6,18 +6,16 @@ from functools import partial
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.cli.command import DatabaseCommand, log_to_console
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, sentence, show
 from exactly_once.models import Operation, OperationState
-from exactly_once.operators.audit import actor_of_command
+from exactly_once.operators.audit import Actor
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.schema import require_schema
 from outbox.conf import outbox_options
 from outbox.operators.operations import operations
 from outbox.operators.previews import Replayable, preview_replaying
@@ -30,7 +28,8 @@ _POLL_SECONDS = 0.2
 _MOST_PER_SECOND = 100_000
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app = "outbox"
     help = gettext_lazy(
         "Send published messages again, with the same ids: those of the history that were published in a period, of a topic or "
         "of a biz-id; to every queue of their topic, or with --to-group to the queue of one handler."
@@ -52,12 +51,10 @@ class Command(TranslatedCommand):
         parser.add_argument("--reason", default="", help=_("why, for people; kept with the operation and in the audit log"))
         parser.add_argument("--dry-run", action="store_true", help=_("only show what would be sent"))
         parser.add_argument("--yes", action="store_true", help=_("do not ask for confirmation"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         log_to_console(options["verbosity"])
-        alias = options["database"]
-        require_schema(alias, "outbox")
         replay, rate = _replay(options), _per_second(options["rate"])
         found = preview_replaying(alias, replay.selection)
         show(_shown(found, replay), self.stdout)
@@ -66,7 +63,7 @@ class Command(TranslatedCommand):
             return
         if not options["yes"] and not _agreed(count):
             raise CommandError(_("Nothing was sent."))
-        operation, is_new = plan(alias, replay, rate=rate, reason=options["reason"], actor=actor_of_command(__name__))
+        operation, is_new = plan(alias, replay, rate=rate, reason=options["reason"], actor=actor)
         if not is_new:
             words = _("The same replay is operation %(number)s, which has not ended: it is continued.")
             self.stdout.write(words % {"number": operation.pk})

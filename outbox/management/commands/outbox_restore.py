@@ -2,15 +2,13 @@ from collections import Counter
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
-from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
-from exactly_once.sql.schema import require_schema
 from outbox.operators.previews import Restorable, preview_restoring
 from outbox.restoring import restoring
 from outbox.states import RESTORE
@@ -21,7 +19,8 @@ _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all"
 _STATES = [state.value for state in RESTORE.sources]
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app = "outbox"
     help = gettext_lazy(
         "Restore cancelled, expired or dead messages with a full set of attempts: scheduled if their time is in the future, "
         "otherwise ready. Retrying messages named by MESSAGE_ID or --state retrying are tried now."
@@ -37,11 +36,10 @@ class Command(TranslatedCommand):
         parser.add_argument("--all", action="store_true", help=_("all messages"))
         parser.add_argument("--without-overdue", action="store_true", help=_("skip messages whose time has passed"))
         parser.add_argument("--dry-run", action="store_true", help=_("only show what would be restored"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        alias, overdue = options["database"], not options["without_overdue"]
-        require_schema(alias, "outbox")
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
+        overdue = not options["without_overdue"]
         if not any(options[name] for name in _SELECTING):
             words = _(
                 "Select the messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run "
@@ -56,7 +54,6 @@ class Command(TranslatedCommand):
         found = dict(selection.messages(alias).order_by("pk").values_list("pk", "message_id"))
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
         total, left = Counter[str](), Counter[str]()
-        actor = actor_of_command(__name__)
 
         def audit(restored: Restored) -> None:
             parameters = {name: options[name] for name in (*_SELECTING, "without_overdue")}

@@ -1,15 +1,14 @@
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
+from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import Progress, message_id, refuse_unknown
-from exactly_once.operators.audit import Subject, actor_of_command, record
+from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
-from exactly_once.sql.schema import require_schema
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.pausing import TopicState, resume
@@ -17,7 +16,8 @@ from outbox.states import State
 from outbox.store import preparing
 
 
-class Command(TranslatedCommand):
+class Command(DatabaseCommand):
+    app, refusals = "outbox", (InvalidMessage,)
     help = gettext_lazy(
         "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first. "
         "With --checks, ask the checkers of stuck messages again instead, at once and with a new count of answers."
@@ -29,27 +29,22 @@ class Command(TranslatedCommand):
             "--checks", nargs="*", metavar="MESSAGE_ID", help=_("ask the checkers of these stuck messages (default: of all)")
         )
         parser.add_argument("--dry-run", action="store_true", help=_("with --checks: only count"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        alias, topic = options["database"], options["topic"]
-        require_schema(alias, "outbox")
+    def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
+        topic = options["topic"]
         if options["checks"] is not None:
-            self._resume_checks(alias, topic, options["checks"], is_trial=options["dry_run"])
+            self._resume_checks(alias, actor, topic, options["checks"], is_trial=options["dry_run"])
         elif topic is None or options["dry_run"]:
             raise CommandError(_("Name the topic to resume, or the stuck messages with --checks. --dry-run needs --checks."))
         else:
-            self._resume_topic(alias, topic)
+            self._resume_topic(alias, actor, topic)
 
-    def _resume_topic(self, alias: str, topic: str) -> None:
-        try:
-            with transaction.atomic(using=alias):
-                found = resume(topic, using=alias)
-                if found is not TopicState.ACTIVE:
-                    subject = Subject(kind="topic", id=topic, name=topic)
-                    record("outbox", alias, actor_of_command(__name__), "resume", [subject])
-        except InvalidMessage as error:
-            raise CommandError(str(error)) from error
+    def _resume_topic(self, alias: str, actor: Actor, topic: str) -> None:
+        with transaction.atomic(using=alias):
+            found = resume(topic, using=alias)
+            if found is not TopicState.ACTIVE:
+                record("outbox", alias, actor, "resume", [Subject(kind="topic", id=topic, name=topic)])
         if found is TopicState.ACTIVE:
             words = _("Topic %(topic)s is not paused. exactly_once_status lists those that are.")
             raise CommandError(words % {"topic": repr(topic)})
@@ -58,7 +53,7 @@ class Command(TranslatedCommand):
             words = _("Topic %(topic)s is being resumed already. The broker may refuse it again.")
         self.stdout.write(words % {"topic": repr(topic)})
 
-    def _resume_checks(self, alias: str, topic: str | None, message_ids: list[str], *, is_trial: bool) -> None:
+    def _resume_checks(self, alias: str, actor: Actor, topic: str | None, message_ids: list[str], *, is_trial: bool) -> None:
         chosen = OutboxMessage.objects.using(alias).filter(state=State.STUCK)
         named = [message_id(given) for given in message_ids]
         if named:
@@ -71,7 +66,6 @@ class Command(TranslatedCommand):
                 ngettext("%(count)s message would be resumed.", "%(count)s messages would be resumed.", len(found))
             )
             return
-        actor = actor_of_command(__name__)
         with Progress(_("resumed"), len(found)) as progress:
             for position, identity in found.items():
                 with transaction.atomic(using=alias):

@@ -68,8 +68,8 @@ def test_life_of_a_message_is_shown_only_with_its_permission(app, with_a_step):
     row = a_message() if app == "outbox" else with_a_step
     view = f"view_{app}message"
 
-    assert "Life" not in page_of(row, view)
-    assert "Life" in page_of(row, view, LIFE)
+    assert "Timeline" not in page_of(row, view)
+    assert "Timeline" in page_of(row, view, LIFE)
 
 
 def test_query_of_an_endpoints_url_is_not_in_the_audit_log():

@@ -62,7 +62,7 @@ def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
 
     text = words(Page(staff_client(VIEW, VIEW_INBOX, LIFE).get(reverse(DETAIL, args=[row.pk]))))
 
-    history = text[text.index("Life") :]
+    history = text[text.index("Timeline") :]
     steps = ("Ready", "Ready → ↻ Retrying", "refused by the broker", "Retrying → ▸ Ready", "Ready → ✓ Published", "Received")
     positions = [history.index(step) for step in (*steps, "Received → ✕ Dead", "no such article", "Now")]
     assert positions == sorted(positions)
@@ -104,7 +104,7 @@ def test_message_page_begins_with_state_error_actions_and_payload_and_shows_an_e
     text = text[text.index("State:") :]
     action = "Cancel…" if half == "outbox" else "Skip…"
     positions = [
-        text.index(step) for step in ("Dead", "unless an operator", "Missing: no such", action, "17", "Life", "Biz-id:")
+        text.index(step) for step in ("Dead", "unless an operator", "Missing: no such", action, "17", "Timeline", "Biz-id:")
     ]
     assert positions == sorted(positions)
     assert text.count("no such article; " * 19) == 1

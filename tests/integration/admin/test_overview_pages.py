@@ -171,6 +171,19 @@ def test_one_box_searches_the_messages_of_both_halves_also_their_errors(handles)
     assert staff_client("view_outboxmessage").get(f"{found}order-19").status_code == 403
 
 
+def test_project_can_override_a_template_and_extend_ours(settings, tmp_path):
+    ours = tmp_path / "exactly_once" / "overview.html"
+    ours.parent.mkdir()
+    ours.write_text('{% extends "exactly_once/overview.html" %}{% block content %}Our runbook{{ block.super }}{% endblock %}')
+    (engine,) = settings.TEMPLATES
+    settings.TEMPLATES = [{**engine, "DIRS": [tmp_path]}]
+
+    text = the_page().text
+
+    assert "Our runbook" in text
+    assert "Relays running" in text
+
+
 def test_dead_messages_are_said_once_with_their_alert_and_their_largest_failure_groups():
     failure = {"error_class": "nacked", "failing_since": utcnow()}
     for topic, number in (("shop.placed", 3), ("shop.paid", 1)):

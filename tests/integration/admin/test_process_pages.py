@@ -14,7 +14,7 @@ from django.urls import reverse
 from exactly_once.admin.processes import ProcessAdmin
 from exactly_once.models import AuditEntry, Process
 from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
-from exactly_once.process.requests import Mode, Request
+from exactly_once.process.loop import Mode, Request
 from exactly_once.sql.now import DatabaseTime
 from inbox.store.heartbeats import consumers
 from outbox.states import State

@@ -281,11 +281,11 @@ def test_export_gets_the_redacted_payload_or_an_error():
 def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said, option):
     settings.OUTBOX, settings.INBOX = {option: path}, {}
     (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
-    assert (problem.id, said in problem.msg) == ("outbox.E006", True)
+    assert (problem.id, said in problem.msg) == ("exactly_once.E003", True)
 
     settings.OUTBOX, settings.INBOX = {}, {option: path}
     (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
-    assert (problem.id, said in problem.msg) == ("inbox.E008", True)
+    assert (problem.id, said in problem.msg) == ("exactly_once.E003", True)
 
 
 def test_check_accepts_a_function_that_can_be_loaded(settings):

@@ -181,10 +181,6 @@ def test_lease_in_redis_that_may_outlast_the_consumer_timeout_is_a_warning(handl
     assert "limit=0:20:00" in problem.msg
 
 
-def test_supported_databases_pass_the_database_check():
-    assert ours.check_databases(None, ["default", "other"]) == []
-
-
 def test_lease_store_in_redis_requires_the_redis_library(monkeypatch):
     with override_settings(INBOX={"LEASE_STORE": "redis://:secret@host/0"}):
         assert "inbox.E007" not in found()

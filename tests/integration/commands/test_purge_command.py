@@ -12,7 +12,7 @@ from django.core.management import CommandError, call_command
 
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.purging import delete_in_chunks, older_entries
+from exactly_once.sql.rows import delete_in_chunks, older_entries
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState

@@ -128,29 +128,30 @@ class TestRelays:
         head, starting, waiting, working = run(app="outbox").splitlines()[-4:]
 
         assert head.split() == [
-            *("relay", "version", "started", "heartbeat", "last", "pass", "published", "per", "second", "state")
+            *("process", "kind", "version", "started", "heartbeat", "per", "second", "since", "its", "start", "state")
         ]
         assert waiting.startswith("second:4711")
-        assert waiting.endswith("  waits for the broker: connection refused")
-        assert working.split()[:2] == ["relay-1:4711", "1.2.3"]
-        assert working.split()[2].startswith("5:00:0")
-        assert working.split()[-3:] == ["1,234,567", "812.5", "working"]
-        assert starting.split()[-4:] == ["-", "1,234,567", "812.5", "starting"]
+        assert waiting.endswith("  running, waits for the broker: connection refused")
+        assert working.split()[:3] == ["relay-1:4711", "relay", "1.2.3"]
+        assert working.split()[3].startswith("5:00:0")
+        assert "  812.5  1,234,567 published, shards " in working
+        assert working.endswith("  running")
+        assert starting.endswith("  running")
 
     def test_status_shows_a_killed_relay_as_silent_without_a_rate(self):
         a_relay(silent_for=2 * SILENT_AFTER)
 
         line = run(app="outbox").splitlines()[-3]
 
-        assert line.split()[-2:] == ["-", "silent"]
+        assert "  -  1,234,567 published" in line
+        assert line.endswith("  silent")
 
     @pytest.mark.parametrize("silent", [False, True])
     @pytest.mark.parametrize(
         ("ready", "expected"),
         [
-            (0, "No relay is running."),
-            (1, "No relay is running: 1 message is ready."),
-            (2, "No relay is running: 2 messages are ready."),
+            (0, "No relay is running. Messages that are ready: 0."),
+            (2, "No relay is running. Messages that are ready: 2."),
         ],
     )
     def test_status_says_when_no_relay_is_running(self, silent, ready, expected):
@@ -176,7 +177,7 @@ class TestRelays:
         assert [one["id"] for one in printed] == [str(relay.id), str(silent.id)]
         first, second = printed
         instants = ("started", "beat", "last_pass")
-        assert set(first) == {"id", "host", "pid", "version", *instants, "published", "rate", "waits_for", "silent"}
+        assert set(first) == {"id", "host", "pid", "version", *instants, "rate", "published", "shards", "waits_for", "silent"}
         assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["started"]) == timedelta(hours=5)
         assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["last_pass"]) == timedelta(minutes=4)
         assert (first["host"], first["pid"], first["version"]) == ("relay-1", 4711, "1.2.3")

@@ -153,7 +153,7 @@ class TestTrailCommand:
 
         read = json.loads(printed_by_trail(message.id, "--json"))
         assert read["message_id"] == str(message.id)
-        assert {one["to"] for one in read["life"]} == {"ready", "received", "published", "done"}
+        assert {one["became"] for one in read["life"]} == {"ready", "received", "published", "done"}
         assert [one["state"] for one in read["now"]] == ["published", "done"]
 
     def test_trail_by_topic_and_biz_id_prints_every_message(self, handles):

@@ -58,7 +58,7 @@ def test_queue_with_a_delivery_limit_as_its_argument_is_not_received_from(handle
     declare_by_hand(rabbitmq_url, name, **arguments)
 
     with consuming([limited, sound], options):
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="m")
         wait_until(lambda: effects("m") == 1)
         assert consumers_of(rabbitmq_url, name) == 0
@@ -71,7 +71,7 @@ def test_queue_with_a_delivery_limit_as_its_argument_is_not_received_from(handle
 def test_quorum_queue_without_the_argument_has_the_limit_of_the_brokers_version(handles, rabbitmq_url, caplog):
     handler, options = handles(the_effect), broker_options(rabbitmq_url)
     declare_by_hand(rabbitmq_url, queue_name(handler, options), queue_type="quorum")
-    expected = "receiving from 1 queues"
+    expected = "receiving from 1 queue at"
     if version_of(rabbitmq_url) >= 4:
         expected = "drops a message that has been delivered 20 times"
 
@@ -99,7 +99,7 @@ def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handl
     declare_by_hand(rabbitmq_url, queue_name(handler, options), **arguments)
 
     with consuming([handler], options):
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="m")
         wait_until(lambda: effects("m") == 1)
 
@@ -110,7 +110,7 @@ def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(han
     handler = handles(the_effect)
 
     with consuming([handler], broker_options(rabbitmq_url)):
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
 
     (logged,) = [record for record in caplog.records if "the management API of RabbitMQ is not queried" in record.getMessage()]
     assert logged.levelname == "WARNING"
@@ -147,7 +147,7 @@ def test_management_api_that_drips_its_answer_does_not_stop_receiving_and_is_rep
     handler = handles(the_effect)
 
     with an_api_that_drips() as url, consuming([handler], broker_options(rabbitmq_url, MANAGEMENT_URL=url)):
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="m")
         wait_until(lambda: effects("m") == 1)
         wait_until(lambda: f"the management API of RabbitMQ at '{url}' is unavailable" in caplog.text)
@@ -199,7 +199,7 @@ class TestPolicies:
         declare_by_hand(url, queue_name(handler, options), queue_type=existing)
 
         with consuming([handler], options):
-            expected = "drops a message that has been delivered" if existing == "quorum" else "receiving from 1 queues"
+            expected = "drops a message that has been delivered" if existing == "quorum" else "receiving from 1 queue at"
             wait_until(lambda: expected in caplog.text)
 
     def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
@@ -210,10 +210,10 @@ class TestPolicies:
             wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
 
         with consuming([handler], options):
-            wait_until(lambda: "receiving from 1 queues" in caplog.text)
+            wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             limited(1)
             managed.clear_policy(url)
-            wait_until(lambda: caplog.text.count("receiving from 1 queues") == 2)
+            wait_until(lambda: caplog.text.count("receiving from 1 queue at") == 2)
             limited(2)
 
     def test_management_api_that_does_not_answer_is_logged_and_delays_nothing(self, handles, url, caplog):
@@ -221,7 +221,7 @@ class TestPolicies:
         handler = handles(the_effect)
 
         with consuming([handler], broker_options(url, MANAGEMENT_URL=refused)):
-            wait_until(lambda: "receiving from 1 queues" in caplog.text)
+            wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             send(url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 

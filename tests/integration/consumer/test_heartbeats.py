@@ -74,10 +74,11 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
         assert consumer.ends() == 0
 
     [row] = shown["consumers"]
-    assert set(row) == {"id", "host", "pid", "version", "started", "beat", "handlers", "received", "ran", "waits_for", "silent"}
+    common = {"id", "host", "pid", "version", "started", "beat", "last_pass", "rate", "waits_for", "silent"}
+    assert set(row) == {*common, "handlers", "received", "ran"}
     assert (row["handlers"], row["received"], row["waits_for"], row["silent"]) == (HANDLERS, 1, "", False)
     assert shown["unattended"] == []
-    assert f"working: {', '.join(HANDLERS)}" in text
+    assert f"running: {', '.join(HANDLERS)}" in text
     assert "No consumer is running" not in text
     assert not heartbeats()
     assert f"No consumer is running for: {', '.join(HANDLERS)}. Their messages wait in the broker's queues." in service.status()

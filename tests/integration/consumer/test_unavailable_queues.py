@@ -49,7 +49,7 @@ def test_handler_whose_queue_or_topic_is_forbidden_stops_no_other_handler(handle
     permit(**{right: ALL_BUT_IT})
 
     with consuming([forbidden, permitted], options) as consumer:
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         for name in ("a", "b"):
             send(rabbitmq_url, TOPIC, {}, message_id=name)
         wait_until(lambda: effects() == 2)
@@ -90,12 +90,12 @@ def test_checking_a_forbidden_queue_repeatedly_leaves_no_channel_open(handles, r
     permit(read=ALL_BUT_IT)
 
     with consuming([forbidden, permitted], options) as consumer:
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
-        before = rabbitmq_server.channels(rabbitmq_url)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         for _ in range(5):
             consumer._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
-        assert rabbitmq_server.channels(rabbitmq_url) == before
+        # That of the other queue. The broker may list a closed one for a moment.
+        wait_until(lambda: rabbitmq_server.channels(rabbitmq_url) == 1)
 
 
 def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):
@@ -108,7 +108,7 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
     rabbitmq_server.evaluate(f"ra:stop_server(quorum_queues, {member}).")
 
     with consuming([lost, sound], options) as consumer:
-        wait_until(lambda: "receiving from 1 queues" in caplog.text)
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         send(rabbitmq_url, TOPIC, {}, message_id="a")
         wait_until(lambda: effects("a") == 1)
 

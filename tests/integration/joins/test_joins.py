@@ -23,7 +23,7 @@ from inbox.joins import deciding, store
 from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
-from inbox.operators.dead_letters import letters, store_dead
+from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import editable
 from inbox.operators.pausing import pause_handler
@@ -443,7 +443,7 @@ class TestDecisions:
         _letters, values = read_dead_letter(line.encode(), [letters])
         InboxMessage.objects.filter(pk=dead.row_id).delete()
         with pytest.raises(Refused, match="the row of a join's run"):
-            store_dead("default", values, "imported")
+            letters.store("default", values, "imported")
 
     def test_completed_run_is_called_with_the_entered_messages(self, dead):
         assert deciding.complete("default", dead.pk, {topic: {"rows": 0} for topic in TOPICS[1:]}, by="by anna")

@@ -16,7 +16,7 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from exactly_once.operators.alert_options import AlertOptions
+from exactly_once.app_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater, signals
@@ -51,6 +51,7 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.loads import a_delivery, receive_load
+from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
@@ -911,19 +912,33 @@ class TestUnavailableStore:
         assert not InboxMessage.objects.exists()
 
     @pytest.mark.timeout(300)
-    def test_lease_that_redis_granted_after_its_client_had_given_up_is_used_by_the_next_try(
-        self, leased, redis_server, redis_url
-    ):
-        given, envelope = in_redis(redis_url), an_envelope()
-        handler = leased(the_effect)
-        deliver(handler, given=given)
-        with frozen(redis_server), pytest.raises(LeaseStoreUnavailable):
-            deliver(handler, envelope, given=given)
-        with redis.Redis.from_url(redis_url) as client:
-            # The counts, the state, and a record of each of the two messages.
-            wait_until(lambda: client.dbsize() == 4)
+    def test_lease_whose_answer_was_lost_is_used_by_the_next_try(self, leased, redis_server, redis_url):
+        handler, envelope = leased(the_effect), an_envelope()
+        with FaultProxy("127.0.0.1", redis_server.port) as proxy:
+            given = in_redis(proxy.through(redis_url))
+            deliver(handler, given=given)
+            proxy.drop_server_to_client(True)
+            with pytest.raises(LeaseStoreUnavailable):
+                deliver(handler, envelope, given=given)
+            proxy.drop_server_to_client(False)
+            proxy.cut()
+            with redis.Redis.from_url(redis_url) as client:
+                # The counts, the state, and a record of each of the two messages.
+                assert client.dbsize() == 4
 
-        assert deliver(handler, envelope, given=given, redelivered=True) is Outcome.HANDLED
+            assert deliver(handler, envelope, given=given, redelivered=True) is Outcome.HANDLED
+        assert effects() == 2
+
+    @pytest.mark.timeout(300)
+    def test_message_whose_consumer_gave_up_while_redis_hung_is_run_at_once_by_another(self, leased, redis_server, redis_url):
+        handler, envelope = leased(the_effect), an_envelope()
+        deliver(handler, given=in_redis(redis_url))
+        with frozen(redis_server), pytest.raises(LeaseStoreUnavailable):
+            deliver(handler, envelope, given=in_redis(redis_url))
+
+        another = options(LEASE_STORE=redis_url, DUPLICATE_TIMEOUT=timedelta(seconds=9))
+        assert lease_store(another) is not lease_store(in_redis(redis_url))
+        assert deliver(handler, envelope, given=another, redelivered=True) is Outcome.HANDLED
         assert effects() == 2
 
     @pytest.mark.timeout(300)

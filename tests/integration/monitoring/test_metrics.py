@@ -19,8 +19,8 @@ from exactly_once.metrics import MOST_SERIES, OTHER, Instrument
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry import prometheus
 from inbox import RetryLater
-from inbox.monitoring import tables as inbox_tables
-from outbox.monitoring import tables as outbox_tables
+from inbox import monitoring as inbox_tables
+from outbox import monitoring as outbox_tables
 from outbox.states import State
 from tests.support.deliveries import an_envelope, deliver, the_effect
 from tests.support.heartbeats import a_relay

@@ -95,7 +95,7 @@ class Pair:
     def _started(self, name, **environment):
         process = Process({**self._environment, **environment}, self._directory / f"{name}.log", "inbox_consume")
         self._stack.enter_context(process)
-        process.until(lambda: "receiving from 1 queues" in process.said())
+        process.until(lambda: "receiving from 1 queue at" in process.said())
         return process
 
     def request(self, request, process):
@@ -107,7 +107,7 @@ def gives_back(process, count):
 
 
 def receives(process, count):
-    process.until(lambda: process.said().count("receiving from 1 queues") == count)
+    process.until(lambda: process.said().count("receiving from 1 queue at") == count)
 
 
 def pausing_one_process_after_the_other(pair):
@@ -189,7 +189,7 @@ def test_broken_order_is_reported_if_another_program_gives_the_queue_back_too_la
         send(rabbitmq_url, handler.topic, {}, message_id="earlier", headers=headers)
         connected.drain_events(timeout=A_WHILE)
         with consuming([handler], options):
-            wait_until(lambda: "receiving from 1 queues" in caplog.text)
+            wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             subscription.cancel()
             for name in ("later", "latest"):
                 send(rabbitmq_url, handler.topic, {}, message_id=name, headers=headers)

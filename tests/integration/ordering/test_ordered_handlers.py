@@ -26,7 +26,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.reading import read
 from inbox.store import admitting, dialect, ordering, sentinel
-from inbox.store.rows import Follower
+from inbox.store.rows import Successor
 from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support.aliases import the_default_at
@@ -214,14 +214,14 @@ class TestFailingHead:
     def test_successor_that_is_claimed_with_its_predecessor_equals_its_row(self, handles, watched):
         handler = handles(the_effect, ordered=True)
         named(handler, "a", "b")
-        follower = Follower(timedelta(minutes=1))
+        successor = Successor(timedelta(minutes=1))
         with CaptureQueriesContext(connection) if watched else nullcontext():
-            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, follower) is Outcome.HANDLED
+            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
 
-        assert (follower.message.biz_id, follower.message.attempts) == ("b", 1)
+        assert (successor.message.biz_id, successor.message.attempts) == ("b", 1)
         row = InboxMessage.objects.get(biz_id="b")
         for field in InboxMessage._meta.concrete_fields:
-            assert getattr(follower.message, field.attname) == getattr(row, field.attname), field.name
+            assert getattr(successor.message, field.attname) == getattr(row, field.attname), field.name
 
     def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
         behaviour = Failing("a1")

@@ -435,7 +435,7 @@ def test_thread_of_the_alerts_survives_an_error_and_goes_on(alerts, monkeypatch,
     monkeypatch.setattr(module.Evaluator, "round", round_)
     stop = StopRequest()
     with module.alerting(["default"], stop):
-        wait_until(lambda: "an evaluation failed (a receiver failed)" in caplog.text)
+        wait_until(lambda: "alerts: an evaluation on 'default' failed" in caplog.text and "a receiver failed" in caplog.text)
         a_message(State.READY)
         failing.clear()
         wait_until(Alert.objects.exists)

@@ -10,7 +10,7 @@ from django.core.management import CommandError, call_command
 
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
-from exactly_once.process.requests import Mode, Request
+from exactly_once.process.loop import Mode, Request
 from inbox.store.heartbeats import consumers
 from outbox.models import OutboxMessage
 from outbox.states import State

@@ -9,8 +9,8 @@ import pytest
 from django.core.management import call_command
 from django.urls import reverse
 
+from exactly_once.app_options import AlertOptions
 from exactly_once.models import AuditEntry
-from exactly_once.operators.alert_options import AlertOptions
 from exactly_once.process.clock import utcnow
 from inbox import signals
 from inbox.models import InboxMessage, State

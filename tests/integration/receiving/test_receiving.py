@@ -353,6 +353,13 @@ class TestFailedAttempt:
             ("message_retrying", envelope.id, handler.name)
         ]
 
+    def test_failure_is_logged_with_its_error_and_the_line_that_raised_it(self, handles, caplog):
+        deliver(handles(fails), an_envelope())
+
+        (line,) = [record.getMessage() for record in caplog.records if "is tried again in" in record.getMessage()]
+        assert "ValueError: no stock (" in line
+        assert re.search(r"test_receiving\.py:fails:\d+\)$", line)
+
     def test_failed_message_is_run_again_when_due_and_not_before(self, handles):
         handler = handles(fails_times(1))
         deliver(handler)

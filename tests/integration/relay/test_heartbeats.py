@@ -18,7 +18,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
-from outbox.store import heartbeats
+from outbox.store.heartbeats import relays
 from tests.support.heartbeats import a_relay, fall_silent, write_beat
 from tests.support.relaying import in_threads
 
@@ -65,7 +65,7 @@ def next_beat(clock, heartbeat):
 
 
 def the_row():
-    return heartbeats.relays.rows("default").get()
+    return relays.rows("default").get()
 
 
 def is_near(instant, ago=timedelta()):
@@ -123,42 +123,42 @@ class TestRow:
     def test_delete_old_deletes_only_silent_rows_older_than_its_limit(self):
         write_beat()
         fall_silent(timedelta(hours=23))
-        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 0
+        assert relays.delete_old("default", timedelta(days=1)) == 0
 
         fall_silent(timedelta(hours=25))
-        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
+        assert relays.delete_old("default", timedelta(days=1)) == 1
         assert not Process.objects.exists()
 
     def test_delete_old_deletes_a_stopped_row_after_an_hour(self):
         relay = write_beat()
-        heartbeats.relays.mark_stopped("default", relay.id)
-        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 0
+        relays.mark_stopped("default", relay.id)
+        assert relays.delete_old("default", timedelta(days=1)) == 0
 
         Process.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
-        assert not heartbeats.relays.known("default")
-        assert heartbeats.relays.delete_old("default", timedelta(days=1)) == 1
+        assert not relays.known("default")
+        assert relays.delete_old("default", timedelta(days=1)) == 1
 
     def test_mark_stopped_marks_only_the_row_of_that_relay(self):
         ended, running = write_beat(), write_beat()
 
-        heartbeats.relays.mark_stopped("default", ended.id)
+        relays.mark_stopped("default", ended.id)
 
         assert the_row().id == running.id
-        assert [row.id for row in heartbeats.relays.known("default")] == [running.id, ended.id]
+        assert [row.id for row in relays.known("default")] == [running.id, ended.id]
 
     def test_stopped_relay_is_not_silent(self):
         relay = write_beat()
-        heartbeats.relays.mark_stopped("default", relay.id)
+        relays.mark_stopped("default", relay.id)
         fall_silent(2 * SILENT_AFTER)
 
-        assert [row.silent for row in heartbeats.relays.known("default")] == [False]
+        assert [row.silent for row in relays.known("default")] == [False]
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_heartbeat_is_stored_in_the_relayed_database(self):
         write_beat("other")
 
-        assert heartbeats.relays.rows("other").count() == 1
-        assert heartbeats.relays.rows("default").count() == 0
+        assert relays.rows("other").count() == 1
+        assert relays.rows("default").count() == 0
 
 
 class TestHeartbeat:
@@ -254,14 +254,16 @@ class TestHeartbeat:
 
     def test_closed_heartbeat_marks_its_row_as_stopped_and_writes_no_more(self, heartbeat, clock):
         heartbeat.beat()
+        heartbeat.published(3)
         heartbeat.close()
         stopped = Process.objects.get()
         assert is_near(stopped.stopped_at)
+        assert stopped.facts["published"] == 3
 
         clock.advance(60)
         heartbeat.beat()
         assert Process.objects.get().beat_at == stopped.beat_at
-        assert not heartbeats.relays.rows("default")
+        assert not relays.rows("default")
 
     def test_heartbeat_has_memory_round_trips_shards_and_mode(self, clock, next_beat, heartbeat):
         heartbeat.broker_took(0.0125)
@@ -277,7 +279,7 @@ class TestHeartbeat:
         heartbeat.beat()  # and never again
         fall_silent(SILENT_AFTER + A_MOMENT)
         Heartbeat("default").beat()
-        assert sorted(row.silent for row in heartbeats.relays.rows("default")) == [False, True]
+        assert sorted(row.silent for row in relays.rows("default")) == [False, True]
 
         fall_silent(timedelta(days=2))
         Heartbeat("default").beat()
@@ -355,7 +357,7 @@ class TestTwoLoops:
             writing.set()
             assert go_on.wait(30)
 
-        monkeypatch.setattr(heartbeats.relays, "write", slow)
+        monkeypatch.setattr(relays, "write", slow)
         with in_threads(heartbeat.beat):
             assert writing.wait(30)
             monkeypatch.setattr(heartbeat, "_due_at", 0.0)
@@ -368,7 +370,7 @@ class TestFailedHeartbeat:
     @pytest.fixture
     def failing_database(self, monkeypatch):
         """Every write of a heartbeat fails while `error` is set; `count` is the number of attempts."""
-        real, asked = heartbeats.relays.write, []
+        real, asked = relays.write, []
 
         class FailingDatabase:
             error = OperationalError("server closed the connection unexpectedly")
@@ -380,7 +382,7 @@ class TestFailedHeartbeat:
                 raise FailingDatabase.error
             real(alias, identity, **columns)
 
-        monkeypatch.setattr(heartbeats.relays, "write", write)
+        monkeypatch.setattr(relays, "write", write)
         return FailingDatabase
 
     def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
@@ -414,7 +416,7 @@ class TestFailedHeartbeat:
 
     def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
-        monkeypatch.setattr(heartbeats.relays, "mark_stopped", pytest.fail)
+        monkeypatch.setattr(relays, "mark_stopped", pytest.fail)
 
         heartbeat.close()
 
@@ -422,12 +424,12 @@ class TestFailedHeartbeat:
     def test_close_survives_a_failure_to_mark_the_row(self, heartbeat, monkeypatch):
         refused = []
 
-        def mark_stopped(alias, relay):
+        def mark_stopped(alias, relay, **columns):
             refused.append(relay)
             raise OperationalError("database is locked")
 
         heartbeat.beat()
-        monkeypatch.setattr(heartbeats.relays, "mark_stopped", mark_stopped)
+        monkeypatch.setattr(relays, "mark_stopped", mark_stopped)
 
         heartbeat.close()
 

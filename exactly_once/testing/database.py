@@ -1,4 +1,4 @@
-"""Time travel for tests.
+"""The rows of the test's database: whether they may be changed, and time travel.
 
 The outbox and the inbox compare the instants in their rows with the database's clock. That clock cannot be set, so `travel`
 moves the instants into the past instead.
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from django.apps import apps
+from django.core import mail
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.models import F, Model
-
-from exactly_once.testing.environment import require_tests
 
 _APPS = ("exactly_once", "outbox", "inbox")
 
@@ -51,3 +50,18 @@ def _models(using: str) -> Iterator[type[Model]]:
             for model in config.get_models():
                 if not model._meta.proxy and router.allow_migrate_model(using, model):
                     yield model
+
+
+def require_tests(function: str) -> None:
+    """Refuse to change rows outside of tests.
+
+    Raises:
+        RuntimeError: Django's test environment is not set up, so the databases may not be test databases.
+    """
+    # `setup_test_environment` sets it. Django has no public function to check it.
+    if not hasattr(mail, "outbox"):
+        raise RuntimeError(
+            f"{function}() changes rows and is for tests only. Django's test environment is not set up here: run the "
+            "tests with manage.py test or pytest-django. A test runner of your own calls "
+            "django.test.utils.setup_test_environment()."
+        )

@@ -1,0 +1,121 @@
+"""`manage.py check` for what both apps need: databases, their settings, and the functions that redact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, router
+
+from exactly_once.redactors import why_not_loaded
+from exactly_once.sql.schema import our_apps
+
+_Options = TypeVar("_Options")
+
+_SUPPORTED_VENDORS = ("postgresql", "sqlite")
+_FOREIGN_OPTIONS = {
+    "postgresql": {"check_same_thread", "detect_types", "init_command", "timeout", "transaction_mode"},
+    "sqlite": {"assume_role", "connect_timeout", "options", "pool", "server_side_binding", "service", "sslmode"},
+}
+"""By vendor: `OPTIONS` of the other one. Django passes them on, and each attempt to connect fails."""
+
+
+def check_with(options: Callable[[], _Options], **registered: Any) -> Callable[..., Any]:
+    """Register a generator of problems that gets these options. While they are invalid, which another check reports, it is not
+    called.
+    """
+
+    def decorated(check: Callable[[_Options], Iterable[CheckMessage]]) -> Callable[..., list[CheckMessage]]:
+        def run(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+            try:
+                given = options()
+            except ImproperlyConfigured:
+                return []
+            return [*check(given)]
+
+        register(run, **registered)
+        return run
+
+    return decorated
+
+
+@register(Tags.database)
+def check_databases(app_configs: object, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E001: a database on which the guarantees do not hold."""
+    return [
+        Error(
+            f"The database {alias!r} is {connections[alias].display_name}, on which messages are not supported.",
+            hint="Use PostgreSQL, or SQLite to begin with.",
+            id="exactly_once.E001",
+        )
+        for alias in _with_our_tables(databases or ())
+        if connections[alias].vendor not in _SUPPORTED_VENDORS
+    ]
+
+
+@register()
+def check_database_settings(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E002: settings under which a connection, a transaction or an instant fails."""
+    return [Error(problem, hint=hint, id="exactly_once.E002") for problem, hint in _unfit_settings()]
+
+
+def _unfit_settings() -> Iterator[tuple[str, str]]:
+    for alias in _with_our_tables(connections):
+        given = connections[alias].settings_dict
+        if foreign := sorted(_FOREIGN_OPTIONS.get(connections[alias].vendor, set()) & {*given["OPTIONS"]}):
+            name, given_here = connections[alias].display_name, f"DATABASES[{alias!r}]['OPTIONS'] has {', '.join(foreign)}"
+            yield f"{given_here}, which {name} does not support, so every connection fails.", "Remove them."
+        if not given["AUTOCOMMIT"]:
+            problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
+            yield problem, "Remove AUTOCOMMIT; Django's default is correct."
+        if given["TIME_ZONE"] and connections[alias].vendor == "sqlite":
+            problem = (
+                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at the wrong time."
+            )
+            yield problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE controls how times are displayed."
+    if not settings.USE_TZ:
+        problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
+        yield problem, "Set it to True."
+
+
+@register()
+def check_redaction(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E003: REDACT or REDACT_ERRORS names a function that cannot be loaded."""
+    given = {setting: getattr(settings, setting, None) for setting in ("OUTBOX", "INBOX")}
+    return [
+        Error(
+            f"{setting}[{name!r}] is {path!r}, which cannot be loaded: {reason}.",
+            hint="Until it can, no payload is shown (REDACT), or no error is stored (REDACT_ERRORS). Set it to the dotted path "
+            "of a function.",
+            id="exactly_once.E003",
+        )
+        for setting, options in given.items()
+        for name in ("REDACT", "REDACT_ERRORS")
+        if isinstance(options, dict) and isinstance(path := options.get(name), str) and path
+        if (reason := why_not_loaded(path))
+    ]
+
+
+@register()
+def check_sqlite_mode(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.W001: SQLite whose transactions begin as readers: two of them that write fail at once."""
+    return [
+        Warning(
+            f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
+            hint=f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
+            "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}.",
+            id="exactly_once.W001",
+        )
+        for alias in _with_our_tables(connections)
+        if connections[alias].vendor == "sqlite"
+        and connections[alias].settings_dict["OPTIONS"].get("transaction_mode") not in {"IMMEDIATE", "EXCLUSIVE"}
+    ]
+
+
+def _with_our_tables(aliases: Iterable[str]) -> list[str]:
+    """Databases for a table of the outbox or of the inbox."""
+    models = [model for app in our_apps() if app.name in {"outbox", "inbox"} for model in app.get_models()]
+    return [alias for alias in aliases if any(router.allow_migrate_model(alias, model) for model in models)]
