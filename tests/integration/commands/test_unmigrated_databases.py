@@ -113,6 +113,15 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
         migrate_to(NEWEST["inbox_joins"])
 
 
+def test_each_missing_table_is_named_once():
+    migrate_to(("outbox", None))
+    try:
+        with pytest.raises(CommandError, match="has no table outbox_outboxmessage, table outbox_(?!outboxmessage)"):
+            call_command("outbox_restore", "--all")
+    finally:
+        migrate_to(NEWEST["outbox"])
+
+
 def test_database_that_is_newer_than_the_code_is_accepted(command):
     tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
