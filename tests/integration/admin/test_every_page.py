@@ -16,8 +16,10 @@ APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhoo
 MODELS = {model._meta.label: model for model in admin.site._registry if model._meta.app_label in APPS}
 HARMLESS = "harm/less"
 """As often broken into lines."""
-WITHOUT_TEXTS = {"exactly_once.DatabaseHealth", "exactly_once.Flow", "inbox_joins.Run"}
-"""Pages of figures, of a chain that is searched for, and of rows that `hostile_rows` does not have."""
+OF_THE_SERVER = {"exactly_once.DatabaseHealth"}
+"""Pages whose rows are sessions and tables of the server, which change from one request to the next."""
+WITHOUT_TEXTS = {"exactly_once.Flow", "inbox_joins.Run"}
+"""Pages of a chain that is searched for, and of rows that `hostile_rows` does not have."""
 
 
 def paths_of(model):
@@ -29,7 +31,7 @@ def paths_of(model):
             yield reverse(f"{page}_change", args=[row.pk])
 
 
-@pytest.mark.parametrize("label", sorted(MODELS))
+@pytest.mark.parametrize("label", sorted(MODELS.keys() - OF_THE_SERVER))
 def test_text_from_outside_adds_no_element_or_attribute(label, admin_client):
     shapes = []
     for text in (HARMLESS, NASTY):

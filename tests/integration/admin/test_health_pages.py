@@ -81,7 +81,7 @@ class TestOnPostgreSQL:
 class TestHorizon:
     def test_session_that_holds_the_horizon_is_named_with_pid_application_and_user(self):
         with closing(connections["default"].copy()) as other, other.cursor() as holder:
-            holder.execute("SET application_name = 'nightly-report'")
+            holder.execute("SET application_name = '<nightly> report'")
             holder.execute("SELECT pg_backend_pid()")
             (pid,) = holder.fetchone()
             holder.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
@@ -91,9 +91,9 @@ class TestHorizon:
             holder.execute("ROLLBACK")
 
         [pin] = [pin for pin in found if pin.name == str(pid)]
-        assert (pin.kind, pin.application, pin.user) == ("session", "nightly-report", connection.settings_dict["USER"])
+        assert (pin.kind, pin.application, pin.user) == ("session", "<nightly> report", connection.settings_dict["USER"])
         assert pin.open_for is not None
-        assert f"Session {pid} (nightly-report, {pin.user})" in text
+        assert f"Session {pid} (<nightly> report, {pin.user})" in text
         assert str(pid) not in [pin.name for pin in health.pins("default")]
 
 
