@@ -7,12 +7,13 @@ import sys
 from typing import Any, ClassVar
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError
 from django.utils.translation import gettext as _
 
 from exactly_once.operators.audit import Actor, actor_of_command
+from exactly_once.sql.faults import is_outage
 from exactly_once.sql.schema import our_apps, require_schema
-from exactly_once.wire.text import visible
+from exactly_once.wire.text import describe, visible
 
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
@@ -23,13 +24,25 @@ class _Escaping(OutputWrapper):
 
 
 class TranslatedCommand(BaseCommand):
-    """`help` may be a lazy translation; Django formats the help text itself, and needs a plain one."""
+    """`help` may be a lazy translation; Django formats the help text itself, and needs a plain one.
+
+    On the command line an unavailable database is one sentence; `--traceback` shows where it was needed.
+    """
 
     help: Any = ""
+    _called_from_command_line: bool
 
     def create_parser(self, *args: Any, **options: Any) -> CommandParser:
         self.help = str(self.help)
         return super().create_parser(*args, **options)
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().execute(*args, **options)
+        except (DatabaseError, InterfaceError) as error:
+            if not self._called_from_command_line or not is_outage(error):
+                raise
+            raise CommandError(_("The database is unavailable: %(error)s") % {"error": describe(error)}) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, OutputWrapper):  # Django sets stdout and stderr in two places

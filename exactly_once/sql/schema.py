@@ -69,7 +69,8 @@ def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
         begun: also accept a database that has none of the tables, or for which the routers do not allow them.
     """
     label = label_of(app)
-    models = [model for model in apps.get_app_config(label).get_models() if router.allow_migrate_model(alias, model)]
+    tables = (model for model in apps.get_app_config(label).get_models() if not model._meta.proxy)
+    models = [model for model in tables if router.allow_migrate_model(alias, model)]
     if not models and begun:
         return ""
     if not models:

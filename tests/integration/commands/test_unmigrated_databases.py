@@ -113,6 +113,25 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
         migrate_to(NEWEST["inbox_joins"])
 
 
+def test_each_missing_table_is_named_once():
+    migrate_to(("outbox", None))
+    try:
+        with pytest.raises(CommandError, match=r"has no table outbox_outboxmessage, table outbox_(?!outboxmessage)"):
+            call_command("outbox_restore", "--all")
+    finally:
+        migrate_to(NEWEST["outbox"])
+
+
+@pytest.mark.parametrize("name", ["exactly_once_status", "exactly_once_processes", "exactly_once_alerts"])
+def test_command_reports_an_unavailable_database_in_one_sentence(command, process_environment, name):
+    process_environment["DATABASE_URL"] = "postgresql://nobody@127.0.0.1:1/nowhere"
+
+    line = refusal(command(name))
+
+    assert line.startswith("CommandError: The database is unavailable: ")
+    assert "\n" not in line
+
+
 def test_database_that_is_newer_than_the_code_is_accepted(command):
     tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
