@@ -29,7 +29,7 @@ KILLED_NO_SOONER_THAN = 1.5
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
 """Seconds between two kills."""
 TRANSFERS = "demo_transfers"
-BEGINNINGS = (b"Relaying ", b"receiving from ", b"running stored messages ", b"Transferring ")
+BEGINNINGS = (b"relay: sending the messages of ", b"receiving from ", b"running stored messages ", b"Transferring ")
 """The log line of a process that begins to work."""
 
 

@@ -190,7 +190,7 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
     url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
     with command("outbox_relay", OUTBOX={"BROKER_URL": url}) as relay:
-        relay.until(lambda: "Relaying" in relay.said() and ProcessRow.objects.exclude(last_pass_at=None).exists())
+        relay.until(lambda: "relay: sending" in relay.said() and ProcessRow.objects.exclude(last_pass_at=None).exists())
         taken = "inbox_inboxmessage" if broker == "local://" else live(connection)
         message = published(topic="worker.job", payload={}, delay=timedelta(seconds=1))
         executed(f"ALTER TABLE {taken} RENAME TO hidden")

@@ -295,7 +295,7 @@ class TestProcesses:
     @pytest.mark.every_database
     def test_relay_and_consumer_processes_run_every_message_once(self, relay_process, tmp_path):
         with relay_process() as first, relay_process(command="inbox_consume") as second:
-            first.until(lambda: "Relaying" in first.said())
+            first.until(lambda: "relay: sending the messages of" in first.said())
             second.until(lambda: "runner: running stored messages" in second.said())
             for number in range(20):
                 job("work", f"job {number}")
