@@ -24,12 +24,12 @@ class OutboxConfig(AppConfig):
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from outbox import checks  # noqa: F401 - registers itself
-        from outbox.operators import dry_run, life
+        from outbox.operators import dry_run, trail
         from outbox.operators.alerting import CONDITIONS
         from outbox.operators.relays import RELAYS
 
         register_part("outbox", "outbox.management.part.OutboxPart")
-        register("outbox", life)
+        register("outbox", trail)
         register_process_kind(RELAYS)
         publishing.register("outbox", dry_run)
         register_conditions("outbox", CONDITIONS)

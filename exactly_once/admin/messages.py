@@ -30,7 +30,7 @@ from exactly_once.operators.actions import Action, operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.redaction import Redaction
-from exactly_once.operators.trail import life_of
+from exactly_once.operators.trail import history_of
 from exactly_once.plurals import ngettext
 
 
@@ -233,7 +233,7 @@ class MessageAdmin(ActingAdmin):
         may_see_all = request.user.has_perms(needed)
         hidden = gettext("Users with the permission to view %(what)s see more of its history here.")
         return timeline(
-            life_of(str(row.message_id)),
+            history_of(str(row.message_id)),
             lambda where: may_see_all or self.is_here(where),
             partial(flow_link, row),
             hidden % {"what": model and model._meta.verbose_name_plural},

@@ -14,7 +14,7 @@ from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.display import Tone, age, as_text, badge, brief, exact, identifier, note, visible
-from exactly_once.operators.trail import Life, Moment, Standing
+from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 
@@ -39,7 +39,7 @@ _TONES = {
 
 
 def timeline(
-    life: Life, may_see: Callable[[str], bool], link: Callable[[str], SafeString], hidden: str, error: str
+    history: MessageHistory, may_see: Callable[[str], bool], link: Callable[[str], SafeString], hidden: str, error: str
 ) -> SafeString:
     """The transitions that the user may see. A text is shown once.
 
@@ -49,17 +49,17 @@ def timeline(
         hidden: a sentence for users who may not see all of them.
         error: is shown above.
     """
-    moments = [moment for moment in life.moments if may_see(moment.where)]
-    words = list(life.unknown)
-    if len(moments) < len(life.moments):
+    moments = [moment for moment in history.moments if may_see(moment.where)]
+    words = list(history.unknown)
+    if len(moments) < len(history.moments):
         words.append(hidden)
-    if life.namesakes:
-        named = format_html_join(", ", "{}", ((link(other),) for other in life.namesakes[:_MOST_NAMESAKES]))
-        more = ", …" if len(life.namesakes) > _MOST_NAMESAKES else ""
+    if history.namesakes:
+        named = format_html_join(", ", "{}", ((link(other),) for other in history.namesakes[:_MOST_NAMESAKES]))
+        more = ", …" if len(history.namesakes) > _MOST_NAMESAKES else ""
         sentence = gettext("Other messages with this topic and biz-id, of which a handler runs one: {}{}.")
         words.append(format_html(sentence, named, more))
     entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments, error)))
-    now = [standing for standing in life.standings if may_see(standing.where)]
+    now = [standing for standing in history.standings if may_see(standing.where)]
     return format_html(
         '<ol class="message-timeline">{}</ol>{}{}',
         entries,
@@ -68,7 +68,7 @@ def timeline(
     )
 
 
-def _entries(moments: Sequence[Moment], error: str) -> Iterator[SafeString]:
+def _entries(moments: Sequence[HistoryEvent], error: str) -> Iterator[SafeString]:
     before: datetime | None = None
     earlier = [error]
     for moment in moments:
@@ -104,7 +104,7 @@ def _since(before: datetime | None, at: datetime) -> SafeString:
     return format_html(' <span class="message-quiet">{}</span>', gettext("%(time)s later") % {"time": brief(at - before)})
 
 
-def _standings(standings: Sequence[Standing]) -> SafeString:
+def _standings(standings: Sequence[PresentState]) -> SafeString:
     """The present states of the message, one line each."""
     rows = (
         (
@@ -122,7 +122,7 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
     )
 
 
-def _standing_badge(standing: Standing) -> SafeString:
+def _standing_badge(standing: PresentState) -> SafeString:
     if standing.deferred:
         return badge(_("Later"), Tone.LATER)
     return state_badge(standing.state)
@@ -133,12 +133,12 @@ def state_badge(state: str) -> SafeString:
     return badge(_in_words(state), _TONES.get(state, Tone.OVER))
 
 
-def _where(of: Moment | Standing) -> SafeString:
+def _where(of: HistoryEvent | PresentState) -> SafeString:
     named = of.where if of.database == "default" else f"{of.where} ({of.database})"
     return identifier(named)
 
 
-def _attempts(standing: Standing) -> str:
+def _attempts(standing: PresentState) -> str:
     return ngettext("%(count)s attempt", "%(count)s attempts", standing.attempts)
 
 

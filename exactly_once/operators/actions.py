@@ -101,7 +101,7 @@ class Perform(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class CanaryResult:
     """What has become of the messages of a wave.
 
     Attributes:
@@ -125,7 +125,7 @@ class Canary:
     """
 
     failures: Callable[[str, Sequence[int]], Mapping[int, str]]
-    judge: Callable[[str, Sequence[int], datetime], Judgement]
+    judge: Callable[[str, Sequence[int], datetime], CanaryResult]
 
 
 def _always(row: Any) -> bool:

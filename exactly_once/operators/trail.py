@@ -1,6 +1,6 @@
 """The history of one message, merged from the data of every app of this process.
 
-Each app that stores messages registers a `Witness`. Witnesses are independent of each other. Their accounts are merged by the
+Each app that stores messages registers a `HistorySource`. Sources are independent of each other. Their parts are merged by the
 message id, which is the same from the publishing transaction to the last attempt of the last handler.
 
 Nothing is guessed. Facts that neither a trail nor a row contains are reported as unknown.
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class HistoryEvent:
     """One transition of a message.
 
     Attributes:
@@ -42,11 +42,11 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class PresentState:
     """The present state of a message in one place, by its row.
 
     Attributes:
-        where: see `Moment`.
+        where: see `HistoryEvent`.
         attempts: the number of attempts so far.
         due: when the next automatic step is due; None if there is none.
         error: the latest, in full.
@@ -67,7 +67,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class PartOfHistory:
     """One app's data about a message in one database.
 
     Attributes:
@@ -75,8 +75,8 @@ class Account:
         never_left: the app has the message and has certainly never sent it.
     """
 
-    moments: Sequence[Moment] = ()
-    standings: Sequence[Standing] = ()
+    moments: Sequence[HistoryEvent] = ()
+    standings: Sequence[PresentState] = ()
     unknown: Sequence[str] = ()
     never_left: bool = False
 
@@ -87,7 +87,7 @@ class ChainRow:
 
     Attributes:
         app: the package whose row it is, and `pk` its primary key there.
-        where: see `Moment`.
+        where: see `HistoryEvent`.
         began_at: when the outbox stored it, or the handler received it; by the clock of `database`.
         settled_at: when the broker confirmed it, or its effect was committed; None if `state` is not a settled one.
         published_at: by the clock of the publisher, as the message says; None if it does not.
@@ -148,7 +148,7 @@ class Chain:
     unavailable: Sequence[str]
 
 
-class Witness(Protocol):
+class HistorySource(Protocol):
     """An app that stores messages. Its functions search one database, which has the table `ENTRIES`.
 
     Attributes:
@@ -159,7 +159,7 @@ class Witness(Protocol):
     ENTRIES: type[Any]
     NOT_HERE: str
 
-    def account_of(self, alias: str, message_id: str) -> Account: ...
+    def part_of_history(self, alias: str, message_id: str) -> PartOfHistory: ...
 
     def ids_of(self, alias: str, topic: str, biz_id: str) -> Iterable[str]:
         """The ids of the messages with this topic and biz-id, oldest first."""
@@ -172,7 +172,7 @@ class Witness(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class MessageHistory:
     """Everything that is known about one message.
 
     Attributes:
@@ -181,8 +181,8 @@ class Life:
     """
 
     message_id: str
-    moments: Sequence[Moment]
-    standings: Sequence[Standing]
+    moments: Sequence[HistoryEvent]
+    standings: Sequence[PresentState]
     unknown: Sequence[str]
     searched: Sequence[str]
     namesakes: Sequence[str] = ()
@@ -192,45 +192,45 @@ class Life:
         return bool(self.moments or self.standings)
 
 
-_witnesses: dict[str, Witness] = {}
+_sources: dict[str, HistorySource] = {}
 
 
-def register(app: str, witness: Witness) -> None:
-    """Register the witness of an app, when Django is ready. A second call for an app replaces the first."""
-    _witnesses[app] = witness
+def register(app: str, source: HistorySource) -> None:
+    """Register the source of an app, when Django is ready. A second call for an app replaces the first."""
+    _sources[app] = source
 
 
 def apps_asked() -> list[str]:
     """The registered apps."""
-    return list(_witnesses)
+    return list(_sources)
 
 
-def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
+def history_of(message_id: str, aliases: Collection[str] | None = None) -> MessageHistory:
     """Everything that the apps of this process know about a message, in order of time.
 
     Args:
         message_id: as on the wire.
         aliases: the databases to search; None: all that have the tables.
     """
-    accounts: list[Account] = []
+    parts: list[PartOfHistory] = []
     unknown: list[str] = []
     searched: list[str] = []
     not_here: list[str] = []
-    for app, witness in _witnesses.items():
-        available, unavailable = with_table(witness.ENTRIES, aliases)
-        found = [witness.account_of(alias, message_id) for alias in available]
-        accounts += found
+    for app, source in _sources.items():
+        available, unavailable = with_table(source.ENTRIES, aliases)
+        found = [source.part_of_history(alias, message_id) for alias in available]
+        parts += found
         searched.append(f"the {app} ({', '.join(available) or 'no database has its tables'})")
         unknown += [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
-        unknown += [words for account in found for words in account.unknown]
-        not_here += [] if any(account.moments for account in found) else [witness.NOT_HERE]
-    if not any(account.never_left for account in accounts):
+        unknown += [words for part in found for words in part.unknown]
+        not_here += [] if any(part.moments for part in found) else [source.NOT_HERE]
+    if not any(part.never_left for part in parts):
         unknown += not_here
-    standings = _once(standing for account in accounts for standing in account.standings)
-    return Life(
+    standings = _once(standing for part in parts for standing in part.standings)
+    return MessageHistory(
         message_id=message_id,
         # The sort is stable, so moments of the same instant stay in the order of writing.
-        moments=sorted(_once(moment for account in accounts for moment in account.moments), key=attrgetter("at")),
+        moments=sorted(_once(moment for part in parts for moment in part.moments), key=attrgetter("at")),
         standings=standings,
         unknown=_once(unknown),
         searched=searched,
@@ -244,18 +244,18 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:
-    """The ids of the messages with this topic and biz-id, in any app; see `life_of`."""
+    """The ids of the messages with this topic and biz-id, in any app; see `history_of`."""
     return _once(
         found
-        for witness in _witnesses.values()
-        for alias in with_table(witness.ENTRIES, aliases)[0]
-        for found in witness.ids_of(alias, topic, biz_id)
+        for source in _sources.values()
+        for alias in with_table(source.ENTRIES, aliases)[0]
+        for found in source.ids_of(alias, topic, biz_id)
     )
 
 
-def moment_of(entry: Any, where: str, database: str) -> Moment:
+def moment_of(entry: Any, where: str, database: str) -> HistoryEvent:
     """The moment that an entry of a trail records."""
-    return Moment(
+    return HistoryEvent(
         at=entry.at,
         where=where,
         was=entry.was,
@@ -278,15 +278,15 @@ def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection
         aliases: the databases to search; None: all that have the tables.
         apps: those to ask; None: all.
     """
-    places: list[tuple[Witness, str]] = []
+    places: list[tuple[HistorySource, str]] = []
     unavailable: list[str] = []
-    for app, witness in _witnesses.items():
+    for app, source in _sources.items():
         if apps is None or app in apps:
-            available, others = with_table(witness.ENTRIES, aliases)
-            places += [(witness, alias) for alias in available]
+            available, others = with_table(source.ENTRIES, aliases)
+            places += [(source, alias) for alias in available]
             unavailable += others
-    correlation_id = next(filter(None, (witness.correlation_of(alias, name) for witness, alias in places)), name)
-    found = [witness.rows_of(alias, correlation_id, MOST_ROWS + 1) for witness, alias in places]
+    correlation_id = next(filter(None, (source.correlation_of(alias, name) for source, alias in places)), name)
+    found = [source.rows_of(alias, correlation_id, MOST_ROWS + 1) for source, alias in places]
     rows = _once(row for part in found for row in part[:MOST_ROWS])
     return Chain(
         correlation_id=correlation_id,

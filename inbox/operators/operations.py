@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.difference import as_html
 from exactly_once.failures import without_line
-from exactly_once.operators.actions import Action, ActionForm, Canary, Given, Judgement, by_name, reason_field
+from exactly_once.operators.actions import Action, ActionForm, Canary, CanaryResult, Given, by_name, reason_field
 from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import Operations
@@ -58,7 +58,7 @@ def _failures(alias: str, rows: Sequence[int]) -> dict[int, str]:
     }
 
 
-def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
+def _judge(alias: str, rows: Sequence[int], instant: datetime) -> CanaryResult:
     """What has become of these rows since `instant`, by the database's clock. A deleted row has succeeded."""
     messages = InboxMessage.objects.using(alias).filter(pk__in=rows)
     states = dict(messages.values_list("pk", "state"))
@@ -66,7 +66,7 @@ def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
     failures = _failures(alias, list(failed))
     succeeded = [row for row in rows if states.get(row, State.DONE) in SETTLED]
     decided = {*succeeded, *failures}
-    return Judgement(pending=[row for row in rows if row not in decided], succeeded=succeeded, failed=failures)
+    return CanaryResult(pending=[row for row in rows if row not in decided], succeeded=succeeded, failed=failures)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forms

@@ -10,7 +10,7 @@ from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.trail import Account, ChainRow, Moment, Standing, moment_of
+from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
 from inbox.models import CHAINED, DUE, InboxMessage, State, TrailEntry
@@ -24,7 +24,7 @@ NOT_HERE = (
 _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
-def account_of(alias: str, message_id: str) -> Account:
+def part_of_history(alias: str, message_id: str) -> PartOfHistory:
     """See `operators.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
     # If the payload of a message was corrected, its handler has several rows, and each replaces the one before.
     chains: dict[str, list[InboxMessage]] = {}
@@ -38,7 +38,7 @@ def account_of(alias: str, message_id: str) -> Account:
     kept_since = utcnow() - inbox_options().TRAIL_RETENTION
     if any(row.received_at < kept_since for row in rows):
         unknown.append(f"Trail entries of its handlers from before {kept_since:%Y-%m-%d} may have been purged.")
-    return Account(
+    return PartOfHistory(
         moments=[
             moment for handler, trail in trails.items() for moment in _moments(alias, handler, chains.get(handler, []), trail)
         ],
@@ -107,25 +107,25 @@ def _spellings(message_id: str) -> set[str]:
         return {message_id} - {""}
 
 
-def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: Sequence[TrailEntry]) -> Iterator[HistoryEvent]:
     if chain and chain[0].replaces_id is None and not (entries and entries[0].was == ""):
-        yield Moment(at=chain[0].received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
+        yield HistoryEvent(at=chain[0].received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
     yield from (moment_of(entry, handler, alias) for entry in entries)
     row = chain[-1] if chain else None
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
     was = entries[-1].became if entries else State.RECEIVED.value
-    yield Moment(at=row.settled_at, where=handler, was=was, became=row.state, database=alias)
+    yield HistoryEvent(at=row.settled_at, where=handler, was=was, became=row.state, database=alias)
 
 
-def _standing(alias: str, row: InboxMessage) -> Standing:
+def _standing(alias: str, row: InboxMessage) -> PresentState:
     also = [
         f"replaces row {row.replaces_id}, with a corrected payload" if row.replaces_id else "",
         f"in the order of key {row.key!r}" if row.ordered else "",
         f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
         "held back by the maximum message age" if row.quarantined else "",
     ]
-    return Standing(
+    return PresentState(
         where=row.handler,
         state=row.state,
         topic=row.topic,

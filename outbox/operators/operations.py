@@ -14,7 +14,7 @@ from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.display import exact
-from exactly_once.operators.actions import Action, Canary, Given, Judgement, Perform, ReasonForm, by_name
+from exactly_once.operators.actions import Action, Canary, CanaryResult, Given, Perform, ReasonForm, by_name
 from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import why_not_permitted
@@ -93,9 +93,9 @@ cancel: Perform = partial(_decided, CANCEL)
 publish_now: Perform = partial(_decided, PUBLISH_NOW)
 
 
-def _judge(alias: str, rows: Sequence[int], instant: datetime) -> Judgement:
+def _judge(alias: str, rows: Sequence[int], instant: datetime) -> CanaryResult:
     since = bulk.since(alias, rows, instant)
-    return Judgement(pending=since.pending, succeeded=since.succeeded, failed=since.failed)
+    return CanaryResult(pending=since.pending, succeeded=since.succeeded, failed=since.failed)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forms

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import BOLD, Line, Table, show
 from exactly_once.display import exact
-from exactly_once.operators.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
+from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState, apps_asked, history_of, ids_of
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
@@ -47,15 +47,15 @@ class Command(TranslatedCommand):
         for alias, app in product(connections if aliases is None else aliases, apps_asked()):
             if problem := why_unmigrated(alias, app, begun=aliases is None):
                 raise CommandError(problem)
-        lives = [life_of(name, aliases) for name in _named(options, aliases)]
-        for life in lives:
-            if not life.is_known:
+        histories = [history_of(name, aliases) for name in _named(options, aliases)]
+        for history in histories:
+            if not history.is_known:
                 words = _("Message %(message)s was not found. %(searched)s")
-                raise CommandError(words % {"message": repr(life.message_id), "searched": _unknown(life)})
+                raise CommandError(words % {"message": repr(history.message_id), "searched": _unknown(history)})
         if options["json"]:
-            self.stdout.write("\n".join(json.dumps(_as_json(life), default=datetime.isoformat) for life in lives))
+            self.stdout.write("\n".join(json.dumps(_as_json(history), default=datetime.isoformat) for history in histories))
         else:
-            show([table for life in lives for table in _drawn(life)], self.stdout)
+            show([table for history in histories for table in _drawn(history)], self.stdout)
 
 
 def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
@@ -71,40 +71,40 @@ def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
     return found
 
 
-def _unknown(life: Life) -> str:
-    return " ".join([_("Searched: %(places)s.") % {"places": "; ".join(life.searched)}, *life.unknown])
+def _unknown(history: MessageHistory) -> str:
+    return " ".join([_("Searched: %(places)s.") % {"places": "; ".join(history.searched)}, *history.unknown])
 
 
-def _as_json(life: Life) -> dict[str, Any]:
+def _as_json(history: MessageHistory) -> dict[str, Any]:
     return {
-        "message_id": life.message_id,
-        "life": [asdict(moment) for moment in life.moments],
-        "now": [asdict(standing) for standing in life.standings],
-        "unknown": list(life.unknown),
-        "namesakes": list(life.namesakes),
+        "message_id": history.message_id,
+        "life": [asdict(moment) for moment in history.moments],
+        "now": [asdict(standing) for standing in history.standings],
+        "unknown": list(history.unknown),
+        "namesakes": list(history.namesakes),
     }
 
 
-def _drawn(life: Life) -> Iterator[Table]:
-    head = [Line([_("message"), life.message_id])]
-    for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in life.standings):
+def _drawn(history: MessageHistory) -> Iterator[Table]:
+    head = [Line([_("message"), history.message_id])]
+    for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in history.standings):
         head += [Line([_("topic"), topic]), Line(["biz-id", biz_id])]
     yield Table(head, texts=1)
-    if life.moments:
+    if history.moments:
         time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
-        lines = [Line([_instant(moment.at), _transition(moment), _about(moment)]) for moment in life.moments]
+        lines = [Line([_instant(moment.at), _transition(moment), _about(moment)]) for moment in history.moments]
         yield Table([Line([time, _("Transition"), _("Where")], BOLD), *lines], texts=2)
-    if life.standings:
-        yield Table([Line([_("Now")], BOLD), *(Line([_standing(standing)]) for standing in life.standings)], texts=1)
-    notes = list(life.unknown)
-    if life.namesakes:
+    if history.standings:
+        yield Table([Line([_("Now")], BOLD), *(Line([_standing(standing)]) for standing in history.standings)], texts=1)
+    notes = list(history.unknown)
+    if history.namesakes:
         words = _("Other messages with this topic and biz-id, of which a handler runs one: %(messages)s.")
-        notes.append(words % {"messages": ", ".join(life.namesakes)})
+        notes.append(words % {"messages": ", ".join(history.namesakes)})
     if notes:
         yield Table([Line([note]) for note in notes], texts=1)
 
 
-def _about(moment: Moment) -> str:
+def _about(moment: HistoryEvent) -> str:
     """Where it was, in which process and why."""
     return ", ".join(filter(None, [_where(moment), moment.process, _shortened(moment.reason)]))
 
@@ -117,15 +117,15 @@ def _instant(at: datetime) -> str:
     return exact(at)[:23]
 
 
-def _transition(moment: Moment) -> str:
+def _transition(moment: HistoryEvent) -> str:
     return f"{moment.was} → {moment.became}" if moment.was else f"→ {moment.became}"
 
 
-def _where(moment: Moment | Standing) -> str:
+def _where(moment: HistoryEvent | PresentState) -> str:
     return moment.where if moment.database == "default" else f"{moment.where} ({moment.database})"
 
 
-def _standing(standing: Standing) -> str:
+def _standing(standing: PresentState) -> str:
     count = standing.attempts
     words = [standing.state, ngettext("%(count)s attempt", "%(count)s attempts", count)]
     if standing.due is not None:

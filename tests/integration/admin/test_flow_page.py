@@ -228,7 +228,9 @@ def test_statements_of_a_chain_use_indexes_among_many_messages():
     for sql in reads:
         with connection.cursor() as cursor:
             cursor.execute(f"{prefix} {sql}")
-            plan = "\n".join(str(line[-1]) for line in cursor.fetchall())
+            lines = [str(line[-1]) for line in cursor.fetchall()]
+        # A partition that has no page costs nothing to scan.
+        plan = "\n".join(line for line in lines if "cost=0.00..0.00 " not in line)
         assert "Seq Scan" not in plan, (sql, plan)
         assert "SCAN " not in plan, (sql, plan)
 

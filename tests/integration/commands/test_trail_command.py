@@ -11,7 +11,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
-from exactly_once.operators.trail import life_of
+from exactly_once.operators.trail import history_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from outbox import cancel
@@ -49,7 +49,7 @@ def printed_by_trail(*arguments, out=None, **options):
 
 
 def transitions(message):
-    return [(moment.where, moment.was, moment.became) for moment in life_of(str(message.id)).moments]
+    return [(moment.where, moment.was, moment.became) for moment in history_of(str(message.id)).moments]
 
 
 class TestLifeOfAMessage:
@@ -64,7 +64,7 @@ class TestLifeOfAMessage:
         assert found[0] == ("outbox", "", "ready")
         assert set(found[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
         assert found[3:] == [(HANDLER, "received", "done")]
-        standings = {standing.where: standing for standing in life_of(str(message.id)).standings}
+        standings = {standing.where: standing for standing in history_of(str(message.id)).standings}
         assert {where: (one.state, one.attempts) for where, one in standings.items()} == {
             "outbox": ("published", 1),
             HANDLER: ("done", 1),
@@ -75,7 +75,7 @@ class TestLifeOfAMessage:
         set_columns(message, state="ready", deliver_at=DatabaseTime())
         cancel(message.id)
 
-        moments = life_of(str(message.id)).moments
+        moments = history_of(str(message.id)).moments
 
         assert [(one.was, one.became, bool(one.process)) for one in moments] == [
             ("", "scheduled", False),
@@ -87,7 +87,7 @@ class TestLifeOfAMessage:
         envelope = an_envelope(id="not-a-uuid", biz_id="order-9")
         deliver(handler, envelope)
 
-        life = life_of("not-a-uuid")
+        life = history_of("not-a-uuid")
 
         assert [(one.where, one.became) for one in life.moments] == [(HANDLER, "received"), (HANDLER, "done")]
         assert any("published elsewhere" in words for words in life.unknown)
@@ -97,7 +97,7 @@ class TestLifeOfAMessage:
         cancel(message.id)
         OutboxMessage.objects.all().delete()
 
-        life = life_of(str(message.id))
+        life = history_of(str(message.id))
 
         assert [one.became for one in life.moments] == ["cancelled"]
         assert any("has been purged; only its trail is left" in words for words in life.unknown)
@@ -106,14 +106,14 @@ class TestLifeOfAMessage:
         message = published()
         set_columns(message, created_at=DatabaseTime(timedelta(days=-31)))
 
-        assert any("may be purged" in words for words in life_of(str(message.id)).unknown)
+        assert any("may be purged" in words for words in history_of(str(message.id)).unknown)
 
     @pytest.mark.parametrize(("state", "is_missed"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
     def test_life_misses_a_handler_only_when_the_message_may_have_been_sent(self, state, is_missed):
         message = published()
         set_columns(message, state=state)
 
-        assert any("No handler of this project has it" in words for words in life_of(str(message.id)).unknown) is is_missed
+        assert any("No handler of this project has it" in words for words in history_of(str(message.id)).unknown) is is_missed
 
     def test_life_shows_an_entry_once_when_two_aliases_name_one_database(self):
         message = published()
@@ -122,7 +122,7 @@ class TestLifeOfAMessage:
         entry = TrailEntry.objects.get()
         entry.save(using="other")
 
-        assert [one.became for one in life_of(str(message.id)).moments] == ["ready", "cancelled"]
+        assert [one.became for one in history_of(str(message.id)).moments] == ["ready", "cancelled"]
 
 
 class TestTrailCommand:

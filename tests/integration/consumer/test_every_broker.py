@@ -6,7 +6,7 @@ import pytest
 import redis
 from django.db import transaction
 
-from exactly_once.operators.trail import life_of
+from exactly_once.operators.trail import history_of
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
@@ -75,7 +75,7 @@ class TestEndToEnd:
         assert message.created_at == OutboxMessage.objects.get().created_at
         assert (message.correlation_id, message.causation_id) == (str(published.id), "")
         assert (message.attempt, message.redelivered) == (1, False)
-        life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
+        life = [(moment.where, moment.became) for moment in history_of(message.id).moments]
         assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
     def test_every_handler_of_a_topic_gets_its_own_copy(self, handles, broker, is_empty):

@@ -11,7 +11,7 @@ from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from exactly_once.operators.trail import life_of
+from exactly_once.operators.trail import history_of
 from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
 from inbox.models import InboxMessage, State
@@ -220,7 +220,7 @@ def test_done_message_is_not_run_again_by_an_operator_and_its_history_is_complet
     assert not decisions.retry("default", the_row().pk)
     assert replace_message("default", the_row().pk, "{}", by="by anna") is None
 
-    assert [moment.became for moment in life_of(envelope.id).moments] == ["received", "done"]
+    assert [moment.became for moment in history_of(envelope.id).moments] == ["received", "done"]
 
 
 @pytest.mark.usefixtures("only_failed")

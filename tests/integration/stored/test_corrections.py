@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import override_settings
 
-from exactly_once.operators.trail import life_of
+from exactly_once.operators.trail import history_of
 from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
 from inbox.errors import NotEditable
@@ -150,7 +150,7 @@ class TestCorrectedMessage:
             ("dead", "skipped", f"replaced by row {new.pk} (biz-id {new.biz_id}); {BY}"),
             ("", "received", f"replaces row {row.pk} (biz-id order-7) with another payload; {BY}"),
         ]
-        life = life_of(envelope.id)
+        life = history_of(envelope.id)
         assert [(moment.was, moment.became) for moment in life.moments] == [
             ("", "dead"),
             ("dead", "skipped"),
@@ -247,7 +247,7 @@ class TestCorrectedMessage:
         drain()
 
         assert (the_row(pk=new.pk).state, seen[-1].biz_id) == (State.DONE, "order-7")
-        assert [moment.became for moment in life_of(envelope.id).moments][-1] == "done"
+        assert [moment.became for moment in history_of(envelope.id).moments][-1] == "done"
 
 
 class TestFurtherDeliveries:

@@ -1,11 +1,11 @@
-"""The outbox's account of one message: its trail, and the facts of its row."""
+"""The history of one message in the outbox: its trail, and the facts of its row."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
 
-from exactly_once.operators.trail import Account, ChainRow, Moment, Standing, moment_of
+from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry
@@ -24,10 +24,10 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 """States that no message enters after a relay has claimed it. A cancelled message, for example, may have been sent before."""
 
 
-def account_of(alias: str, message_id: str) -> Account:
+def part_of_history(alias: str, message_id: str) -> PartOfHistory:
     """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
     if (name := _as_id(message_id)) is None:  # the outbox's ids are UUIDs
-        return Account()
+        return PartOfHistory()
     row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
     entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
     unknown = []
@@ -36,7 +36,7 @@ def account_of(alias: str, message_id: str) -> Account:
         unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
     if row is None and entries:
         unknown.append("Its row in the outbox has been purged; only its trail is left.")
-    return Account(
+    return PartOfHistory(
         moments=list(_moments(alias, row, entries)),
         standings=[] if row is None else [_standing(alias, row)],
         unknown=unknown,
@@ -91,15 +91,15 @@ def _as_id(message_id: str) -> uuid.UUID | None:
         return None
 
 
-def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[HistoryEvent]:
     if row is not None and not (entries and entries[0].was == ""):
-        yield Moment(at=row.created_at, where=_HERE, was="", became=_began_as(row, entries), database=alias)
+        yield HistoryEvent(at=row.created_at, where=_HERE, was="", became=_began_as(row, entries), database=alias)
     yield from (moment_of(entry, _HERE, alias) for entry in entries)
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
     # Only a ready message becomes published. For other states the previous state was not recorded.
     was = State.READY.value if row.state == State.PUBLISHED else ""
-    yield Moment(at=row.settled_at, where=_HERE, was=was, became=row.state, database=alias)
+    yield HistoryEvent(at=row.settled_at, where=_HERE, was=was, became=row.state, database=alias)
 
 
 def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
@@ -115,8 +115,8 @@ def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
     return State.READY.value
 
 
-def _standing(alias: str, row: OutboxMessage) -> Standing:
-    return Standing(
+def _standing(alias: str, row: OutboxMessage) -> PresentState:
+    return PresentState(
         where=_HERE,
         state=row.state,
         topic=row.topic,
