@@ -408,7 +408,7 @@ def test_transaction_takes_three_round_trips(handles, pipelines):
 
 
 def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(handles, pipelines, monkeypatch):
-    monkeypatch.setattr(runner, "_FOLLOWERS_SECONDS", A_WHILE)
+    monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
@@ -418,7 +418,7 @@ def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(h
 
 @pytest.mark.parametrize("missing", ["inbox_finish", "inbox_promote_claimed"])
 def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing, monkeypatch):
-    monkeypatch.setattr(runner, "_FOLLOWERS_SECONDS", A_WHILE)
+    monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
     calls = []
 
     def impolite(message):

@@ -284,7 +284,7 @@ class TestWithoutTheInbox:
         assert [message.payload for message in outbox_run_relay()] == [{"name": "a"}]
 
     def test_local_broker_names_what_is_missing(self, outbox_run_relay):
-        with pytest.raises(ImportError, match="'inbox' is not in INSTALLED_APPS"):
+        with pytest.raises(ImportError, match="'inbox', which is not in INSTALLED_APPS"):
             outbox_run_relay()
 
 
