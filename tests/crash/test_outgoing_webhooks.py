@@ -121,8 +121,7 @@ def test_every_message_arrives_while_the_sending_processes_are_killed(local, rec
         workers[place].kill()
         workers[place] = local.again(workers[place])
 
-    while handled("steady") + handled("flaky") < 2 * MESSAGES:
-        before = handled("steady") + handled("flaky")
+    while (before := handled("steady") + handled("flaky")) < 2 * MESSAGES:
         travel(timedelta(seconds=61))  # leases of dead processes, retries, pauses
         local.wait_until(lambda before=before: handled("steady") + handled("flaky") > before, "messages are sent")
         time.sleep(1)

@@ -33,6 +33,7 @@ from tests.support.workers import Process, as_environment
 pytestmark = pytest.mark.django_db(transaction=True)
 
 MEASURED_SECONDS, AT_LEAST_A_ROUND_SECONDS = 2.0, 0.5
+LANES = 2  # of a relay process
 A_WHOLE_MINUTE, A_MOMENT = timedelta(minutes=1), timedelta(seconds=0.5)
 
 
@@ -200,9 +201,10 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
             wait_until(waiting_for_their_client)
             with relaying(peer.url, BATCH_DEADLINE=deadline):
                 wait_until(lambda: published_so_far() == len(messages))
-            [report] = reports(caplog, "did not read what the database sent")
+            ended = reports(caplog, "did not read what the database sent")
+            assert 1 <= len(ended) <= LANES  # one report for each lane that was frozen within a read
             # The documented limit is 6 s: twice the deadline, and 4 s. A loaded machine may take as long again.
-            assert int(re.search(r"for (\d+) s", report)[1]) <= 12
+            assert all(int(re.search(r"for (\d+) s", report)[1]) <= 12 for report in ended)
 
             proxy.thaw()
             last = published()
