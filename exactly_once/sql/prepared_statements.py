@@ -230,7 +230,7 @@ def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, 
 
 def _results(pgconn: Any) -> list[Any]:
     """The results of a pipeline up to its end. PQgetResult itself would wait with Python's global lock held."""
-    results = []
+    results: list[Any] = []
     while True:
         while (unsent := pgconn.flush()) or pgconn.is_busy():
             poll = select.poll()
