@@ -30,7 +30,7 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.store import claiming, lease, settling
-from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
+from outbox.store.claiming import Bounds, BusyShard, DamagedRow, RelayedMessage
 from outbox.store.outgoing import outgoing
 from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import Changed, UnwritableRows
@@ -119,10 +119,12 @@ class Pass:
         self._tally = tally or Tally()
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
-        self.contention = Contention(alias, self._longest)
+        self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN)
         self._unwritable = UnwritableRows(alias, purpose="settled")
         # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
+        # Nothing but a later send depends on the outcomes, unless sending writes to this database.
+        self._limits = Bounds(options.BATCH_DEADLINE + _MARGIN, is_repeatable=not transport.capabilities.transactional)
         self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
 
     def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
@@ -142,13 +144,10 @@ class Pass:
             self._lease.release()
 
     def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
-        begun_at = monotonic()
+        skipped = {**self.contention.skipped(), **skipped}
         with transaction.atomic(using=self._alias, durable=True):
-            claiming.bound_transaction(self._alias, self._longest)
-            begun_at = monotonic()
-            skipped = {**self.contention.skipped(), **skipped}
-            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
-            batch = self._send(self._writable(claim.rows), begun_at)
+            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES, self._limits)
+            batch = self._send(self._writable(claim.rows), claim.begun_at)
             settled = self._settle(batch)
         report = self._report(batch, *settled)
         return replace(
@@ -181,10 +180,6 @@ class Pass:
     def _record_unwritable(self, changed: Changed) -> None:
         """Record rows that have not been tried alone, too: they may have been sent, and the rows after them are read next."""
         self._unwritable.record({**changed.unwritable, **changed.untried}, changed.keys)
-
-    @property
-    def _longest(self) -> timedelta:
-        return self._options.BATCH_DEADLINE + _MARGIN
 
     def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
