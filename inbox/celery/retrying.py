@@ -22,14 +22,21 @@ def refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
 
     Raises:
         TypeError: it is not a Retry.
-        ValueError: its factor is neither 1 nor 2, or one of `others` is an equivalent option of Celery.
+        ValueError: its factor is neither 1 nor 2, it has `retry_on`, or one of `others` is an equivalent option of Celery.
     """
-    require_value("retry", retry, Retry, "Retry(max_attempts=5)")
-    factor = retry.backoff.factor if isinstance(retry, Retry) else None
+    if not isinstance(retry, Retry):
+        require_value("retry", retry, Retry, "Retry(max_attempts=5)")
+        return
+    factor = retry.backoff.factor
     if factor not in {None, _CONSTANT, _DOUBLED}:
         raise ValueError(
             f"The task {name} has a retry with the factor {factor}: Celery either doubles the delay after each failure or "
             "keeps it. Set the factor to 2 or 1, or remove it."
+        )
+    if retry.retry_on:
+        raise ValueError(
+            f"The task {name} has a retry with retry_on, but Celery has one policy for all errors of a task: remove retry_on, "
+            "or call self.retry(countdown=...) in the task."
         )
     if equivalent := sorted(_EQUIVALENT & {*others}):
         raise ValueError(f"The task {name} has both retry= and {', '.join(equivalent)}, which conflict: remove one of them.")
@@ -42,7 +49,7 @@ def celery_options(retry: Retry) -> dict[str, Any]:
     constant = retry.backoff.factor == _CONSTANT
     return {
         "autoretry_for": (Exception,),
-        "dont_autoretry_for": (Reject,),
+        "dont_autoretry_for": (Reject, *retry.dead_on),
         "max_retries": policy.max_attempts - 1,
         "default_retry_delay": base,
         "retry_backoff": False if constant else base,

@@ -163,7 +163,7 @@ def idempotent_task(
 
     Raises:
         ValueError: `biz_id` is not an argument of the function, `acks_late` or `reject_on_worker_lost` is off, or `retry` has
-            a factor other than 1 and 2 or contradicts an option of Celery.
+            a factor other than 1 and 2, has `retry_on`, or contradicts an option of Celery.
         TypeError: `biz_id` is neither text nor a function, or `retry` is not a Retry.
     """
 
@@ -194,6 +194,8 @@ def _set_retry_options(task: type[IdempotentTask], retry: Retry) -> None:
     for option, value in celery_options(retry).items():
         if option not in {"autoretry_for", "dont_autoretry_for"} or not hasattr(task, option):
             setattr(task, option, value)
+        elif option == "dont_autoretry_for" and retry.dead_on:
+            setattr(task, option, (*getattr(task, option), *retry.dead_on))
 
 
 def _with_base_of_app(task: type) -> type:

@@ -164,6 +164,8 @@ def why_contradictory(handler: Handler) -> str | None:
         )
     if handler.ordered is not None and handler.shed is not None:
         return "shed drops messages, but an ordered handler must handle every message of a key; remove shed or ordered"
+    if handler.pulled and (handler.retry.dead_on or handler.retry.retry_on):
+        return "its messages are handled by clients, which raise no exceptions here; remove dead_on and retry_on from its retry"
     if handler.lease is not None and handler.timeout is not None and handler.timeout > handler.lease.limit:
         return (
             f"its timeout of {handler.timeout} is longer than the limit of its lease, {handler.lease.limit}, after which no "

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from exactly_once.wire.retry import RetryPolicy
+from inbox.errors import Reject, RetryLater, TransactionEnded
 
 if TYPE_CHECKING:
     from inbox.handlers.message import Message
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_DECIDED = (RetryLater, Reject, TransactionEnded)
+"""Exceptions whose outcome depends on no policy."""
 
 
 def require_duration(option: str, value: object) -> None:
@@ -111,22 +114,68 @@ class Backoff:
 class Retry:
     """The maximum attempts and the delays between them. An omitted value is taken from `INBOX`.
 
+    `dead_on` and `retry_on` apply to subclasses, too. If an exception belongs to several of their classes, the most specific
+    one decides.
+
     Attributes:
         max_attempts: the maximum number of attempts, including the first; default: MAX_ATTEMPTS.
         backoff: the delays between them.
+        dead_on: the exceptions after which a message is a dead letter at once.
+        retry_on: the exceptions with a policy of their own. What it omits is taken from this one. The attempts are those of the
+            message, whatever they raised.
 
     Raises:
-        TypeError: `max_attempts` is not a whole number, or `backoff` is not a Backoff.
-        ValueError: `max_attempts` is less than 1.
+        TypeError: `max_attempts` is not a whole number, `backoff` is not a Backoff, `dead_on` contains something else than
+            classes of exceptions, or `retry_on` maps something else than these to policies.
+        ValueError: `max_attempts` is less than 1; a class is in both `dead_on` and `retry_on`, or decides for itself; or a
+            policy in `retry_on` has exceptions of its own.
     """
 
     max_attempts: int | None = None
     backoff: Backoff = Backoff()
+    dead_on: Sequence[type[BaseException]] = ()
+    retry_on: Mapping[type[BaseException], Retry] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.max_attempts is not None:
             require_count("max_attempts", self.max_attempts)
         require_value("backoff", self.backoff, Backoff, "Backoff(base=timedelta(seconds=10), factor=2)")
+        if not isinstance(self.dead_on, list | tuple):
+            raise TypeError(f"dead_on is {self.dead_on!r}: it must be a list of exceptions, such as [ValueError].")
+        if not isinstance(self.retry_on, Mapping):
+            raise TypeError(
+                f"retry_on is {self.retry_on!r}: it must map exceptions to policies, such as "
+                "{TimeoutError: Retry(max_attempts=20)}."
+            )
+        object.__setattr__(self, "dead_on", tuple(self.dead_on))
+        object.__setattr__(self, "retry_on", dict(self.retry_on))
+        for kind in self.dead_on:
+            _require_undecided("dead_on", kind)
+        for kind, policy in self.retry_on.items():
+            _require_undecided("retry_on", kind)
+            require_value(f"retry_on[{kind.__name__}]", policy, Retry, "Retry(max_attempts=20)")
+            if policy.dead_on or policy.retry_on:
+                raise ValueError(
+                    f"retry_on[{kind.__name__}] has dead_on or retry_on of its own: move them to the outer Retry, where the "
+                    "most specific class decides."
+                )
+            if kind in self.dead_on:
+                raise ValueError(f"{kind.__name__} is in both dead_on and retry_on: remove it from one of them.")
+
+    def after(self, error: BaseException, default: RetryPolicy) -> RetryPolicy:
+        """The policy of an attempt that raised `error`."""
+        own = self.over(default)
+        for kind in type(error).__mro__ if self.dead_on or self.retry_on else ():
+            if kind in self.dead_on:
+                return replace(own, max_attempts=1)
+            if kind in self.retry_on:
+                return self.retry_on[kind].over(own)
+        return own
+
+    def most_attempts(self, default: RetryPolicy) -> int:
+        """The maximum attempts of a message, whatever they raise."""
+        own = self.over(default)
+        return max([own.max_attempts, *(policy.over(own).max_attempts for policy in self.retry_on.values())])
 
     def over(self, default: RetryPolicy) -> RetryPolicy:
         """This policy, with omitted values taken from `default`."""
@@ -143,6 +192,13 @@ class Retry:
 
 
 AS_THE_SETTINGS = Retry()
+
+
+def _require_undecided(option: str, kind: object) -> None:
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
+        raise TypeError(f"{option} contains {kind!r}: it must be the class of an exception, such as ValueError.")
+    if decided := [own for own in _DECIDED if issubclass(kind, own)]:
+        raise ValueError(f"{option} contains {kind.__name__}, a {decided[0].__name__}, which no policy applies to: remove it.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
 def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
     """Run the handler; returns its failure, or None."""
     handler = lease.request.handler
-    if lease.attempt > handler.retry.over(options.retry).max_attempts:
+    if lease.attempt > handler.retry.most_attempts(options.retry):
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")

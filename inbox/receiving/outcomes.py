@@ -71,7 +71,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
 def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
     """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
     made = stored.attempts - 1
-    if made < handler.retry.over(options.retry).max_attempts:
+    if made < handler.retry.most_attempts(options.retry):
         return None
     error = stored.last_error or (_NOT_ACKNOWLEDGED if handler.pulled else _NEVER_ENDED)
     failure = Failure(
@@ -167,7 +167,7 @@ def redacted(failure: Failure, options: InboxOptions) -> Failure:
 
 
 def _decided(handler: Handler, error: BaseException, attempt: int, options: InboxOptions, row: int | None) -> Failure:
-    policy = handler.retry.over(options.retry)
+    policy = handler.retry.after(error, options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
     if is_collision(error) or isinstance(error, DatabaseUnavailable):

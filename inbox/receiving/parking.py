@@ -104,7 +104,7 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *,
     row = parked_row(handler, envelope, redelivered=True)
     with _reading_locks[handler.using]:
         begun = _begin_reading(handler, row, options)
-        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
+        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.most_attempts(options.retry) else ""
         try:
             return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
         except Unidentifiable:

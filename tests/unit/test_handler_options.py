@@ -19,7 +19,9 @@ from inbox import (
     idempotent_handler,
     leased_handler,
 )
+from inbox.errors import Reject, RetryLater, StepInterrupted, TransactionEnded
 from inbox.handlers.registry import registry
+from inbox.http.subscribing import subscribe
 
 A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 DEFAULT = RetryPolicy(max_attempts=17, base=timedelta(seconds=10), factor=2.5, cap=2 * AN_HOUR)
@@ -232,6 +234,62 @@ class TestRetry:
 
         assert policy.cap == timedelta(days=1)
         assert timedelta(hours=12) <= policy.delay(1) <= timedelta(days=1)
+
+    def test_the_most_specific_class_of_an_exception_decides(self):
+        retry = Retry(dead_on=[LookupError], retry_on={KeyError: Retry(max_attempts=3), Exception: Retry(max_attempts=5)})
+
+        assert [retry.after(error(), DEFAULT).max_attempts for error in (IndexError, KeyError, ValueError, SystemExit)] == [
+            1,
+            3,
+            5,
+            17,
+        ]
+
+    def test_a_policy_of_an_exception_takes_what_it_omits_from_its_retry(self):
+        retry = Retry(max_attempts=4, backoff=Backoff(base=A_SECOND), retry_on={KeyError: Retry(backoff=Backoff(factor=1))})
+
+        assert retry.after(KeyError(), DEFAULT) == RetryPolicy(max_attempts=4, base=A_SECOND, factor=1, cap=DEFAULT.cap)
+
+    @pytest.mark.parametrize("value", [ValueError, "ValueError", {ValueError}, 5], ids=repr)
+    def test_dead_on_that_is_not_a_list_is_refused_with_the_right_form(self, value):
+        with pytest.raises(TypeError, match=r"^dead_on is .*such as \[ValueError\]"):
+            Retry(dead_on=value)
+
+    @pytest.mark.parametrize("value", [[ValueError], ValueError, 5], ids=repr)
+    def test_retry_on_that_is_not_a_mapping_is_refused_with_the_right_form(self, value):
+        with pytest.raises(TypeError, match=r"^retry_on is .*such as \{TimeoutError: Retry\(max_attempts=20\)\}"):
+            Retry(retry_on=value)
+
+    @pytest.mark.parametrize("value", ["ValueError", 5, ValueError("no"), int], ids=repr)
+    def test_value_that_is_not_an_exception_is_refused_by_name(self, value):
+        for retry, option in (
+            (lambda: Retry(dead_on=[value]), "dead_on"),
+            (lambda: Retry(retry_on={value: Retry()}), "retry_on"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{option} contains .*must be the class of an exception"):
+                retry()
+
+    def test_policy_of_an_exception_must_be_a_retry(self):
+        with pytest.raises(TypeError, match=r"^retry_on\[KeyError\] is 5: .*such as Retry\(max_attempts=20\)"):
+            Retry(retry_on={KeyError: 5})
+
+    def test_policy_of_an_exception_has_no_exceptions_of_its_own(self):
+        with pytest.raises(ValueError, match=r"^retry_on\[LookupError\] has .*move them to the outer Retry"):
+            Retry(retry_on={LookupError: Retry(dead_on=[KeyError])})
+
+    def test_exception_cannot_be_both_retried_and_dead(self):
+        with pytest.raises(ValueError, match=r"^KeyError is in both dead_on and retry_on: remove it from one of them"):
+            Retry(dead_on=[KeyError], retry_on={KeyError: Retry()})
+
+    @pytest.mark.parametrize("kind", [RetryLater, Reject, StepInterrupted, TransactionEnded])
+    def test_exception_that_decides_for_itself_is_refused(self, kind):
+        for retry in (lambda: Retry(dead_on=[kind]), lambda: Retry(retry_on={kind: Retry()})):
+            with pytest.raises(ValueError, match=rf"contains {kind.__name__}, a \w+, which no policy applies to: remove it"):
+                retry()
+
+    def test_subscription_of_clients_refuses_exceptions(self):
+        with pytest.raises(ValueError, match="clients, which raise no exceptions here; remove dead_on and retry_on"):
+            subscribe("t", name="tests.subscription", retry=Retry(dead_on=[KeyError]))
 
     def test_a_cap_of_the_handler_is_kept(self):
         assert Retry(backoff=Backoff(cap=A_MINUTE)).over(DEFAULT).delay(50) <= A_MINUTE

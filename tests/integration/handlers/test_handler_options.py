@@ -96,6 +96,75 @@ class TestRetry:
         assert "never ended" in the_row().last_error
 
 
+class TestExceptions:
+    @pytest.fixture
+    def raising(self, handles):
+        """A handler that raises the exceptions of this list, the last one again and again, and the messages it gets alone."""
+
+        def register(*errors, retry, **kind):
+            left = list(errors)
+
+            def handle(given):
+                raise left.pop(0) if len(left) > 1 else left[0]
+
+            return handles(handle, retry=retry, **kind)
+
+        return register
+
+    @every_kind
+    def test_a_message_is_dead_at_once_after_an_exception_of_dead_on(self, raising, kind):
+        handler = raising(KeyError("no such order"), retry=Retry(max_attempts=9, dead_on=[LookupError]), **kind)
+
+        receive_together(handler, [an_envelope(key="customer-4")])
+        run_again()
+
+        assert (the_row().state, the_row().attempts, the_row().last_error) == (State.DEAD, 1, "KeyError: 'no such order'")
+
+    @every_kind
+    def test_an_exception_of_retry_on_has_its_own_attempts_and_delays(self, raising, kind):
+        timeouts = Retry(max_attempts=4, backoff=Backoff(base=timedelta(hours=50)))
+        handler = raising(ConnectionResetError(), retry=Retry(max_attempts=2, retry_on={ConnectionError: timeouts}), **kind)
+
+        receive_together(handler, [an_envelope(key="customer-4")])
+        run_again()
+        waits = time_until_retry(the_row())
+        while the_row().state != State.DEAD:
+            run_again()
+
+        assert waits > timedelta(hours=20)
+        assert the_row().attempts == 4
+
+    def test_a_dead_letter_of_a_batch_does_not_stop_the_others(self, handles):
+        def handle(messages):
+            for message in messages:
+                if message.payload["order_id"] == 2:
+                    raise LookupError
+                the_effect(message)
+
+        handler = handles(handle, size=5, retry=Retry(dead_on=[LookupError]))
+        receive_together(handler, [an_envelope({"order_id": number}) for number in range(5)])
+
+        assert sorted(InboxMessage.objects.values_list("state", flat=True)) == [State.DEAD, *[State.DONE] * 4]
+        assert effects() == 4
+
+    def test_a_message_that_fails_with_another_exception_has_the_attempts_of_its_handler(self, raising):
+        retry = Retry(max_attempts=3, retry_on={TimeoutError: Retry(max_attempts=9)})
+        deliver(raising(TimeoutError(), TimeoutError(), ValueError("other"), retry=retry))
+
+        run_again()
+        run_again()
+
+        assert (the_row().state, the_row().attempts) == (State.DEAD, 3)
+
+    def test_a_message_whose_attempts_never_ended_has_the_most_attempts_of_all_policies(self, raising):
+        deliver(raising(TimeoutError(), retry=Retry(max_attempts=1, retry_on={TimeoutError: Retry(max_attempts=3)})))
+        InboxMessage.objects.update(attempts=3, next_attempt_at=utcnow() - A_MINUTE)
+
+        drain()
+
+        assert (the_row().state, the_row().attempts) == (State.DEAD, 3)
+
+
 class TestDeferral:
     @pytest.fixture
     def later(self, handles):

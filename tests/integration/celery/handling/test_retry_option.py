@@ -75,6 +75,17 @@ class TestMapping:
 
         assert (task.autoretry_for, task.max_retries) == ((KeyError,), 1)
 
+    def test_exceptions_of_dead_on_are_not_retried(self, declared, sent):
+        task = declared(fail, biz_id="order_id", retry=Retry(max_attempts=3, dead_on=[ValueError]))
+
+        assert deliver(task, "o-1")[0] == states.FAILURE
+        assert sent() == []
+
+    def test_exceptions_of_dead_on_are_added_to_those_of_the_task(self, declared):
+        task = declared(fail, retry=Retry(dead_on=[KeyError]), dont_autoretry_for=[ValueError])
+
+        assert task.dont_autoretry_for == (ValueError, KeyError)
+
     def test_task_without_retry_has_the_defaults_of_celery(self, declared):
         task = declared(fail)
 
@@ -118,6 +129,12 @@ class TestRunning:
 
 
 class TestRefused:
+    def test_policies_of_exceptions_are_refused_with_what_to_do(self):
+        with pytest.raises(
+            ValueError, match=r"tests\.refused has a retry with retry_on, .*remove retry_on, or call self\.retry"
+        ):
+            idempotent_task(name="tests.refused", retry=Retry(retry_on={KeyError: Retry()}))(fail)
+
     @pytest.mark.parametrize("factor", [1.5, 2.5, 3])
     def test_factor_that_celery_cannot_keep_is_refused_with_what_to_do(self, factor):
         with pytest.raises(ValueError, match=rf"tests\.refused .*factor {factor}: .*Set the factor to 2 or 1, or remove it"):
