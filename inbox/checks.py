@@ -19,6 +19,7 @@ from exactly_once.checks import check_with
 from exactly_once.masking import masked
 from exactly_once.sql.connections import with_table
 from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
+from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -190,8 +191,11 @@ def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
         if not has_outbox(handler.using):
             yield Warning(
                 f"{said} the database {handler.using!r} has no outbox of this project, so it gets new messages only.",
-                hint="In the service that publishes the topic, run outbox_replay "
-                f"--topic {handler.topic} --to-group {chosen.group}.{handler.name}. Then remove start_from.",
+                hint="In the service that publishes the topic, run "
+                + " and ".join(
+                    f"outbox_replay --topic {topic} --to-group {queue_name(handler, chosen)}" for topic in handler.topics
+                )
+                + ". Then remove start_from.",
                 id="inbox.W005",
             )
         elif not keeps_history():

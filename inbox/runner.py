@@ -246,7 +246,7 @@ class Runner:
     def _leave_out_attended(self, alias: str) -> None:
         if names := self._without_code.get(alias):
             running = committed(partial(running_handlers, alias), alias)
-            self._unattended[alias] = [old for old in names if old.name not in running]
+            self._unattended[alias] = [old for old in names if old.name not in running or registry.get(old.name)]
 
     def _turn(self, *, raising: bool = False) -> int:
         handlers = self._handlers()

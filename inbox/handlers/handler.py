@@ -28,7 +28,7 @@ class Handler:
 
     Attributes:
         name: stable and unique in this project.
-        topic: the topic it handles.
+        topics: the topics it handles, through one queue, so that the order of a key holds across them.
         function: the user's code.
         biz_id: returns the biz-id to deduplicate on; None: the message's own biz-id.
         using: the database alias of its inbox row and its effect.
@@ -49,7 +49,7 @@ class Handler:
     """
 
     name: str
-    topic: str
+    topics: tuple[str, ...]
     function: Callable[..., Any]
     biz_id: BizId | None
     using: str
@@ -70,8 +70,8 @@ class Handler:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Function, topic and database. Two handlers with one name are the same if these are equal."""
-        return origin(self.function), self.topic, self.using
+        """Function, topics and database. Two handlers with one name are the same if these are equal."""
+        return origin(self.function), ", ".join(self.topics), self.using
 
     @property
     def wants_past(self) -> bool:

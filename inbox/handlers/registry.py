@@ -13,7 +13,7 @@ class Registry:
         self._handlers: dict[str, Handler] = {}
 
     def add(self, handler: Handler) -> None:
-        """Raises ValueError if a handler with another function, topic or database has the same name."""
+        """Raises ValueError if a handler with another function, other topics or another database has the same name."""
         known = self._handlers.get(handler.name)
         if known is not None and known.identity != handler.identity:
             raise ValueError(
@@ -31,9 +31,13 @@ class Registry:
     def all(self) -> list[Handler]:
         return list(self._handlers.values())
 
+    def topics_of(self, name: str) -> tuple[str, ...]:
+        """The topics of a handler; none, if it is not one of this process."""
+        return self._handlers[name].topics if name in self._handlers else ()
+
     def for_topic(self, topic: str) -> list[Handler]:
         """The handlers that a message of this topic is delivered to."""
-        return [handler for handler in self._handlers.values() if handler.topic == topic and not handler.all_of]
+        return [handler for handler in self._handlers.values() if topic in handler.topics and not handler.all_of]
 
 
 registry = Registry()

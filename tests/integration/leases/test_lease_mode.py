@@ -956,7 +956,7 @@ class TestUnavailableStore:
             with frozen(redis_server):
                 for number in range(8):
                     for handler in (held, plain):
-                        send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
+                        send(rabbitmq_url, handler.topics[0], {}, message_id=f"{handler.name}-{number}")
                 wait_until(lambda: effects() == 9)
                 assert "Timeout" not in caplog.text, "before a thread has given up"
 
