@@ -27,7 +27,5 @@ def _boottime() -> Callable[[], float] | None:
 monotonic = _boottime() or time.monotonic
 awake = time.monotonic
 
-
-def utcnow() -> datetime:
-    """This process's wall clock, aware, in UTC. Code that needs exact instants must not use it."""
-    return datetime.now(tz=UTC)
+utcnow = partial(datetime.now, tz=UTC)
+"""This process's wall clock, aware, in UTC. Code that needs exact instants must not use it."""

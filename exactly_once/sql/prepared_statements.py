@@ -89,8 +89,12 @@ class PreparedStatement:
             django.db.Error: PostgreSQL refused the statement, or the connection was lost.
         """
         (result,) = _run(connection, [(self, parameters)])
-        columns = range(result.nfields)
-        rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
+        rows: list[list[Any]] = []
+        for row in range(result.ntuples):
+            rows.append([])
+            for column in range(result.nfields):
+                value = result.get_value(row, column)
+                rows[row].append(None if value is None else value.decode())
         return StatementResult(rows, result.command_tuples or 0)
 
     def execute_and_commit(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> None:
@@ -120,18 +124,16 @@ class PreparedStatement:
         written, found = _run(connection, [(self, parameters), (following, its_parameters)])
         return written.command_tuples or 0, _rows_of(connection, found)
 
-    def _given(self, parameters: Sequence[Any]) -> tuple[Any, ...]:
-        return self._name, [*map(_given, parameters)], self._formats
-
-    def _prepare_on(self, raw: Any, at_hand: _AtHand) -> None:
-        """Prepare it if necessary, for one more run."""
+    def _prepared(self, raw: Any, at_hand: _AtHand, parameters: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of libpq for one more run; prepare it if necessary."""
         if at_hand.runs.get(self._name, 0) >= self._most_runs:
-            _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
+            _checked(raw, [raw.pgconn.exec_(b"DEALLOCATE " + self._name)])
             del at_hand.runs[self._name]
         if self._name not in at_hand.runs:
-            _checked(raw, raw.pgconn.exec_(self._prepare))
+            _checked(raw, [raw.pgconn.exec_(self._prepare)])
             at_hand.runs[self._name] = 0
         at_hand.runs[self._name] += 1
+        return self._name, _adapted(parameters), self._formats
 
     def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
         if re.search(rf"\b{self._name.decode()}\b", error):
@@ -144,15 +146,15 @@ def _run(
     """PostgreSQL's result of each statement."""
     at_hand = _at_hand(connection)
     raw: Any = connection.connection
-    given = [statement._given(parameters) for statement, parameters in runs]  # noqa: SLF001 - of this module
     with connection.wrap_database_errors:
         try:
-            for statement, _ in runs:
-                statement._prepare_on(raw, at_hand)  # noqa: SLF001
+            given = []
+            for statement, parameters in runs:
+                given.append(statement._prepared(raw, at_hand, parameters))  # noqa: SLF001 - of this module
             begin = _is_to_begin(raw)
             if begin or commit or len(given) > 1:
                 return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
-            return [_checked(raw, raw.pgconn.exec_prepared(*given[0]))]
+            return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
             sqlstate = getattr(error, "sqlstate", None)
             if sqlstate not in {_MISSING, _EXISTS}:
@@ -173,28 +175,26 @@ def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ..
     return loaders.load_rows(0, result.ntuples, tuple)
 
 
-def _given(value: Any) -> bytes | None:
-    if type(value) is not str:  # most are
+def _adapted(parameters: Sequence[Any]) -> list[bytes | None]:
+    adapted: list[bytes | None] = []
+    for value in parameters:
         if value is None or isinstance(value, bytes):
-            return value
-        if isinstance(value, list):
-            return _array(value)
-        value = value.isoformat() if isinstance(value, datetime) else str(value)
-    text: bytes = value.encode()
-    if b"\0" in text:
-        # libpq would end the text there.
-        raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
-    return text
+            adapted.append(value)
+        elif isinstance(value, list):
+            adapted.append(_array(value))
+        else:
+            text = (value.isoformat() if isinstance(value, datetime) else str(value)).encode()
+            if b"\0" in text:
+                # libpq would end the text there.
+                raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
+            adapted.append(text)
+    return adapted
 
 
 def _array(values: Sequence[bytes]) -> bytes:
     """A `bytea[]` in PostgreSQL's binary format: dimensions, is any NULL, type, length, first index; then each element."""
     elements = (struct.pack("!i", len(value)) + value for value in values)
     return struct.pack("!5i", 1, 0, _OID_OF_BYTEA, len(values), 1) + b"".join(elements)
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
 
 
 def _is_to_begin(raw: Any) -> bool:
@@ -219,39 +219,41 @@ def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, 
         for statement in after:
             pgconn.send_query_params(statement, None)
         pgconn.pipeline_sync()
-        results = []
-        while (result := _next_result(pgconn)) is None or result.status != _PIPELINE_SYNC:
-            if result is not None:
-                results.append(result)
+        results = _results(pgconn)
         pgconn.exit_pipeline_mode()
     except BaseException:
         # What is still in flight would be taken for the answers of the next statement.
         raw.close()
         raise
+    return _checked(raw, results)[len(before) : len(before) + len(prepared)]
+
+
+def _results(pgconn: Any) -> list[Any]:
+    """The results of a pipeline up to its end. PQgetResult itself would wait with Python's global lock held."""
+    results: list[Any] = []
+    while True:
+        while (unsent := pgconn.flush()) or pgconn.is_busy():
+            poll = select.poll()
+            poll.register(pgconn.socket, select.POLLIN | (select.POLLOUT if unsent else 0))
+            poll.poll()
+            pgconn.consume_input()
+        # None is after the last result of each statement.
+        if (result := pgconn.get_result()) is not None:
+            if result.status == _PIPELINE_SYNC:
+                return results
+            results.append(result)
+
+
+def _checked(raw: Any, results: list[Any]) -> list[Any]:
     for result in results:
-        _checked(raw, result)
-    return results[len(before) : len(before) + len(prepared)]
+        if result.error_message:
+            from psycopg import OperationalError as Lost  # noqa: PLC0415 - an extra
+            from psycopg.errors import error_from_result  # noqa: PLC0415
 
-
-def _next_result(pgconn: Any) -> Any:
-    """None after the last result of a statement. PQgetResult itself would wait with Python's global lock held."""
-    while (unsent := pgconn.flush()) or pgconn.is_busy():
-        poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN | (select.POLLOUT if unsent else 0))
-        poll.poll()
-        pgconn.consume_input()
-    return pgconn.get_result()
-
-
-def _checked(raw: Any, result: Any) -> Any:
-    if not result.error_message:
-        return result
-    from psycopg import OperationalError as Lost  # noqa: PLC0415 - an extra
-    from psycopg.errors import error_from_result  # noqa: PLC0415
-
-    if raw.broken:
-        raise Lost(result.get_error_message())
-    raise error_from_result(result)
+            if raw.broken:
+                raise Lost(result.get_error_message())
+            raise error_from_result(result)
+    return results
 
 
 def is_in_transaction(connection: BaseDatabaseWrapper) -> bool:

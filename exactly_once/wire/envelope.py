@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from exactly_once.wire.body import BODY_LIMIT_BYTES, Undecodable, decode_payload
-from exactly_once.wire.text import NAME_LENGTH, describe, fit, printable
+from exactly_once.wire.text import NAME_LENGTH, describe, fit, fits, printable
 
 JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
@@ -153,18 +153,21 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         routing_key: the topic of a message without a CloudEvents type.
     """
     attributes, own_headers = _divided(headers)
-    return _described(
-        attributes,
-        Envelope(
-            id=properties.get("message_id") or "",
-            topic=routing_key,
-            created_at=_parse_time(properties.get("timestamp")),
-            correlation_id=properties.get("correlation_id") or "",
-            content_type=fit(str(properties.get("content_type") or JSON)),
-            body=body,
-            headers=own_headers,
-        ),
+    given = {
+        "id": properties.get("message_id") or None,
+        "type": routing_key,
+        "time": properties.get("timestamp"),
+        "correlationid": properties.get("correlation_id") or None,
+    }
+    content_type = str(properties.get("content_type") or JSON)
+    plain = Envelope(
+        id="",
+        topic="",
+        content_type=content_type if fits(content_type) else fit(content_type),
+        body=body,
+        headers=own_headers,
     )
+    return _described(attributes, _described(given, plain))
 
 
 def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
@@ -174,7 +177,7 @@ def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
         OverLimit: see `decode_payload`.
         Undecodable: its body is not a CloudEvent.
     """
-    if not is_structured(envelope):
+    if media_type(envelope.content_type) != STRUCTURED_JSON:  # not by a call, because this is asked twice for each message
         return envelope
     event = decode_payload(envelope.body, STRUCTURED_JSON, compression=compression_of(envelope), limit=limit)
     if not isinstance(event, dict) or "specversion" not in event:
@@ -200,40 +203,37 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
+_FIELDS = {
+    "id": "id",
+    "type": "topic",
+    "source": "source",
+    "time": "created_at",
+    "deliverat": "deliver_at",
+    "bizid": "biz_id",
+    "orderingkey": "key",
+    "correlationid": "correlation_id",
+    "causationid": "causation_id",
+    "traceparent": "traceparent",
+}
+"""By attribute, the field of an `Envelope`."""
+_INSTANTS = ("time", "deliverat")
+
+
 def _described(attributes: Mapping[str, Any], otherwise: Envelope) -> Envelope:
     """The envelope that the attributes describe; `otherwise` supplies missing and blank ones."""
-
-    def text(name: str, default: object) -> str:
+    fields: dict[str, Any] = {}
+    for name, field in _FIELDS.items():
         value = attributes.get(name)
-        if value is None or _is_blank(value):
-            value = default
-        # Most attributes are absent.
-        return "" if value == "" else fit(str(value))
-
-    def instant(name: str, default: datetime | None) -> datetime | None:
-        value = attributes.get(name)
-        return default if value is None or _is_blank(value) else _parse_time(value)
-
-    return Envelope(
-        id=text("id", otherwise.id),
-        topic=text("type", otherwise.topic),
-        source=text("source", otherwise.source),
-        created_at=instant("time", otherwise.created_at),
-        deliver_at=instant("deliverat", otherwise.deliver_at),
-        biz_id=text("bizid", otherwise.biz_id),
-        key=text("orderingkey", otherwise.key),
-        correlation_id=text("correlationid", otherwise.correlation_id),
-        causation_id=text("causationid", otherwise.causation_id),
-        traceparent=text("traceparent", otherwise.traceparent),
-        content_type=otherwise.content_type,
-        body=otherwise.body,
-        headers=otherwise.headers,
-        replayed=otherwise.replayed or bool(attributes.get("replay")),
-    )
-
-
-def _is_blank(value: object) -> bool:
-    return isinstance(value, str) and not value.strip()
+        if value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        if name in _INSTANTS:
+            fields[field] = _parse_time(value)
+        else:
+            text = str(value)
+            fields[field] = text if fits(text) else fit(text)
+    if attributes.get("replay"):
+        fields["replayed"] = True
+    return otherwise._replace(**fields)
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
@@ -245,10 +245,8 @@ def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Head
     own: dict[str, HeaderValue] = {}
     for given, value in headers.items():
         name = str(given)
-        if name.startswith(_COLON):
-            attributes[name[len(_COLON) :]] = value
-        elif name.startswith(_UNDERSCORE):
-            attribute = name[len(_UNDERSCORE) :]
+        if name.startswith((_COLON, _UNDERSCORE)):
+            attribute = name[len(_COLON) :]
             attributes[attribute] = headers.get(_COLON + attribute, value)
         elif not name.startswith(_BY_BROKER):
             own[printable(name, NAME_LENGTH)] = _json_safe(value)

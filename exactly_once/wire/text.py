@@ -14,6 +14,8 @@ TRACEBACK_LENGTH = 20_000
 
 # Control characters but tab and newline, direction marks that reorder a line, line separators, lone surrogates.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+fits = re.compile(rf"[ -~]{{,{NAME_LENGTH}}}").fullmatch
+"""Is it printable ASCII that is short enough for a name, as nearly all are?"""
 _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -42,7 +44,7 @@ def fit(text: str) -> str:
     Equal texts give equal names, so a deduplication key keeps its meaning. A name is never truncated, because different facts
     must keep different names.
     """
-    if (len(text) <= NAME_LENGTH and text.isascii() and text.isprintable()) or why_unfit(text) is None:
+    if fits(text) or why_unfit(text) is None:
         return text
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -359,8 +359,8 @@ def test_connection_interrupted_while_a_pipeline_is_in_flight_is_closed(handles,
     handler = handles(the_effect)
     deliver(handler)
     before = connection.connection
-    original, calls = prepared_statements._next_result, iter(range(100))
-    interrupted_at = {"begin": 0, "commit": 5}[last_step]
+    original, calls = prepared_statements._results, iter(range(100))
+    interrupted_at = {"begin": 0, "commit": 1}[last_step]
 
     def interrupted(pgconn):
         if next(calls) == interrupted_at:
@@ -368,7 +368,7 @@ def test_connection_interrupted_while_a_pipeline_is_in_flight_is_closed(handles,
         return original(pgconn)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_statements, "_next_result", interrupted)
+        patch.setattr(prepared_statements, "_results", interrupted)
         received = deliver(handler, an_envelope(biz_id="interrupted"))
 
     assert before.closed
