@@ -14,7 +14,9 @@ from uuid import UUID
 from asgiref.sync import AsyncToSync
 
 from exactly_once.wire.text import fit
+from inbox.conf import inbox_options
 from inbox.errors import NotCallable
+from inbox.handlers.around import called_around
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
@@ -117,7 +119,9 @@ class Handler:
                 os._exit(_EXIT_FORKED)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        result = self.function(list(messages) if self.batch or self.all_of else messages[0])
+        given = list(messages) if self.batch or self.all_of else messages[0]
+        hooks = inbox_options().around
+        result = called_around(hooks, messages, lambda: self.function(given)) if hooks else self.function(given)
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()
