@@ -228,7 +228,8 @@ class Runner:
     def _report_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._reported or not self._reports_unknown:
             return
-        stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
+        known = [handler.name for handler in (*handlers, *registry.all())]
+        stored = committed(lambda: due.orphans(alias, known), alias)
         names = committed(partial(names_without_code, alias), alias)
         self._reported.add(alias)
         self._without_code[alias] = names

@@ -44,7 +44,8 @@ class Handler:
         concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
         all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
-        collects: it stores the messages of a join, so its transactions are READ COMMITTED, whatever the database's default.
+        collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
+            "": none.
         publishes: the topics that it is declared to publish.
         start_from: what it gets of the messages that were published before it existed.
         pulled: its messages are stored, and clients of `inbox.http` claim them. No process calls the function.
@@ -65,7 +66,7 @@ class Handler:
     concurrency: int | None = None
     shed: Shed | None = None
     all_of: tuple[str, ...] = ()
-    collects: bool = False
+    collects_for: str = ""
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "last"
     pulled: bool = False

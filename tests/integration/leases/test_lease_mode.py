@@ -951,7 +951,7 @@ class TestUnavailableStore:
         for handler in (held, plain):
             declare(handler, given)
         with consuming([held, plain], given):
-            send(rabbitmq_url, held.topic, {}, message_id="before")
+            send(rabbitmq_url, held.topics[0], {}, message_id="before")
             wait_until(lambda: effects() == 1)
             with frozen(redis_server):
                 for number in range(8):
