@@ -46,7 +46,7 @@ def failing(message):
 @contextmanager
 def failing_at_its_end(message):
     yield
-    raise LookupError("the tenant is gone")
+    raise LookupError("the tenant is locked")
 
 
 def no_manager(message):
