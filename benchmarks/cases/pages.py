@@ -41,7 +41,8 @@ FROM (SELECT topic, body, headers, correlation_id, causation_id, traceparent FRO
 HANDLED = """
 INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, content_type, body, digest, headers, source,
   correlation_id, causation_id, traceparent, received_at, settled_at, last_error, error_class, failing_since)
-SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '', CASE WHEN n < %(dead)s THEN 'dead' ELSE 'done' END,
+SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '',
+  CASE WHEN n < %(dead)s THEN 'dead' ELSE 'done' END,
   'application/json', convert_to(repeat('x', 200), 'UTF8'), '', '{}', '', '', '', '',
   now() - n * interval '100 milliseconds', now() - n * interval '100 milliseconds',
   CASE WHEN n < %(dead)s THEN 'ValueError: no stock' ELSE '' END, CASE WHEN n < %(dead)s THEN 'ValueError' ELSE '' END,

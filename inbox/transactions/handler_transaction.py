@@ -66,7 +66,7 @@ def in_transaction(
             # The first hook of this transaction: it runs even if a later hook raises.
             connection.on_commit(mark)
             with statements_of_ours:
-                if handler.collects and is_postgresql(connection) and is_outermost(connection):
+                if handler.collects_for and is_postgresql(connection) and is_outermost(connection):
                     # Runs share pages of their indexes, so SERIALIZABLE would fail nearly all that are collected together.
                     with connection.cursor() as cursor:
                         cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
