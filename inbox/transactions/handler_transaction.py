@@ -6,16 +6,17 @@ A handler that ends the transaction, or leaves it unable to commit, is detected.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.wire.context import Cause, caused_by
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
+from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -25,11 +26,12 @@ from inbox.transactions.atomic_guard import NoneLeftOpen
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
-from inbox.transactions.statements import controls_transaction, text_of
+from inbox.transactions.statements import controls_transaction, locks, text_of, writes
 
 logger = logging.getLogger(__name__)
 
-_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
+_reported: set[tuple[str, str]] = set()
+"""Handlers, each with a database outside of its transaction to which it has written."""
 
 
 def in_transaction(
@@ -70,7 +72,7 @@ def in_transaction(
                     # Runs share pages of their indexes, so SERIALIZABLE would fail nearly all that are collected together.
                     with connection.cursor() as cursor:
                         cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-                guard = begin()
+                guard = _begun(handler, begin)
             if guard is None:
                 return False
             try:
@@ -100,6 +102,19 @@ def in_transaction(
     finally:
         changes.end_sessions()
     return True
+
+
+def _begun(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:
+    """What `begin` returns; it waits for other transactions that handle the same message."""
+    if not metrics.BEGIN_SECONDS.is_attached:
+        return begin()
+    began_at, outcome = monotonic(), "deferred"
+    try:
+        guard = begin()
+        outcome = "duplicate" if guard is None else "begun"
+        return guard
+    finally:
+        metrics.BEGIN_SECONDS.observe(monotonic() - began_at, handler.name, outcome)
 
 
 def _committed_by_itself(handler: Handler, guard: Guard, of: str) -> bool:
@@ -161,17 +176,25 @@ class _Supervision:
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         self._changes.record(text, connection.alias)
-        return execute(sql, params, many, context)
+        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
+            return execute(sql, params, many, context)
+        began_at = monotonic()
+        try:
+            return execute(sql, params, many, context)
+        finally:
+            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, self._handler.name)
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]
-        if isinstance(sql, str) and _WRITES.match(sql):
+        text = text_of(sql, connection)
+        write = self._handler.name, connection.alias
+        if writes(text) and write not in _reported:
+            _reported.add(write)
             logger.warning(
-                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice; make "
-                "it idempotent, or configure the handler for that database.",
-                self._handler.name,
-                connection.alias,
-                self._handler.using,
+                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice, or "
+                "without the other effects. If it is the only effect, set using=%r. If not, publish a message on %r and write "
+                "in a handler of that message with using=%r. This is reported once.",
+                *(*write, self._handler.using, connection.alias, self._handler.using, connection.alias),
             )
-        self._changes.record(text_of(sql, connection), connection.alias)
+        self._changes.record(text, connection.alias)
         return execute(sql, params, many, context)
