@@ -17,7 +17,7 @@ from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State
 from tests.support.inbox_rows import store_message
