@@ -10,29 +10,7 @@ from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.wire.text import NAME_LENGTH
-
-
-class State(models.TextChoices):
-    """The state of a message in one handler. Every transition is one guarded statement in `inbox.store`."""
-
-    RECEIVED = "received", _("Received")
-    RETRYING = "retrying", _("Retrying")
-    WAITING = "waiting", _("Waiting")
-    RUNNING = "running", _("Running")
-    DONE = "done", _("Done")
-    DEAD = "dead", _("Dead")
-    SKIPPED = "skipped", _("Skipped")
-    SHED = "shed", _("Shed")
-
-
-DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
-"""States from which a message is run when its next attempt is due; a running one, when its lease has ended."""
-
-SETTLED = (State.DONE, State.SKIPPED, State.SHED)
-"""Final states: no attempt and no decision is pending, so these rows may be purged."""
-
-CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
-"""Messages of a chain but for its first, whose correlation id is its own message id."""
+from inbox.states import CHAINED, State
 
 
 class Receipt(models.Model):

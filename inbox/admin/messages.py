@@ -61,11 +61,12 @@ from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, Receipt, State, TrailEntry
+from inbox.models import InboxMessage, PausedHandler, Receipt, TrailEntry
 from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
+from inbox.states import DUE, SETTLED, State
 from inbox.store.heartbeats import consumers
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)

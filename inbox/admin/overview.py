@@ -39,10 +39,11 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, PausedHandler, State
+from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
 from inbox.operators.operations import groups
+from inbox.states import State
 from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)

@@ -19,8 +19,9 @@ from exactly_once.operators.actions import Action, Given
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, PausedHandler
+from inbox.models import InboxMessage, PausedHandler
 from inbox.operators.pausing import alias_of, pause_handler, resume_handler
+from inbox.states import DUE
 
 
 class PauseHandlerForm(PauseForm):

@@ -34,13 +34,14 @@ from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.handlers.message import Message
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.reading import Arrival
 from inbox.receiving.run import Policy, run_claimed, run_fresh
+from inbox.states import DUE, State
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, committed

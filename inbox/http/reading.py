@@ -24,11 +24,12 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.leases.stores import LeaseRequest, stored_row
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.execute import open_claimed
 from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handled, redacted
 from inbox.receiving.reading import message_of, stored_envelope
+from inbox.states import State
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
 from inbox.transactions.persistence import committed

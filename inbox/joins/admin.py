@@ -38,7 +38,7 @@ from exactly_once.operators.redaction import Redaction
 from inbox.conf import inbox_options
 from inbox.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.joins.models import Part, Run
-from inbox.models import DUE, SETTLED, State
+from inbox.states import DUE, SETTLED, State
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}
 _OPEN = [state for state in State if state not in SETTLED]

@@ -17,7 +17,7 @@ from inbox.handlers.message import Message
 from inbox.joins import store
 from inbox.joins.join import TOPIC, Definition, Join
 from inbox.joins.models import Part
-from inbox.models import DUE, State
+from inbox.states import DUE, State
 
 logger = logging.getLogger(__name__)
 

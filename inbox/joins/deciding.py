@@ -17,7 +17,8 @@ from inbox.errors import InboxError
 from inbox.handlers.registry import registry
 from inbox.joins import store
 from inbox.joins.models import Run
-from inbox.operators.decisions import RETRYABLE, retry
+from inbox.operators.decisions import retry
+from inbox.states import RETRY
 
 
 class NotDecidable(InboxError):
@@ -80,7 +81,7 @@ def _decide(alias: str, pk: int, decide: Callable[[Run, store.Locked], bool]) ->
     with transaction.atomic(using=alias):
         run = Run.objects.using(alias).filter(pk=pk).first()
         locked = run and store.lock(alias, run.handler, run.run_id)
-        decided = bool(run and locked and store.state_of(alias, locked)[0] in RETRYABLE and decide(run, locked))
+        decided = bool(run and locked and store.state_of(alias, locked)[0] in RETRY.sources and decide(run, locked))
         if not decided:
             transaction.set_rollback(True, using=alias)
         return decided

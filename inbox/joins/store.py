@@ -25,8 +25,9 @@ from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
 from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
-from inbox.models import DUE, InboxMessage, Receipt, State
+from inbox.models import InboxMessage, Receipt
 from inbox.receiving.reading import PARKED
+from inbox.states import DUE, State
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one

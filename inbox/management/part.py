@@ -20,10 +20,11 @@ from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import State, TrailEntry
+from inbox.models import TrailEntry
 from inbox.operators import accounting, pausing, purging
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
+from inbox.states import State
 from inbox.store import starts
 
 _CONFLICTS = 50

@@ -14,7 +14,8 @@ from django.db import connections
 from django.db.models import Count, Min
 
 from exactly_once.sql import counts as counting
-from inbox.models import SETTLED, InboxMessage, State, TrailEntry
+from inbox.models import InboxMessage, TrailEntry
+from inbox.states import SETTLED, State
 from inbox.store.dialect import RECEIPTS, TABLE
 from inbox.store.due import longest_due
 

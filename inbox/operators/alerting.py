@@ -13,7 +13,8 @@ from exactly_once.operators.alerts import Conditions, Key
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, PausedHandler, State
+from inbox.models import InboxMessage, PausedHandler
+from inbox.states import DUE, State
 from inbox.store.due import stored_handlers
 from inbox.store.heartbeats import consumers, running_handlers
 

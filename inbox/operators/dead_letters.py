@@ -13,8 +13,9 @@ from exactly_once.operators.dead_letters import Letters, Refused, plain, value_o
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
-from inbox.models import InboxMessage, State, Step
+from inbox.models import InboxMessage, Step
 from inbox.receiving.reading import outside_window, stored_envelope
+from inbox.states import State
 from inbox.store import receipts
 from inbox.store.ordering import hold_gates
 from inbox.store.trail import record

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import F
 
 from exactly_once.operators.operation_rows import RowOutcome, one_by_one
 from exactly_once.sql.connections import is_postgresql, lock_timeout
@@ -27,8 +26,9 @@ from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable, stored_row
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators.resending import resend
+from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import record
 
@@ -37,9 +37,6 @@ REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
 """Exceptions with which an action on one message reports that it was refused."""
 LOCKED = "a process is working on it"
 
-RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
-SKIPPABLE = (*RETRYABLE, State.WAITING)
-"""A running message only after its lease has ended."""
 _NAMED = ("handler", "topic", "key", "ordered", "place", "state", "quarantined", "message_id", "biz_id")
 
 
@@ -68,39 +65,26 @@ class Decision:
         return ""
 
 
-def retrying(reason: str, *, sources: Collection[str] = RETRYABLE, after: timedelta = timedelta()) -> Decision:
+def retrying(reason: str, *, sources: Collection[str] = RETRY.sources, after: timedelta = timedelta()) -> Decision:
     """See `retry`."""
-    return Decision(sources=sources, written=_due(after), reason=reason, quarantined=False)
+    written = {**RETRY.columns, "next_attempt_at": DatabaseTime(after)}
+    return Decision(sources=sources, written=written, reason=reason, quarantined=False)
 
 
 def overriding(reason: str) -> Decision:
     """See `override_maximum_age`."""
     recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    return Decision(sources=[State.DEAD], written={**_due(), "quarantined": False}, reason=recorded, quarantined=True)
+    written = {**OVERRIDE.columns, "next_attempt_at": DatabaseTime()}
+    return Decision(sources=OVERRIDE.sources, written=written, reason=recorded, quarantined=True)
 
 
-def skipping(reason: str, *, by: str = "", sources: Collection[str] = SKIPPABLE) -> Decision:
+def skipping(reason: str, *, by: str = "", sources: Collection[str] = SKIP.sources) -> Decision:
     """See `skip`."""
     return Decision(sources=sources, written=skipped(reason), reason="; ".join(filter(None, (reason, by))))
 
 
-def _due(after: timedelta = timedelta()) -> Mapping[str, Any]:
-    return {
-        "state": State.RETRYING,
-        "attempts": 0,
-        "fence": F("fence") + 1,
-        "next_attempt_at": DatabaseTime(after),
-        "settled_at": None,
-    }
-
-
 def skipped(reason: str) -> Mapping[str, Any]:
-    return {
-        "state": State.SKIPPED,
-        "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),
-        "next_attempt_at": None,
-        "settled_at": DatabaseTime(),
-    }
+    return {**SKIP.columns, "last_error": printable(f"skipped: {reason}", ERROR_LENGTH)}
 
 
 def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:

@@ -32,9 +32,10 @@ from inbox.conf import inbox_options
 from inbox.errors import HandlerTimeout, InboxError, Reject, RetryLater, TransactionControl
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
+from inbox.states import State
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.statements import controls_transaction, writes

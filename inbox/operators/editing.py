@@ -28,9 +28,10 @@ from inbox.errors import NotEditable
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.stores import stored_row
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
+from inbox.states import State
 from inbox.store import admitting, ordering, receipts
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_one

@@ -19,11 +19,13 @@ from exactly_once.operators.actions import Action, ActionForm, Canary, CanaryRes
 from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import Operations
+from inbox import states
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
-from inbox.models import SETTLED, InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.operators.editing import conflict_token, correct, editable, replace_message, run_conflicting
+from inbox.states import SETTLED, State
 from inbox.store.dialect import TABLE
 
 operations = OperationTable("inbox")
@@ -175,7 +177,7 @@ RETRY = Action(
     name="retry",
     label=_("Retry now"),
     done=_("due for a retry now"),
-    sources=decisions.RETRYABLE,
+    sources=states.RETRY.sources,
     run=lambda alias, pk, given: decisions.retry(alias, pk, reason=given.text),
     offered=_is_known,
     why_not=_why_not_retried,
@@ -199,7 +201,7 @@ SKIP = Action(
     name="skip",
     label=_("Skip"),
     done=_("skipped"),
-    sources=decisions.SKIPPABLE,
+    sources=states.SKIP.sources,
     run=lambda alias, pk, given: decisions.skip(alias, pk, given.reason, by=given.by),
     offered=_is_not_leased,
     question=_("Skip these messages? Their effect will not happen."),

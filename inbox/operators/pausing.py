@@ -15,7 +15,8 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, PausedHandler
+from inbox.models import InboxMessage, PausedHandler
+from inbox.states import DUE
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from django.db.models import Q
 
 from exactly_once.sql.now import NOW_AFTER, DatabaseTime
 from inbox.handlers.registry import may_exist
-from inbox.models import SETTLED, InboxMessage, Step
+from inbox.models import InboxMessage, Step
+from inbox.states import SETTLED
 from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.heartbeats import lately_running_handlers

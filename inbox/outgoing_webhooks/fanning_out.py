@@ -24,9 +24,9 @@ from inbox.handlers.decorator import registering
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
-from inbox.models import State as MessageState
 from inbox.outgoing_webhooks.endpoints import subscribed
 from inbox.outgoing_webhooks.models import Endpoint, State
+from inbox.states import State as MessageState
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import NewRow, with_body_only

@@ -29,11 +29,12 @@ from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
 from inbox.receiving.reading import Arrival
+from inbox.states import State
 from inbox.store import admitting, ordering, parking
 from inbox.store.admitting import Admitted
 from inbox.store.arrivals import counted_duplicates

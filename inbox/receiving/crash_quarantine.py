@@ -14,7 +14,8 @@ import threading
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 
 
 def is_quarantined(claimed: InboxMessage) -> bool:

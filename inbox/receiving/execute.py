@@ -23,7 +23,7 @@ from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased
 from inbox.receiving.admit import admit
@@ -42,6 +42,7 @@ from inbox.receiving.reading import (
     why_undecodable,
 )
 from inbox.receiving.run import Policy, run_claimed, run_fresh
+from inbox.states import State
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Successor, business_id

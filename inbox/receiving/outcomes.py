@@ -21,9 +21,10 @@ from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.reading import Arrival
+from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey

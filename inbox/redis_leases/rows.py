@@ -12,7 +12,8 @@ from django.db.models import F
 from django.db.models.functions import Greatest
 
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import DUE, InboxMessage, LeaseMemory, State
+from inbox.models import InboxMessage, LeaseMemory
+from inbox.states import DUE, State
 from inbox.store import receipts
 from inbox.store.arrivals import counted_duplicates, store
 from inbox.store.claims import refunded, under_claim

@@ -33,10 +33,11 @@ from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.leases.stores import Lease, LeaseRequest, LeaseStoreUnavailable
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_failure
 from inbox.redis_leases import rows, scripts
+from inbox.states import State
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow

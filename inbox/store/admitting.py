@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inbox.models import State
+from inbox.states import State
 from inbox.store.arrivals import count_duplicate
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.ordering import hold_gates, promote_next

@@ -11,7 +11,7 @@ from django.db import connections
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import now
 from inbox.conf import inbox_options
-from inbox.models import DUE, State
+from inbox.states import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_many, insert_one

@@ -16,12 +16,13 @@ from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.now import DatabaseTime, now, now_after
+from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
-from inbox.models import DUE, InboxMessage, Receipt, State
+from inbox.models import InboxMessage, Receipt
+from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
-from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_failed, as_written
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
+from inbox.store.failures import ABANDON_AS, as_failed, as_written
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
 from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy
@@ -195,9 +196,7 @@ def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
     """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
     with deciding(alias):
         row = under_claim(alias, claimed)
-        if not row.update(
-            state=State.SKIPPED, last_error=f"skipped: {reason}", next_attempt_at=None, settled_at=DatabaseTime()
-        ):
+        if not row.update(**SKIP_COPY.columns, last_error=f"skipped: {reason}"):
             return
         record(alias, [claimed.pk], was=claimed.state, reason=reason)
         promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if claimed.ordered else None)
@@ -249,9 +248,9 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         record_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', {ABANDONED_NOW.format(now=now(connection))} WHERE {condition} "
+            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {condition} "
             "RETURNING handler, message_id, biz_id",
-            [*ABANDONED_AS, *rows],
+            rows,
         )
         return [
             DeadLettered(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()

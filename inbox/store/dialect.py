@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import NOW, DatabaseTime
 from inbox.models import InboxMessage, PausedHandler, Receipt
 
 if TYPE_CHECKING:
@@ -69,3 +70,14 @@ def is_reachable(alias: str) -> bool:
         connection.close()
         return False
     return True
+
+
+def assignments(columns: Mapping[str, Any], vendor: str) -> str:
+    """The columns of a transition, for the SET of a statement that is written by hand."""
+    return ", ".join(f"{column} = {_as_sql(value, vendor)}" for column, value in columns.items())
+
+
+def _as_sql(value: Any, vendor: str) -> str:
+    if isinstance(value, DatabaseTime):
+        return NOW[vendor]
+    return "NULL" if value is None else f"'{value}'"

@@ -20,7 +20,8 @@ from django.db import connections
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now
 from exactly_once.wire.formats import RUN_ELSEWHERE
-from inbox.models import DUE, PausedHandler
+from inbox.models import PausedHandler
+from inbox.states import DUE
 from inbox.store.dialect import PAUSED_HANDLERS, TABLE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from django.db.models import Case, F, Func, JSONField, Value, When
 from exactly_once.failures import COMMITTED_BY_ITSELF
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
-from inbox.models import State
+from inbox.states import ABANDON, DIE, RETRY_LATER
 from inbox.store.rows import ABANDONED, Failure
 
 if TYPE_CHECKING:
@@ -25,14 +25,8 @@ ATTEMPTS_KEPT = 10
 _ATTEMPT_LENGTH = 6_000
 _OWN_LENGTH = 2_000
 
-NO_FAILURE = {"last_error": "", "traceback": "", "error_class": "", "error_place": "", "failing_since": None}
-"""What the row of a handled message says. Its failed attempts stay."""
-
-ABANDONED_NOW = (
-    "last_error = %s, error_class = %s, error_place = '', failing_since = {now}, failed_at = {now}, settled_at = {now}"
-)
-ABANDONED_AS = (ABANDONED, COMMITTED_BY_ITSELF)
-"""The parameters of `ABANDONED_NOW`."""
+ABANDON_AS = {"last_error": ABANDONED, "error_class": COMMITTED_BY_ITSELF, **ABANDON.columns}
+"""What is written of a message whose handler committed by itself."""
 
 _AT = {
     "postgresql": "to_char(statement_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"')",
@@ -66,13 +60,11 @@ def as_written(failure: Failure) -> dict[str, Any]:
 
 def as_failed(failure: Failure, *, leaves_order: bool = False) -> dict[str, Any]:
     """The columns of a message that has failed: retrying, or dead without a backoff."""
-    dead = failure.retry_after is None
     return {
-        "state": State.DEAD if dead else State.RETRYING,
+        **(DIE if failure.retry_after is None else RETRY_LATER).columns,
         "attempts": failure.attempts,
         **as_written(failure),
-        "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
-        "settled_at": DatabaseTime() if dead else None,
+        **({} if failure.retry_after is None else {"next_attempt_at": DatabaseTime(failure.retry_after)}),
         "quarantined": failure.quarantined,
         **({"ordered": False} if leaves_order else {}),
     }

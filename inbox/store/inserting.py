@@ -22,7 +22,7 @@ from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
-from inbox.models import State
+from inbox.states import State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN

@@ -16,12 +16,13 @@ from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.arrivals import store
 from inbox.store.claims import under_claim
-from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
-from inbox.store.failures import NO_FAILURE, as_failed
+from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE, assignments
+from inbox.store.failures import as_failed
 from inbox.store.inserting import Insertion
 from inbox.store.ordering import deciding, hold_gates, promote_behind
 from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
@@ -34,8 +35,10 @@ _OWNED = "CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp(
 _CONSUME = PreparedStatement(
     "inbox_consume",
     ["bigint", "bigint", "boolean"],
-    f"UPDATE {TABLE} SET next_attempt_at = NULL, "
-    + WRITTEN.format(attempts="attempts", now="statement_timestamp()", result="result", keep="$3", empty="''")
+    f"UPDATE {TABLE} SET "
+    + WRITTEN.format(
+        finish=assignments(FINISH.columns, "postgresql"), attempts="attempts", result="result", keep="$3", empty="''"
+    )
     + f" WHERE id = $1 AND fence = $2 AND {_OWNED}",
 )
 
@@ -101,9 +104,7 @@ def lease_stored(
     """
     token = fence or claimed.fence
     with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        ours = under_claim(alias, claimed).update(
-            state=State.RUNNING, fence=token, stopping=False, next_attempt_at=DatabaseTime(lease)
-        )
+        ours = under_claim(alias, claimed).update(**LEASE.columns, fence=token, next_attempt_at=DatabaseTime(lease))
         if ours:
             over = claimed.state == State.RUNNING
             record(alias, [claimed.pk], was=claimed.state, reason=_LEASE_OVER if over else "", matters=over)
@@ -158,10 +159,7 @@ def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
 
 def done_columns() -> dict[str, Any]:
     return {
-        "state": State.DONE,
-        "settled_at": DatabaseTime(),
-        "next_attempt_at": None,
-        **NO_FAILURE,
+        **FINISH.columns,
         **({} if inbox_options().keeps_all_bodies else {"body": b"", "headers": {}}),
     }
 

@@ -32,7 +32,8 @@ from django.db import connections, transaction
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import NOW_AFTER
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from inbox.store.dialect import TABLE
 from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey

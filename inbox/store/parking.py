@@ -7,7 +7,8 @@ from datetime import timedelta
 from django.db import connections, transaction
 
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.inserting import Insertion, insert_one

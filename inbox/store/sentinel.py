@@ -13,14 +13,13 @@ from django.db import DatabaseError, DataError, InterfaceError, connections, tra
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
-from exactly_once.sql.now import now
 from exactly_once.sql.prepared_statements import PreparedStatement, is_in_transaction, is_usable
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
-from inbox.models import State
-from inbox.store.dialect import RECEIPTS, TABLE
-from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
+from inbox.states import FINISH, State
+from inbox.store.dialect import RECEIPTS, TABLE, assignments
+from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
 SAVEPOINT = "inbox_guard"
 WRITTEN = (
-    "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = '', error_class = '', "
-    "error_place = '', failing_since = NULL, result = {result}, "
+    "{finish}, attempts = {attempts}, result = {result}, "
     "body = CASE WHEN {keep} THEN body ELSE {empty} END, headers = CASE WHEN {keep} THEN headers ELSE '{{}}' END"
 )
 """If the bodies of done messages are not stored, the digest remains, so conflicting duplicates are still found."""
@@ -55,7 +53,11 @@ _WRITE_RESULT = PreparedStatement(
     "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
 )
 _SET_FINISHED = WRITTEN.format(
-    attempts="$2", now="statement_timestamp()", result="coalesce($5, result)", keep="$4", empty=_EMPTY["postgresql"]
+    finish=assignments(FINISH.columns, "postgresql"),
+    attempts="$2",
+    result="coalesce($5, result)",
+    keep="$4",
+    empty=_EMPTY["postgresql"],
 )
 _FINISH = PreparedStatement(
     "inbox_finish",
@@ -145,8 +147,8 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return _FINISH.execute(connection, _given(connection, guard, attempts, result)).hit
     has_result, keep = result != guard.result, inbox_options().keeps_all_bodies
     written = WRITTEN.format(
+        finish=assignments(FINISH.columns, connection.vendor),
         attempts="%s",
-        now=now(connection),
         result=_JSON[connection.vendor] if has_result else "result",
         keep="%s",
         empty=_EMPTY[connection.vendor],
@@ -223,9 +225,8 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             return False
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', result = NULL, {ABANDONED_NOW.format(now=now(connection))} "
-            f"WHERE id IN (SELECT id {committed}) RETURNING id",
-            [*ABANDONED_AS, *given],
+            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE id IN (SELECT id {committed}) RETURNING id",
+            given,
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
         for row, content in zip(guard.rows, guard.emptied, strict=False):

@@ -14,7 +14,8 @@ from django.db import connections
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now_after
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow

@@ -32,7 +32,8 @@ from inbox.conf import IN_THE_DATABASE, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import DUE, State
 from inbox.testing.delivering import receive, run_due
 from inbox.testing.messages import make_message
 from inbox.testing.observing import Failures, observed, registered

@@ -11,7 +11,8 @@ from inbox.errors import RetryLater
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 
 Around = Callable[[Handler, tuple[Message, ...], Callable[[], object]], object]
 """Gets the handler, its messages, and the call to make."""

@@ -10,7 +10,8 @@ from typing import Any
 from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.testing.matching import IsMeant, Messages, with_values
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from inbox.testing.observing import registered
 
 What = str | Callable[..., Any] | None
@@ -25,7 +26,7 @@ class ReceivedMessage:
         handler: the name of the handler.
         id: the message id.
         payload: decoded, as the handler gets it. Bytes if the body is not JSON.
-        state: "done", "retrying", "dead" and so on; see `inbox.models.State`.
+        state: "done", "retrying", "dead" and so on; see `inbox.states.State`.
         attempts: the number of counted attempts. RetryLater does not count.
         duplicates: deliveries after the first, whose effect was suppressed.
         redeliveries: duplicates that the broker redelivered.

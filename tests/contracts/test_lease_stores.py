@@ -12,10 +12,11 @@ from inbox import Lease as Terms
 from inbox.leases.database import DatabaseLeases
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import Lease, LeaseRequest
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.crash_quarantine import is_quarantined
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import claims
 from inbox.store.rows import Failure
 from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row

@@ -9,9 +9,10 @@ from django.db import transaction
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import arrivals, sentinel
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from inbox.models import State
 from inbox.operators import accounting
 from inbox.outcome import Outcome
 from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer

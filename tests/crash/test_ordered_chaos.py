@@ -22,7 +22,8 @@ from django.db import OperationalError, connection, transaction
 from inbox import Ordered
 from inbox.consumer.topology import queue_of
 from inbox.handlers.handler import Handler
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.aliases import the_default_at

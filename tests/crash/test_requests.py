@@ -12,7 +12,8 @@ from exactly_once.models import Lease
 from exactly_once.wire.context import Cause, caused_by
 from inbox.joins.models import Part
 from inbox.joins.store import TOPIC
-from inbox.models import DUE, InboxMessage
+from inbox.models import InboxMessage
+from inbox.states import DUE
 from inbox.testing import travel
 from outbox import publish, request
 from tests.support.apps.effects.models import Effect

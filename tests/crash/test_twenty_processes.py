@@ -13,9 +13,10 @@ from django.db import connections, transaction
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.leases.opening import lease_store
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import arrivals
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB

@@ -18,7 +18,7 @@ from django.urls import reverse
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
 from tests.support.inbox_rows import store_message

@@ -16,10 +16,11 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
-from inbox.models import DUE, InboxMessage
+from inbox.models import InboxMessage
 from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
 from inbox.runner import Runner
+from inbox.states import DUE
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE
 

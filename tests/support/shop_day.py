@@ -24,8 +24,8 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, bucket_of
 from exactly_once.wire.identity import new_message_id
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
 from inbox.outgoing_webhooks import Endpoint
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message

@@ -36,6 +36,7 @@ import outbox.metrics
 import outbox.signals
 import outbox.testing
 from exactly_once import metrics
+from inbox import states
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, Receipt
 from outbox.conf import OutboxOptions
@@ -447,6 +448,21 @@ def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
     table = rows(page("architecture/states.md"), "transition", "from", "to", "when")
 
     assert [[cell.replace("](../", "](") for cell in cells] for cells in table] == expected
+
+
+def test_table_of_the_inbox_states_is_that_of_the_declared_transitions():
+    table = rows(page("architecture/states.md"), "transition", "from", "to", "when", "permission")
+
+    assert table == [
+        [
+            one.name,
+            as_code(one.sources) or "(none)",
+            as_code(one.targets),
+            one.when,
+            f"`{one.permission}`" * bool(one.permission),
+        ]
+        for one in states.TRANSITIONS
+    ]
 
 
 def as_code(states):

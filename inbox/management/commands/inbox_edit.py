@@ -11,8 +11,9 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import refuse_unknown
 from exactly_once.operators.audit import Actor, Subject, record
 from inbox.errors import NotEditable
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators.editing import correct, editable, locked_is_not_editable, replace_message
+from inbox.states import State
 
 
 class Command(DatabaseCommand):

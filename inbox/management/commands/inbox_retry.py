@@ -13,9 +13,10 @@ from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operations import BATCH
 from exactly_once.plurals import ngettext
 from inbox.handlers.registry import may_exist, registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.operators.decisions import Decision
+from inbox.states import State
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from exactly_once.models import AuditEntry
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,

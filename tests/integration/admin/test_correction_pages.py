@@ -10,7 +10,8 @@ from django.db import transaction
 from django.urls import reverse
 
 from inbox import Reject
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.admin_pages import NASTY, Page, said, staff_client
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
 from tests.support.inbox_rows import copy_of

@@ -7,7 +7,7 @@ import pytest
 from exactly_once.models import AuditEntry
 from exactly_once.operators import dead_letters
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.states import State
 from tests.support.admin_pages import VIEW, Page, a_message, act, said, staff_client
 from tests.support.inbox_rows import store_message

@@ -10,7 +10,8 @@ import pytest
 from django.urls import reverse
 
 from inbox import Lease, Reject, RetryLater
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, act, said, staff_client

@@ -11,8 +11,9 @@ from exactly_once.failures import DEFERRED, REFUSED
 from exactly_once.models import FailureNote, Operation
 from exactly_once.process.loop import StopRequest
 from inbox import RetryLater
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators.operations import executor
+from inbox.states import State
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, a_message, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row

@@ -20,7 +20,7 @@ from exactly_once.models import Alert, Minute
 from exactly_once.plurals import number
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.deliveries import deliver

@@ -14,7 +14,8 @@ from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State, Step, TrailEntry
+from inbox.models import InboxMessage, Step, TrailEntry
+from inbox.states import State
 from tests.support.admin_pages import an_inbox_message, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]

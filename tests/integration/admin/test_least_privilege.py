@@ -9,9 +9,10 @@ from django.urls import reverse
 from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.loop import StopRequest
 from inbox import Lease
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators.operations import executor
 from inbox.outgoing_webhooks import Endpoint
+from inbox.states import State
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, options
 

@@ -14,8 +14,8 @@ from exactly_once.admin import message_search
 from exactly_once.models import Operation, Process
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrailEntry
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import NASTY, RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client

@@ -19,12 +19,13 @@ from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrail
 from inbox.operators import decisions
 from inbox.operators import operations as inbox_operations
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import State
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.operators.operations import CLIENT, MANAGE, TOPIC, operations

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox.states import State
 from tests.support.admin_pages import a_message as outbox_message
 from tests.support.admin_pages import an_inbox_message as inbox_message

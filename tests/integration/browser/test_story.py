@@ -2,7 +2,8 @@
 
 import pytest
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.layout import faults

@@ -12,9 +12,9 @@ from django.core.management import CommandError, call_command
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage, Step
-from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxTrail
 from inbox.operators import decisions
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import a_message

@@ -8,7 +8,8 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]

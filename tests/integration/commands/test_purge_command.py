@@ -15,8 +15,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.rows import delete_in_chunks, older_entries
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
 from inbox.models import TrailEntry as InboxEntry
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from outbox.store import history

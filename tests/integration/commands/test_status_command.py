@@ -17,9 +17,9 @@ from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import State as InboxState
 from outbox.states import State
 from tests.support.deliveries import an_envelope, deliver, run_to_the_end, the_effect, the_row
 from tests.support.heartbeats import a_relay

@@ -27,7 +27,7 @@ from inbox.consumer.reception import Reception
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import parking
 from inbox.receiving.execute import receive
@@ -35,6 +35,7 @@ from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import parked_row, read
 from inbox.runner import Runner
+from inbox.states import State
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 from django.db import close_old_connections, connection, transaction
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.aliases import the_default_at

@@ -13,7 +13,8 @@ import pytest
 from django.db import connections, transaction
 
 from inbox.consumer.topology import queue_name
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique

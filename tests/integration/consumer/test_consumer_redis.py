@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from inbox.consumer.topology import queue_name
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.waiting import wait_until

@@ -8,7 +8,8 @@ from django.db import transaction
 
 from exactly_once.operators.trail import history_of
 from inbox.consumer.topology import queue_name
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.deliveries import TOPIC, drain, effects, make_due, the_effect, the_row

@@ -25,8 +25,9 @@ from inbox.errors import NotCallable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
+from inbox.states import State
 from inbox.store import sentinel
 from inbox.transactions import handler_transaction
 from tests.support.apps.effects.models import Effect, Unique

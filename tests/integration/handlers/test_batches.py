@@ -19,9 +19,10 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.outcome import Outcome
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique

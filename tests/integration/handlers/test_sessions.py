@@ -11,11 +11,12 @@ from django.db import connection, connections, transaction
 
 from exactly_once.process.loop import StopRequest
 from inbox import Lease
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import execute
 from inbox.receiving.reading import read
 from inbox.runner import Runner
+from inbox.states import State
 from inbox.store import arrivals
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect

@@ -20,8 +20,9 @@ from inbox.errors import HandlerTimeout
 from inbox.handlers import timeouts
 from inbox.handlers.handler import Handler
 from inbox.handlers.timeouts import bounded
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.workshop import BOUNDED, name_of
 from tests.support.deliveries import (

@@ -6,7 +6,8 @@ import pytest
 
 from inbox.handlers.registry import registry
 from inbox.http import reading, subscribe
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, mark_redelivered, send
 

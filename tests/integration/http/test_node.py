@@ -5,7 +5,8 @@ from django.test import override_settings
 
 from inbox.handlers.registry import registry
 from inbox.http import subscribe
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox.models import OutboxMessage
 from outbox.testing import run_relay
 from tests.support.http_api import HTTP, NodeClient

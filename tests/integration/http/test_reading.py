@@ -23,13 +23,14 @@ from inbox import Ordered, Retry
 from inbox.handlers.registry import registry
 from inbox.http import reading, subscribe
 from inbox.http.waiting import waiting
-from inbox.models import InboxMessage, State, TrailEntry
+from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.decisions import retry as retry_by_operator
 from inbox.operators.decisions import skip
 from inbox.operators.dry_run import why_not
 from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.outcome import Outcome
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
+from inbox.states import State
 from inbox.store import leases
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel

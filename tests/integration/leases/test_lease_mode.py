@@ -25,7 +25,7 @@ from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.models import InboxMessage, LeaseMemory, State, Step
+from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators import decisions, purging
 from inbox.operators.alerting import CONDITIONS
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
@@ -33,6 +33,7 @@ from inbox.outcome import Outcome
 from inbox.receiving import leased as leased_receiving
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect

@@ -12,10 +12,11 @@ from django.db import connection, transaction
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.handlers.handler import Handler
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique

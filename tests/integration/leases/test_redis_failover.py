@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from inbox import Lease
-from inbox.models import State
 from inbox.outcome import Outcome
+from inbox.states import State
 from tests.support.deliveries import (
     A_WHILE,
     InAThread,

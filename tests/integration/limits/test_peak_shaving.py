@@ -14,7 +14,8 @@ from django.db.models import Count
 
 from inbox import Shed
 from inbox.handlers.handler import Handler
-from inbox.models import InboxMessage, State, TokenBucket
+from inbox.models import InboxMessage, TokenBucket
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC
 from tests.support.deliveries import InAThread, effects, the_effect

@@ -13,11 +13,12 @@ from django.db import transaction
 
 from inbox import Shed, signals
 from inbox.limits.shedder import shedder_of
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store.arrivals import begin_fresh
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

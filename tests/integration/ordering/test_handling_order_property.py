@@ -24,12 +24,13 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered, RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.runner import Runner
+from inbox.states import State
 from inbox.store import admitting, claims, dialect, due, inserting, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect

@@ -10,7 +10,8 @@ import pytest
 from inbox import Ordered
 from inbox.consumer.topology import queue_of
 from inbox.handlers.handler import Handler
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.waiting import A_WHILE, wait_until_reached

@@ -18,8 +18,9 @@ from inbox.consumer import consumer as consumer_module
 from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
+from inbox.states import State
 from inbox.store import admitting
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect

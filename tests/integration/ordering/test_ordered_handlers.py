@@ -19,12 +19,13 @@ from django.test.utils import CaptureQueriesContext
 from exactly_once.process.clock import utcnow
 from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel
 from inbox.store.rows import Successor
 from inbox.transactions.persistence import DatabaseUnavailable

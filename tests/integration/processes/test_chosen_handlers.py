@@ -10,9 +10,10 @@ from django.core.management import CommandError, call_command
 
 from inbox.handlers.registry import registry
 from inbox.joins import joined_handler
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
 from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect

@@ -16,8 +16,9 @@ from exactly_once.models import AuditEntry
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from inbox import Ordered, pause_handler, resume_handler
 from inbox.errors import UnknownHandler
-from inbox.models import InboxMessage, PausedHandler, State
+from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import pausing
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
 from tests.support.deliveries import deliver, drain, effects, make_due, the_effect, the_row

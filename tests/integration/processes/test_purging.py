@@ -15,8 +15,9 @@ from exactly_once.wire.text import NAME_LENGTH
 from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State, TrailEntry
+from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.decisions import skip
+from inbox.states import State
 from inbox.store.heartbeats import consumers
 from tests.support.deliveries import deliver, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent

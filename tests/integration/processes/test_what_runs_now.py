@@ -11,7 +11,7 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.models import State
+from inbox.states import State
 from inbox.store.heartbeats import consumers
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect

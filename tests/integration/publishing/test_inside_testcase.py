@@ -10,7 +10,7 @@ from django.test import TestCase
 from inbox import idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.models import State as InboxState
+from inbox.states import State as InboxState
 from outbox import PublishedOutsideTransaction, publish
 from outbox.models import OutboxMessage
 from outbox.states import State

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from exactly_once.process.clock import utcnow
 from inbox import Lease, RetryLater
 from inbox.errors import NotEditable
-from inbox.models import SETTLED, InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import accounting, decisions, purging
 from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
+from inbox.states import SETTLED, State
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,

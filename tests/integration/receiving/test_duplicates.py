@@ -13,9 +13,10 @@ from exactly_once.app_options import AlertOptions
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
 from inbox import signals
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators.alerting import CONDITIONS
 from inbox.outcome import Outcome
+from inbox.states import State
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring

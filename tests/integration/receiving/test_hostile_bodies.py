@@ -13,10 +13,11 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, effects, make_due, the_effect, the_row

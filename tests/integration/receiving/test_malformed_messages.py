@@ -14,7 +14,8 @@ import amqp
 import kombu
 import pytest
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.workers import (

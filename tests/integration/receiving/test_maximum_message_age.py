@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving import reading
+from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import (

@@ -10,11 +10,12 @@ from django.core.management import call_command
 from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
-from inbox.models import InboxMessage, Receipt, State
+from inbox.models import InboxMessage, Receipt
 from inbox.outcome import Outcome
 from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import arrivals, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at

@@ -25,12 +25,13 @@ from inbox import Reject, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, Receipt, State
+from inbox.models import InboxMessage, Receipt
 from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
 from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
+from inbox.states import DUE, State
 from inbox.store import arrivals, claims, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish

@@ -15,10 +15,11 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
-from inbox.models import InboxMessage, State, TrailEntry
+from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import decisions
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import arrivals, claims, leases, rows
 from tests.support.deliveries import (
     OPTIONS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from django.db import connection
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, effects, run_to_the_end, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send

@@ -10,7 +10,8 @@ from django.db import OperationalError, transaction
 from django.test import override_settings
 
 from inbox import signals
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState

@@ -16,12 +16,13 @@ from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, State, Step, TrailEntry
+from inbox.models import InboxMessage, Step, TrailEntry
 from inbox.operators import accounting, decisions, purging
 from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import receipts
 from inbox.store.ordering import release_stuck
 from tests.support.apps.effects.models import Effect

@@ -15,10 +15,11 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql import prepared_statements
 from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox import Lease, runner
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import inserting, leases, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect

@@ -24,8 +24,9 @@ import kombu
 from django.db import connection, transaction
 from django.db.models import Max
 
-from inbox.models import DUE, InboxMessage
+from inbox.models import InboxMessage
 from inbox.outcome import Outcome
+from inbox.states import DUE
 from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write

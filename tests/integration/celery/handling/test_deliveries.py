@@ -16,8 +16,9 @@ from django.test import TestCase
 from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
 from inbox.operators import decisions
+from inbox.states import State
 from inbox.store import arrivals, rows, sentinel
 from outbox import publish
 from outbox.celery import OutboxTask

@@ -12,9 +12,9 @@ from django.test import Client
 from django.urls import reverse
 
 from inbox.errors import NotEditable, TaskNotSent
-from inbox.models import State
 from inbox.operators import decisions
 from inbox.operators.editing import replace_message
+from inbox.states import State
 from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect

@@ -8,7 +8,7 @@ from celery import Task, states
 
 from inbox import Backoff, Reject, Retry
 from inbox.celery import idempotent_task
-from inbox.models import State
+from inbox.states import State
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.deliveries import the_row
 

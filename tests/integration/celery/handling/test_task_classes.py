@@ -8,7 +8,8 @@ from django.db import OperationalError, transaction
 
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotRun
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from inbox.store import arrivals, dialect, rows
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage

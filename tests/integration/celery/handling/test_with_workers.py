@@ -8,7 +8,8 @@ from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 from django.core.management import call_command
 
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage
+from inbox.states import State
 from tests.integration.celery.handling.project import begun, release
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import effects, the_row

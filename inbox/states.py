@@ -1,0 +1,209 @@
+"""The states of a message in one handler and all transitions between them, each declared once, as data.
+
+The statements of the store, the decisions of operators and the table of states in the documentation use these declarations, so
+a transition writes the same columns in all of them. The guard of each is in the statement that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db.models import F, Q, TextChoices
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.sql.now import DatabaseTime
+
+
+class State(TextChoices):
+    """The state of a message in one handler."""
+
+    RECEIVED = "received", _("Received")
+    RETRYING = "retrying", _("Retrying")
+    WAITING = "waiting", _("Waiting")
+    RUNNING = "running", _("Running")
+    DONE = "done", _("Done")
+    DEAD = "dead", _("Dead")
+    SKIPPED = "skipped", _("Skipped")
+    SHED = "shed", _("Shed")
+
+
+DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
+"""States from which a message is run when its next attempt is due; a running one, when its lease has ended."""
+
+SETTLED = (State.DONE, State.SKIPPED, State.SHED)
+"""Final states: no attempt and no decision is pending, so these messages may be purged."""
+
+NO_FAILURE = {"last_error": "", "traceback": "", "error_class": "", "error_place": "", "failing_since": None}
+"""What the row of a handled message says. Its failed attempts stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """A transition from some states to another.
+
+    Attributes:
+        sources: the states that it leads from; none for a new message. A row in any other state is not changed.
+        targets: the state that it leads to; two states if the order of its key decides.
+        when: its cause, for the documentation.
+        sets: the values or expressions that it writes, by column, without the state, and without what a failure or an attempt
+            says.
+        recorded: whether the trail records it with `INBOX["TRAIL"] = "decisions"`. With "all" every transition is recorded.
+        permission: what an operator needs to make it; "" if operators do not.
+    """
+
+    name: str
+    sources: tuple[State, ...]
+    targets: tuple[State, ...]
+    when: str
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    recorded: bool = True
+    permission: str = ""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What it writes, with the state."""
+        return {"state": self.targets[0], **self.sets}
+
+
+_SETTLES: Mapping[str, Any] = {"settled_at": DatabaseTime(), "next_attempt_at": None}
+_NEXT_FENCE = {"fence": F("fence") + 1}
+
+# New messages.
+
+HANDLE = Transition(
+    name="handle",
+    sources=(),
+    targets=(State.DONE,),
+    when="a new delivery whose handler succeeded",
+    sets=_SETTLES,
+    recorded=False,
+)
+ACCEPT = Transition(
+    name="accept",
+    sources=(),
+    targets=(State.RECEIVED, State.WAITING),
+    when=(
+        "handed over by `local://`, [redelivered by the broker](receiving.md#redelivered-messages), corrected by an operator, "
+        "or not run in time because of a rate limit or busy workers; `waiting` behind another message of its key, if its "
+        "handler is [ordered](../adr/0023-ordered-handlers.md)"
+    ),
+    recorded=False,
+)
+REFUSE = Transition(
+    name="refuse",
+    sources=(),
+    targets=(State.DEAD,),
+    when="it cannot be read, has no identity, is too old (quarantined), or was rejected",
+    sets=_SETTLES,
+)
+SHED = Transition(
+    name="shed",
+    sources=(),
+    targets=(State.SHED,),
+    when="too many messages wait, and it may be dropped",
+    sets=_SETTLES,
+)
+
+# By the processes that run handlers.
+
+PROMOTE = Transition(
+    name="promote",
+    sources=(State.WAITING,),
+    targets=(State.RECEIVED,),
+    when="the message before it was handled, skipped or passed over",
+    sets=_NEXT_FENCE,
+    recorded=False,
+)
+LEASE = Transition(
+    name="lease",
+    sources=DUE,
+    targets=(State.RUNNING,),
+    when="it runs [under a lease](leases.md), which ends at the time of its next attempt; also a new delivery",
+    sets={"stopping": False},
+    recorded=False,
+)
+FINISH = Transition(
+    name="finish",
+    sources=DUE,
+    targets=(State.DONE,),
+    when="its handler succeeded",
+    sets={**NO_FAILURE, **_SETTLES},
+    recorded=False,
+)
+RETRY_LATER = Transition(
+    name="retry later",
+    sources=DUE,
+    targets=(State.RETRYING,),
+    when="its handler failed, or raised `RetryLater`; also in a new delivery",
+    sets={"settled_at": None},
+)
+DIE = Transition(
+    name="die",
+    sources=DUE,
+    targets=(State.DEAD,),
+    when="attempts used up, or rejected",
+    sets=_SETTLES,
+)
+ABANDON = Transition(
+    name="abandon",
+    sources=(State.RECEIVED, State.DONE),
+    targets=(State.DEAD,),
+    when="its handler ended the inbox's transaction by itself",
+    sets={**_SETTLES, "error_place": "", "failing_since": DatabaseTime(), "failed_at": DatabaseTime(), "result": None},
+)
+SKIP_COPY = Transition(
+    name="skip a copy",
+    sources=DUE,
+    targets=(State.SKIPPED,),
+    when="its message has another row",
+    sets=_SETTLES,
+)
+
+# By operators.
+
+RETRY = Transition(
+    name="retry",
+    sources=(State.DEAD, *DUE),
+    targets=(State.RETRYING, State.WAITING),
+    when="an operator retried it; `waiting` behind another message of its key; after the end of its lease it stays `running`",
+    sets={"attempts": 0, **_NEXT_FENCE, "settled_at": None},
+    permission="retry",
+)
+OVERRIDE = Transition(
+    name="override the maximum age",
+    sources=(State.DEAD,),
+    targets=(State.RETRYING, State.WAITING),
+    when="an operator asserted that a quarantined message has not been handled",
+    sets={**RETRY.sets, "quarantined": False},
+    permission="override",
+)
+SKIP = Transition(
+    name="skip",
+    sources=(*RETRY.sources, State.WAITING),
+    targets=(State.SKIPPED,),
+    when="an operator skipped it, after the end of its lease, or [replaced](../how-to/correct-payloads.md) a dead one",
+    sets=_SETTLES,
+    permission="skip",
+)
+
+TRANSITIONS = (
+    HANDLE,
+    ACCEPT,
+    REFUSE,
+    SHED,
+    PROMOTE,
+    LEASE,
+    FINISH,
+    RETRY_LATER,
+    DIE,
+    ABANDON,
+    SKIP_COPY,
+    RETRY,
+    OVERRIDE,
+    SKIP,
+)
+
+CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=F("message_id"))
+"""Messages of a chain but for its first, whose correlation id is its own message id."""
