@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from django.db.models import F, Q, TextChoices
@@ -61,7 +62,7 @@ class Transition:
     recorded: bool = True
     permission: str = ""
 
-    @property
+    @cached_property
     def columns(self) -> dict[str, Any]:
         """What it writes, with the state."""
         return {"state": self.targets[0], **self.sets}

@@ -213,7 +213,7 @@ OVERRIDE = Action(
     name="override_maximum_age",
     label=_("Retry past the maximum message age"),
     done=_("due now, past the maximum message age"),
-    permission="override",
+    permission=states.OVERRIDE.permission,
     sources=(State.DEAD,),
     run=lambda alias, pk, given: decisions.override_maximum_age(alias, pk, reason=given.text),
     offered=lambda row: bool(row.quarantined),

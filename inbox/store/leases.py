@@ -124,12 +124,12 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and promote the next one of its `order`. False: it is no longer ours."""
     connection = connections[alias]
-    if order is None and not is_recorded(matters=False) and is_usable(connection):
+    if order is None and not is_recorded(matters=FINISH.recorded) and is_usable(connection):
         done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
         return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
-    with in_order(alias, order, matters=False):
+    with in_order(alias, order, matters=FINISH.recorded):
         done = _owned(alias, pk, fence).update(**done_columns())
-        record(alias, [pk] if done else [], was=State.RUNNING, matters=False)
+        record(alias, [pk] if done else [], was=State.RUNNING, matters=FINISH.recorded)
         promote_behind(alias, order)
     # After a connection lost during the commit, this is called again.
     return bool(done) or _is_in_state(alias, pk, fence, State.DONE)

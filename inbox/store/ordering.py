@@ -33,7 +33,7 @@ from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import NOW_AFTER
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage
-from inbox.states import State
+from inbox.states import PROMOTE, State
 from inbox.store.dialect import TABLE
 from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey
@@ -138,7 +138,7 @@ def settle_and_claim(
 
 
 def _recorded(alias: str, promoted: int) -> int:
-    record(alias, [promoted], was=State.WAITING, matters=False)
+    record(alias, [promoted], was=State.WAITING, matters=PROMOTE.recorded)
     return promoted
 
 

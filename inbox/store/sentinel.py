@@ -114,7 +114,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
-    record(guard.alias, guard.rows, was=guard.was, matters=False)
+    record(guard.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
     if guard.order is not None:
         if guard.successor is None:
             promote_next(guard.alias, *guard.order)
@@ -128,7 +128,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     return (
         guard.is_settled
         and result == guard.result
-        and not is_recorded(matters=False)
+        and not is_recorded(matters=FINISH.recorded)
         and is_outermost(connection)
         and connection.commit_on_exit
         and is_usable(connection)
@@ -175,7 +175,7 @@ def _given(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result:
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
     """May the next row of the order be claimed in the same round trip? Not if the trail has an entry in between."""
     is_claimed = guard.order is not None and guard.successor is not None
-    return is_claimed and result == guard.result and not is_recorded(matters=False) and is_usable(connection)
+    return is_claimed and result == guard.result and not is_recorded(matters=FINISH.recorded) and is_usable(connection)
 
 
 def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:
