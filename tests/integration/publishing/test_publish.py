@@ -517,6 +517,7 @@ def test_stored_instants_can_be_compared_by_the_orm():
 
 
 @pytest.mark.skipif("connection.vendor != 'postgresql'")
+@committed
 @pytest.mark.parametrize(
     "options",
     [
