@@ -45,8 +45,8 @@ from outbox.store.dialect import (
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
-SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+STREAM = "m.state = 'ready' AND NOT m.is_secondary"
+SECONDARY = "m.state = 'ready' AND m.is_secondary"
 _IS_BLOCKED = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
@@ -161,7 +161,6 @@ _READ_AS = {
     "deliver": "CAST(m.deliver_at AS text)",
     "expires_in_seconds": "{expires_in}",
     "is_blocked": _IS_BLOCKED,
-    "is_secondary": "{{is_secondary}}",
     "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
     "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
     "version": "{{version}}",
@@ -209,13 +208,11 @@ def _of_a_shard(
     """
     select = _SELECT.format(expires_in=expires_in, live=table, small=small)
     version, place = (_VERSION, _PLACE) if table == LIVE_PART else ("''", "''")
-    stream, secondary = (
-        select.format(is_secondary=is_secondary, version=version, place=place) for is_secondary in ("false", "true")
-    )
+    select = select.format(version=version, place=place)
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{secondary} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{stream} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{select} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
@@ -482,7 +479,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
     select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES)
-    select = select.format(is_secondary="false", version="''", place="''")
+    select = select.format(version="''", place="''")
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 

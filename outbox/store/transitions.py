@@ -217,6 +217,8 @@ def _what(
         return _written[known]
     state = transition.targets[0].value if transition.state is None else transition.state
     values = {"state": state, **transition.columns(**given)}
+    if State.READY in transition.targets:
+        values["is_secondary"] = True  # the floor of a relay may be above it in the stream
     query = UpdateQuery(OutboxMessage)
     compiler = query.get_compiler(connection=connection)
     written = write({name: _value(query, compiler, name, value) for name, value in values.items()})

@@ -65,6 +65,10 @@ class NewRow(NamedTuple):
         return shard_of(self.key, self.message_id)
 
     @property
+    def is_secondary(self) -> bool:
+        return self.priority > 0
+
+    @property
     def state(self) -> str:
         """The state in which it is inserted, unless it is prepared."""
         return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
@@ -83,6 +87,7 @@ _GIVEN = {
     "causation_id": "varchar",
     "traceparent": "varchar",
     "is_unique": "bool",
+    "is_secondary": "bool",
 }
 """The columns that a `NewRow` has a value for, with the PostgreSQL type in which a COPY encodes each."""
 _COMPUTED = {
