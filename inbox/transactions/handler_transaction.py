@@ -6,7 +6,6 @@ A handler that ends the transaction, or leaves it unable to commit, is detected.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +24,12 @@ from inbox.transactions.atomic_guard import NoneLeftOpen
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
-from inbox.transactions.statements import controls_transaction, text_of
+from inbox.transactions.statements import controls_transaction, text_of, writes
 
 logger = logging.getLogger(__name__)
 
-_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
+_reported: set[tuple[str, str]] = set()
+"""Handlers, each with a database outside of its transaction to which it has written."""
 
 
 def in_transaction(
@@ -165,13 +165,15 @@ class _Supervision:
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]
-        if isinstance(sql, str) and _WRITES.match(sql):
+        text = text_of(sql, connection)
+        write = self._handler.name, connection.alias
+        if writes(text) and write not in _reported:
+            _reported.add(write)
             logger.warning(
-                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice; make "
-                "it idempotent, or configure the handler for that database.",
-                self._handler.name,
-                connection.alias,
-                self._handler.using,
+                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice, or "
+                "without the other effects. If it is the only effect, set using=%r. If not, publish a message on %r and write "
+                "in a handler of that message with using=%r. This is reported once.",
+                *(*write, self._handler.using, connection.alias, self._handler.using, connection.alias),
             )
-        self._changes.record(text_of(sql, connection), connection.alias)
+        self._changes.record(text, connection.alias)
         return execute(sql, params, many, context)
