@@ -11,10 +11,12 @@ from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.wire.context import Cause, caused_by
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
+from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -24,7 +26,7 @@ from inbox.transactions.atomic_guard import NoneLeftOpen
 from inbox.transactions.observed import observed
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
-from inbox.transactions.statements import controls_transaction, text_of, writes
+from inbox.transactions.statements import controls_transaction, locks, text_of, writes
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def in_transaction(
                     # Runs share pages of their indexes, so SERIALIZABLE would fail nearly all that are collected together.
                     with connection.cursor() as cursor:
                         cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-                guard = begin()
+                guard = _begun(handler, begin)
             if guard is None:
                 return False
             try:
@@ -100,6 +102,19 @@ def in_transaction(
     finally:
         changes.end_sessions()
     return True
+
+
+def _begun(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:
+    """What `begin` returns; it waits for other transactions that handle the same message."""
+    if not metrics.BEGIN_SECONDS.is_attached:
+        return begin()
+    began_at, outcome = monotonic(), "deferred"
+    try:
+        guard = begin()
+        outcome = "duplicate" if guard is None else "begun"
+        return guard
+    finally:
+        metrics.BEGIN_SECONDS.observe(monotonic() - began_at, handler.name, outcome)
 
 
 def _committed_by_itself(handler: Handler, guard: Guard, of: str) -> bool:
@@ -161,7 +176,13 @@ class _Supervision:
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         self._changes.record(text, connection.alias)
-        return execute(sql, params, many, context)
+        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
+            return execute(sql, params, many, context)
+        began_at = monotonic()
+        try:
+            return execute(sql, params, many, context)
+        finally:
+            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, self._handler.name)
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]
