@@ -1,8 +1,8 @@
 """The ways that a delivery goes through the inbox, each traced. It needs Django.
 
-A way begins with the load that a worker takes, or with the runner's or Celery's turn, and ends with the answer. Each is gone a
-few times before it is traced, because statements are prepared and modules imported then; the shortest of some traces counts,
-because of what is done once in a while only.
+A way begins with the load that a worker takes, or with the runner's or Celery's turn, and ends with the answer. Before each is
+traced, it is run a few times, because statements are prepared and modules imported then. The shortest of several traces counts,
+because the runner does some work once in a second only.
 """
 
 from __future__ import annotations

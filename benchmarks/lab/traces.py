@@ -27,7 +27,7 @@ class Trace:
     """
     Attributes:
         called: file and name of each function, in the order of the calls.
-        sent: per round trip, the first words of what was sent.
+        sent: per round trip, the messages to the server.
     """
 
     called: list[tuple[str, str]]

@@ -47,8 +47,8 @@ class Traced(Protocol):
 
 
 def is_recording() -> bool:
-    """Is OpenTelemetry installed and configured? Else no span is recorded."""
-    return otel is not None and not _has_no_sdk()
+    """Is OpenTelemetry installed and configured? With only its API, as a dependency of another package, no span is recorded."""
+    return otel is not None and not isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
 
 
 def system_of(url: str) -> str:
@@ -68,7 +68,7 @@ def created(topic: str, message_id: str, correlation_id: str) -> str:
         return cause.traceparent
     current = otel.get_current_span()
     is_inside = current.get_span_context().is_valid
-    if _has_no_sdk():
+    if not is_recording():
         return _traceparent(current) if is_inside else cause.traceparent
     parent = None if is_inside else _context(cause.traceparent)
     attributes = {
@@ -155,11 +155,6 @@ def processing(
                 span.record_exception(error)
                 failed(span, type(error).__name__)
             raise
-
-
-def _has_no_sdk() -> bool:
-    """Is only the API installed, as a dependency of another package? Then no span is recorded."""
-    return isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
 
 
 def _tracer() -> Any:

@@ -30,10 +30,10 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from inbox.outcome import Outcome
 from inbox.receiving import parking
-from inbox.receiving.execute import receive
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import parked_row, read
+from inbox.receiving.receive import receive
 from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
@@ -145,6 +145,14 @@ def store(handler, name):
     """Have a message of `handler` in the table, due now."""
     arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
     assert arrivals.store_due("default", arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
+
+
+@contextmanager
+def held_in_hand(row):
+    """This process is handling that message."""
+    held = in_hand.take([row])
+    yield
+    in_hand.end(held)
 
 
 @contextmanager
@@ -447,9 +455,9 @@ class TestAcknowledging:
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
 
-        with in_hand.holding([arrival.row]):
+        with held_in_hand(arrival.row):
             assert parking.park(handler, arrival, OPTIONS) is Outcome.STORED
-            assert receive(handler, arrival, OPTIONS) is Outcome.DEFERRED
+            assert receive(handler, [arrival], OPTIONS) == [Outcome.DEFERRED]
             assert drain() == 0
         assert drain() == 2, "it was admitted, and run"
 
@@ -461,7 +469,7 @@ class TestAcknowledging:
         arrival = read(handler, envelope, OPTIONS)
         assert arrivals.store_due("default", parked_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)
 
-        with in_hand.holding([arrival.row]):
+        with held_in_hand(arrival.row):
             assert drain() == 1
             assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         make_due()
