@@ -16,10 +16,10 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
+from inbox.consumer.runner import Runner
 from inbox.models import DUE, InboxMessage
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
-from inbox.runner import Runner
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE
 

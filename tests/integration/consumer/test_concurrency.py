@@ -24,6 +24,7 @@ from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Unanswered
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
@@ -34,7 +35,6 @@ from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import parked_row, read
 from inbox.receiving.receive import receive
-from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
