@@ -57,13 +57,13 @@ BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, 
 py-amqp raises AttributeError when it loses its connection at the wrong moment; kombu's pyamqp transport lists it, too."""
 
 
-def queue_name(subscriber: str, topic: str) -> str:
+def queue_name(subscriber: str, *topics: str) -> str:
     """The name of the queue of one handler, or of the exchange of its partitions.
 
     Args:
         subscriber: group and name of the handler: "billing.orders.reserve_stock".
     """
-    return fit(f"{subscriber}@{topic}")
+    return fit(f"{subscriber}@{'+'.join(sorted(topics))}")
 
 
 def scheme_of(url: str) -> str:

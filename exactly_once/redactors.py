@@ -22,7 +22,7 @@ def load(path: str) -> Callable[..., Any]:
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ImportError("it is not a dotted path like 'myproject.redact.payload'")
+        raise ImportError("it is not a dotted path like 'myproject.module.function'")
     module = import_module(module_name)
     function: Any = getattr(module, name, None)
     if callable(function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from inspect import iscoroutinefunction
 from typing import Any
 
 from django.apps import AppConfig, apps
@@ -17,8 +18,10 @@ from exactly_once import settings as options
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from exactly_once.checks import check_with
 from exactly_once.masking import masked
+from exactly_once.redactors import load, why_not_loaded
 from exactly_once.sql.connections import with_table
 from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
+from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -93,6 +96,22 @@ def check_lease_store(chosen: InboxOptions) -> Iterator[CheckMessage]:
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
         )
+
+
+@check_with(inbox_options)
+def check_around(chosen: InboxOptions) -> Iterator[CheckMessage]:
+    """inbox.E008: AROUND names a function that cannot be loaded, or that is async."""
+    for path in chosen.AROUND:
+        reason = why_not_loaded(path)
+        if not reason and iscoroutinefunction(load(path)):
+            reason = "it is async, and no context manager"
+        if reason:
+            yield Error(
+                f"INBOX['AROUND'] contains {path!r}, which cannot be called around handlers: {reason}.",
+                hint="Until it can, every attempt of every handler fails. Name a function that takes the message and returns a "
+                "context manager, as one with @contextlib.contextmanager does.",
+                id="inbox.E008",
+            )
 
 
 @check_with(inbox_options)
@@ -190,8 +209,11 @@ def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
         if not has_outbox(handler.using):
             yield Warning(
                 f"{said} the database {handler.using!r} has no outbox of this project, so it gets new messages only.",
-                hint="In the service that publishes the topic, run outbox_replay "
-                f"--topic {handler.topic} --to-group {chosen.group}.{handler.name}. Then remove start_from.",
+                hint="In the service that publishes the topic, run "
+                + " and ".join(
+                    f"outbox_replay --topic {topic} --to-group {queue_name(handler, chosen)}" for topic in handler.topics
+                )
+                + ". Then remove start_from.",
                 id="inbox.W005",
             )
         elif not keeps_history():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -15,6 +16,7 @@ from exactly_once import settings as options
 from exactly_once.app_options import AppOptions
 from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import kind, masked, quoted, why_unreadable
+from exactly_once.redactors import load
 from exactly_once.wire.body import BODY_LIMIT_BYTES
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit
@@ -50,6 +52,8 @@ class InboxOptions(AppOptions):
         RETENTION: how long handled rows are stored, which is the deduplication window.
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
+        AROUND: dotted paths of functions that take a message and return a context manager, which is entered around each call
+            of a handler, inside its transaction.
         WEBHOOK_TIMEOUT: longest duration of a request to a webhook endpoint.
         WEBHOOK_NETWORKS: networks that webhook endpoints may be in although they are not public, such as "10.1.0.0/16".
     """
@@ -72,6 +76,7 @@ class InboxOptions(AppOptions):
     RETENTION: timedelta = timedelta(days=30)
     KEEP_BODIES: str = "all"
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
+    AROUND: tuple[str, ...] = ()
     WEBHOOK_TIMEOUT: timedelta = timedelta(seconds=15)
     WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
@@ -130,6 +135,15 @@ class InboxOptions(AppOptions):
     @cached_property
     def redact_errors(self) -> str:
         return self.REDACT_ERRORS or _option_of_the_outbox("REDACT_ERRORS", "")
+
+    @cached_property
+    def around(self) -> list[Callable[..., Any]]:
+        """The functions of AROUND.
+
+        Raises:
+            Exception: one cannot be loaded; `inbox.E008` reports it.
+        """
+        return [load(path) for path in self.AROUND]
 
     @cached_property
     def group(self) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from django.db import DatabaseError, transaction
 
-from exactly_once.broker import queue_name
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
@@ -24,6 +23,7 @@ from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.consumer.runner import Runner
+from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.operators.operations import executor
@@ -133,7 +133,7 @@ class LocalTransport:
             of_its_topic = [
                 handler
                 for handler in registry.for_topic(message.envelope.topic)
-                if not message.queue or message.queue == queue_name(f"{options.group}.{handler.name}", handler.topic)
+                if not message.queue or message.queue == queue_name(handler, options)
             ]
             refused = self._why_refused(message, of_its_topic)
             verdicts[message.position] = refused or CONFIRMED
@@ -150,7 +150,7 @@ class LocalTransport:
     def _starting(self, messages: Sequence[OutgoingMessage]) -> Collection[str]:
         """The handlers of these messages that wait for their past."""
         topics = {message.envelope.topic for message in messages}
-        unknown = [one for one in wanting_on(self._alias) if one.topic in topics and one.name not in self._started]
+        unknown = [one for one in wanting_on(self._alias) if topics & {*one.topics} and one.name not in self._started]
         if self._is_past or not unknown:
             return ()
         waiting = waiting_among(self._alias, unknown)

@@ -266,7 +266,6 @@ class HandlerStart(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     handler = models.CharField(max_length=NAME_LENGTH, unique=True)
-    topic = models.CharField(max_length=NAME_LENGTH)
     # It wants what was published since then; NULL for all there is.
     since = models.DateTimeField(null=True)
     asked_at = models.DateTimeField()

@@ -54,6 +54,9 @@ class Starts:
         """The name of its queue, for messages that only this handler gets."""
         return queue_name(registry.get(handler) or _unknown(handler), inbox_options())
 
+    def topics_of(self, handler: str) -> Sequence[str]:
+        return registry.topics_of(handler)
+
     def hand_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         """Store messages in the open transaction."""
         return self._transport.send(messages, deadline)

@@ -112,7 +112,8 @@ def handles():
             decorator = leased_handler
         elif {"size", "wait"} & {*arguments}:
             decorator = batch_handler
-        decorator(topic, name=name, **arguments)(function)
+        topics = [topic] if isinstance(topic, str) else topic
+        decorator(*topics, name=name, **arguments)(function)
         names.append(name)
         return registry.get(name)
 

@@ -77,6 +77,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
         paused = row.paused
         return {
             "name": identifier(row.name),
+            "topics": identifier(section.topic_of(row.name)) if section.topic_of and section.topic_of(row.name) else "",
             "url": f"{address}?{urlencode(named)}",
             "backlog": _at_least(row.backlog),
             "oldest": age(row.backlog.oldest, now) if row.backlog.oldest else "",

@@ -198,7 +198,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     def topics(self) -> Sequence[str]:
         """Those that the handlers of this process receive: a query for those in the table would read all of it."""
-        return sorted({handler.topic for handler in registry.all()})
+        return sorted({topic for handler in registry.all() for topic in handler.topics})
 
     def hosts(self) -> Sequence[str]:
         return sorted({consumer.host for consumer in consumers.known(self.using)})

@@ -53,9 +53,8 @@ _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
 
 
 def _topic_of(handler: str) -> str:
-    """The topic of a handler of this process, or of a Celery task; "" if it is neither."""
-    registered = registry.get(handler)
-    return registered.topic if registered else handler if handler.startswith(CELERY_TOPICS) else ""
+    """The topics of a handler of this process, or of a Celery task; "" if it is neither."""
+    return ", ".join(registry.topics_of(handler)) or (handler if handler.startswith(CELERY_TOPICS) else "")
 
 
 def _read(alias: str) -> Reading:

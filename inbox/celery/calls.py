@@ -86,7 +86,7 @@ def read_call(
     snapshot = _snapshot(args, kwargs)
     handler = Handler(
         name=name,
-        topic=name,
+        topics=(name,),
         function=_with_fresh_arguments(function, args, kwargs, snapshot),
         biz_id=None,
         using=task.using,

@@ -321,7 +321,7 @@ class Consumer:
                 problem = f"{error} {_NOT_RECEIVED}"
             self._report_problem(handler.name, problem)
         for old in self._runner.names_without_code[:_MOST_NAMES] if speaks_amqp(self._options.broker_url) else ():
-            self._report_problem(f"queue of {old.name}", why_left(self._connection, old, self._options))
+            self._report_problem(f"queue of {old.name} for {old.topic}", why_left(self._connection, old, self._options))
         self._runner.declared(handler for handler in self._handlers if handler.name not in unusable)
         return unusable
 

@@ -228,7 +228,8 @@ class Runner:
     def _report_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._reported or not self._reports_unknown:
             return
-        stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
+        known = [handler.name for handler in (*handlers, *registry.all())]
+        stored = committed(lambda: due.orphans(alias, known), alias)
         names = committed(partial(names_without_code, alias), alias)
         self._reported.add(alias)
         self._without_code[alias] = names
@@ -246,7 +247,7 @@ class Runner:
     def _leave_out_attended(self, alias: str) -> None:
         if names := self._without_code.get(alias):
             running = committed(partial(running_handlers, alias), alias)
-            self._unattended[alias] = [old for old in names if old.name not in running]
+            self._unattended[alias] = [old for old in names if old.name not in running or registry.get(old.name)]
 
     def _turn(self, *, raising: bool = False) -> int:
         handlers = self._handlers()

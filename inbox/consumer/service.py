@@ -23,6 +23,7 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
+from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.slots import limited_by_default
@@ -34,13 +35,20 @@ _WATCHDOG_INTERVAL_SECONDS = 0.5
 _LONGEST_GOODBYE_SECONDS = 5.0
 
 
-def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
+def serve(
+    *,
+    drain: bool = False,
+    concurrency: int | None = None,
+    stop: StopRequest | None = None,
+    only: Sequence[Handler] | None = None,
+) -> None:
     """Receive from the broker and run stored messages until asked to stop, or with `drain` until nothing is due.
 
     With local:// it runs only the messages that the relay has handed over.
 
     Args:
         concurrency: worker threads; default: INBOX["CONCURRENCY"].
+        only: the handlers that this process receives and runs; default: all of the project.
 
     Raises:
         ImproperlyConfigured: the broker URL cannot be used.
@@ -54,18 +62,18 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")
     size = options.CONCURRENCY if concurrency is None else concurrency
     options = replace(options, CONCURRENCY=size)
-    handlers = limited_by_default(registry.all(), size)
+    handlers = limited_by_default(registry.all() if only is None else only, size)
     runner = Runner(options, stop, handlers=lambda: handlers)
-    if not registry.all():
+    if not handlers:
         logger.warning(
             "consumer: no handler is registered, so no message is handled. Define handlers in an installed app's handlers.py."
         )
     consumer: Consumer | None = None
     if not local:
         consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, runner=runner)
-    activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
+    activity = consumer.activity if consumer else lambda: Activity(handlers=handlers, ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
-    aliases = {handler.using for handler in registry.all()}
+    aliases = {handler.using for handler in handlers}
     bulk, housekeeping = executor(), housekeepers()
     beside = _beside([bulk, *housekeeping], stop, drain=drain)
     with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), beside:

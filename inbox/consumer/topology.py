@@ -1,7 +1,7 @@
 """The queues of the handlers.
 
-Each group, handler and topic has one queue, bound to the shared topic exchange. The name contains the topic, so that during a
-rolling deploy an old worker never takes messages of a topic that only the new code knows.
+Each handler of a group has one queue, bound to the shared topic exchange by its topics. The name contains the topics, so that
+during a rolling deploy an old worker never takes messages of a topic that only the new code knows.
 
 A queue of an ordered handler has a *single active consumer*: the broker delivers to one subscription at a time and switches to
 the next when that one ends, so messages are stored in order. `partitions` makes several such queues behind an exchange that
@@ -26,6 +26,7 @@ from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
 from inbox.operators.renaming import NameWithoutCode
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
@@ -64,7 +65,7 @@ class Forbidden(Unusable):
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
-    return broker.queue_name(f"{options.group}.{handler.name}", handler.topic)
+    return broker.queue_name(f"{options.group}.{handler.name}", *handler.topics)
 
 
 def queue_of(handler: Handler, options: InboxOptions, partition: int | None = None) -> kombu.Queue:
@@ -77,10 +78,11 @@ def queue_of(handler: Handler, options: InboxOptions, partition: int | None = No
             arguments[_LIMIT] = _UNLIMITED
         if handler.ordered:
             arguments[_SINGLE_ACTIVE] = True
+    exchange = _topic_exchange(options) if partition is None else _hashing_exchange(handler, options)
+    keys = handler.topics if partition is None else (_EQUAL_WEIGHT,)
     return kombu.Queue(
         name if partition is None else fit(f"{name}.{partition}"),
-        exchange=_topic_exchange(options) if partition is None else _hashing_exchange(handler, options),
-        routing_key=handler.topic if partition is None else _EQUAL_WEIGHT,
+        bindings=[kombu.binding(exchange, routing_key=key) for key in keys],
         durable=True,
         queue_arguments=arguments,
     )
@@ -138,8 +140,30 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
         # Bind their exchange last: with fewer queues, the hash would route a key to another queue.
         with connection.channel() as channel:
             _topic_exchange(options)(channel).declare()
-            _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
-    return " ".join(filter(None, problems))
+            for topic in handler.topics:
+                _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=topic)
+    return " ".join(filter(None, [*problems, _why_former(connection, handler, options)]))
+
+
+def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
+    """A message for the operator if the handler has queues of when it had one of its topics only; else "".
+
+    Raises:
+        Unordered: it is ordered, and these queues may contain earlier messages of a key than its own queue.
+    """
+    if len(handler.topics) == 1 or not speaks_amqp(options.broker_url):
+        return ""
+    alone = [broker.queue_name(f"{options.group}.{handler.name}", topic) for topic in handler.topics]
+    found = [name for queue in alone for name in (queue, fit(f"{queue}.0")) if _exists(connection, kombu.Queue(name))]
+    if not found:
+        return ""
+    queues = f"The handler {handler.name} has several topics, and the broker has queues of when it had one: {', '.join(found)}."
+    if handler.ordered:
+        raise Unordered(
+            f"{queues} Messages that wait in them would be handled after later ones of their keys. Stop the relays, let the "
+            "old consumers run these queues empty, delete them, and start again."
+        )
+    return f"{queues} They get a copy of every message. When no process has the old code and they are empty, delete them."
 
 
 def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Handler, options: InboxOptions) -> None:
@@ -193,7 +217,8 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             _refuse_low_limit(connection, queue.name, None if limit is None else int(limit))
         with connection.channel() as channel:
             queue(channel).queue_declare(passive=True)
-            queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
+            for binding in queue.bindings:
+                binding.bind(queue(channel))
         return (
             f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used with these. To declare it "
             "as set in INBOX, stop its consumers when it is empty, delete it and start them again."
@@ -286,19 +311,23 @@ def _consumers_of(connection: kombu.Connection, queue: kombu.Queue) -> int | Non
 
 
 def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxOptions) -> str:
-    """A warning if a handler without code still has a queue, which collects messages that no process receives; else ""."""
-    queue = broker.queue_name(f"{options.group}.{old.name}", old.topic)
-    try:
-        found = [_consumers_of(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))]
-    except AccessRefused:
-        return ""
-    if 0 not in found or any(found):
-        return ""
-    return (
-        f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, of which this "
-        f"process has no code, and no process receives from it. If the handler was renamed, set renamed_from={old.name!r}. If "
-        "neither another version nor another service has this handler, delete the queue on the broker."
-    )
+    """A warning if a handler without code for a topic still has a queue of it from which no process receives; else ""."""
+    known = registry.get(old.name)
+    former = {(old.topic,), old.topics, (*old.topics, *(known.topics if known else ()))}
+    for queue in {broker.queue_name(f"{options.group}.{old.name}", *{*topics}) for topics in former}:
+        try:
+            found = [_consumers_of(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))]
+        except AccessRefused:
+            continue
+        if 0 in found and not any(found):
+            why = "which does not handle that topic any more" if known else "of which this process has no code"
+            renamed = "" if known else f" If the handler was renamed, set renamed_from={old.name!r}."
+            return (
+                f"The queue {queue!r} collects a copy of every message of {old.topic} for the handler {old.name}, {why}, and "
+                f"no process receives from it.{renamed} If neither another version nor another service has this handler, "
+                "delete the queue on the broker."
+            )
+    return ""
 
 
 def _is_partitioned(handler: Handler, options: InboxOptions) -> bool:

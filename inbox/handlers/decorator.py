@@ -41,8 +41,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def idempotent_handler(
-    topic: str,
-    *,
+    *topics: str,
     publishes: Sequence[str] = (),
     biz_id: BizId | str | None = None,
     name: str | None = None,
@@ -57,14 +56,14 @@ def idempotent_handler(
     shed: Shed | None = None,
     start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
-    """Handle every message of `topic` with the decorated function; its effect happens exactly once per biz-id.
+    """Handle every message of `topics` with the decorated function; its effect happens exactly once per topic and biz-id.
 
     The function runs in a transaction on `using` that also contains the inbox row. Returning means done. `RetryLater` defers
     the message, `Reject` makes it a dead letter, and any other exception is a failed attempt, which is retried. The decorator
     returns the function unchanged. An `async def` runs to completion on the thread that holds the transaction.
 
     Args:
-        topic: the exact name of the topic.
+        topics: the exact names of one topic or more. They share one queue, so `ordered` keeps the order of a key across them.
         publishes: the topics that the function publishes, for the system check that refuses joins that wait for themselves.
         biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
             ("order_id", "order.id"); default: the message's own biz-id, else its id.
@@ -86,12 +85,12 @@ def idempotent_handler(
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
-        ValueError: the topic is invalid, another handler has the name, an option is out of range, or two options contradict
-            each other. A function that handles two topics needs two names.
+        ValueError: there is no topic, one is invalid or given twice, another handler has the name, an option is out of range,
+            or two options contradict each other.
     """
     require_count("group_commit", group_commit)
     return registering(
-        topic,
+        topics,
         publishes=require_topics("publishes", publishes),
         biz_id=biz_id,
         name=kept_name(name, renamed_from),
@@ -108,8 +107,7 @@ def idempotent_handler(
 
 
 def batch_handler(
-    topic: str,
-    *,
+    *topics: str,
     size: int = 100,
     wait: timedelta = timedelta(seconds=0.2),
     biz_id: BizId | str | None = None,
@@ -123,7 +121,7 @@ def batch_handler(
     shed: Shed | None = None,
     start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
-    """Handle the messages of `topic` in lists with the decorated function; each effect happens exactly once per biz-id.
+    """Handle the messages of `topics` in lists with the decorated function; each effect happens exactly once per biz-id.
 
     The function gets a list of up to `size` messages, in one transaction. If it raises, the list is rolled back and run again
     in halves, until the failing message is alone.
@@ -136,7 +134,7 @@ def batch_handler(
     The other arguments and the exceptions are those of `idempotent_handler`.
     """
     return registering(
-        topic,
+        topics,
         biz_id=biz_id,
         name=kept_name(name, renamed_from),
         using=using,
@@ -151,8 +149,7 @@ def batch_handler(
 
 
 def leased_handler(
-    topic: str,
-    *,
+    *topics: str,
     lease: Lease | None = None,
     biz_id: BizId | str | None = None,
     name: str | None = None,
@@ -166,7 +163,7 @@ def leased_handler(
     shed: Shed | None = None,
     start_from: StartFrom = "last",
 ) -> Callable[[Function], Function]:
-    """Handle every message of `topic` under a lease with the decorated function, for effects outside the database.
+    """Handle every message of `topics` under a lease with the decorated function, for effects outside the database.
 
     The function runs outside any transaction: at least once, never twice at the same time for one message, and not again after
     it has returned. See `Message.step`.
@@ -179,7 +176,7 @@ def leased_handler(
     lease = Lease() if lease is None else lease
     require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
     return registering(
-        topic,
+        topics,
         biz_id=biz_id,
         name=kept_name(name, renamed_from),
         using=using,
@@ -212,7 +209,7 @@ def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
 
 
 def registering(
-    topic: str,
+    topics: Sequence[str],
     *,
     biz_id: BizId | str | None,
     name: str | None,
@@ -227,8 +224,7 @@ def registering(
     **more: Any,
 ) -> Callable[[Function], Function]:
     """Validate the common options and return the decorator. `more`: valid options of one public decorator."""
-    if reason := why_no_topic(topic):
-        raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
+    _require_handleable(topics)
     _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
     require_start(start_from)
     options: dict[str, Any] = {
@@ -256,7 +252,7 @@ def registering(
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
         handler = Handler(
             name=handler_name,
-            topic=topic,
+            topics=tuple(topics),
             function=runnable,
             biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id,
             using=using,
@@ -268,6 +264,16 @@ def registering(
         return function
 
     return decorate
+
+
+def _require_handleable(topics: Sequence[object]) -> None:
+    for topic in topics:
+        if not isinstance(topic, str):
+            raise TypeError(f"{topic!r} is not the name of a topic: write it in parentheses after the decorator, as text.")
+        if reason := why_no_topic(topic):
+            raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
+    if not topics or len({*topics}) < len(topics):
+        raise ValueError(f"The topics are {[*topics]}: a handler needs at least one, and each may be given once.")
 
 
 def refuse_generator(function: Callable[..., Any]) -> None:

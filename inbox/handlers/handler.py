@@ -15,7 +15,9 @@ from uuid import UUID
 from asgiref.sync import AsyncToSync
 
 from exactly_once.wire.text import fit
+from inbox.conf import inbox_options
 from inbox.errors import NotCallable
+from inbox.handlers.around import called_around
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
@@ -29,7 +31,7 @@ class Handler:
 
     Attributes:
         name: stable and unique in this project.
-        topic: the topic it handles.
+        topics: the topics it handles, through one queue, so that the order of a key holds across them.
         function: the user's code.
         biz_id: returns the biz-id to deduplicate on; None: the message's own biz-id.
         using: the database alias of its inbox row and its effect.
@@ -43,14 +45,15 @@ class Handler:
         concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
         all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
-        collects: it stores the messages of a join, so its transactions are READ COMMITTED, whatever the database's default.
+        collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
+            "": none.
         publishes: the topics that it is declared to publish.
         start_from: what it gets of the messages that were published before it existed.
         pulled: its messages are stored, and clients of `inbox.http` claim them. No process calls the function.
     """
 
     name: str
-    topic: str
+    topics: tuple[str, ...]
     function: Callable[..., Any]
     biz_id: BizId | None
     using: str
@@ -64,15 +67,15 @@ class Handler:
     concurrency: int | None = None
     shed: Shed | None = None
     all_of: tuple[str, ...] = ()
-    collects: bool = False
+    collects_for: str = ""
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "last"
     pulled: bool = False
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Function, topic and database. Two handlers with one name are the same if these are equal."""
-        return origin(self.function), self.topic, self.using
+        """Function, topics and database. Two handlers with one name are the same if these are equal."""
+        return origin(self.function), ", ".join(self.topics), self.using
 
     @property
     def wants_past(self) -> bool:
@@ -118,7 +121,9 @@ class Handler:
                 os._exit(_EXIT_FORKED)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        result = self.function(list(messages) if self.batch or self.all_of else messages[0])
+        given = list(messages) if self.batch or self.all_of else messages[0]
+        hooks = inbox_options().around
+        result = called_around(hooks, messages, lambda: self.function(given)) if hooks else self.function(given)
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()

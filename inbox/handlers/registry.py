@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.handlers.handler import Handler
 
@@ -13,7 +15,7 @@ class Registry:
         self._handlers: dict[str, Handler] = {}
 
     def add(self, handler: Handler) -> None:
-        """Raises ValueError if a handler with another function, topic or database has the same name."""
+        """Raises ValueError if a handler with another function, other topics or another database has the same name."""
         known = self._handlers.get(handler.name)
         if known is not None and known.identity != handler.identity:
             raise ValueError(
@@ -31,9 +33,27 @@ class Registry:
     def all(self) -> list[Handler]:
         return list(self._handlers.values())
 
+    def selected(self, names: str) -> list[Handler]:
+        """The handlers with these names, separated by commas; a join with the handlers that collect its messages.
+
+        Raises:
+            LookupError: there is no such handler; the text names similar ones.
+        """
+        chosen = [name.strip() for name in names.split(",")]
+        for name in chosen:
+            if name not in self._handlers:
+                close = " or ".join(map(repr, difflib.get_close_matches(name, self._handlers)))
+                known = f"did you mean {close}?" if close else f"known: {', '.join(self._handlers) or 'none'}."
+                raise LookupError(f"No handler is called {name!r}; {known}")
+        return [handler for handler in self.all() if {handler.name, handler.collects_for} & {*chosen}]
+
+    def topics_of(self, name: str) -> tuple[str, ...]:
+        """The topics of a handler; none, if it is not one of this process."""
+        return self._handlers[name].topics if name in self._handlers else ()
+
     def for_topic(self, topic: str) -> list[Handler]:
         """The handlers that a message of this topic is delivered to."""
-        return [handler for handler in self._handlers.values() if handler.topic == topic and not handler.all_of]
+        return [handler for handler in self._handlers.values() if topic in handler.topics and not handler.all_of]
 
 
 registry = Registry()

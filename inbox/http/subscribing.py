@@ -47,7 +47,7 @@ def subscribe(
             f"The name {name!r} cannot be part of a URL: set name= to letters, digits, dots, hyphens, underscores and tildes."
         )
     registering(
-        topic,
+        [topic],
         biz_id=biz_id,
         name=name,
         using=using,

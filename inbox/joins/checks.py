@@ -65,6 +65,6 @@ def _after(join: Handler) -> list[Handler]:
         found += [
             handler
             for handler in registry.all()
-            if handler not in found and {*earlier.publishes} & {handler.topic, *handler.all_of}
+            if handler not in found and {*earlier.publishes} & {*handler.topics, *handler.all_of}
         ]
     return found

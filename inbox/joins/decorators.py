@@ -135,9 +135,9 @@ def correlated(
 
 def _register(join: Definition, function: Callable[[Join], Any], correlate: BizId | str, **options: Any) -> None:
     for collector, topic in join.collectors.items():
-        register = registering(topic, biz_id=correlate, name=collector, using=join.using, collects=True)
+        register = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
         register(update_wrapper(partial(collect, join), collect))
-    register = registering(TOPIC, all_of=join.topics, biz_id=correlate, name=join.name, using=join.using, **options)
+    register = registering([TOPIC], all_of=join.topics, biz_id=correlate, name=join.name, using=join.using, **options)
     register(_of_messages(join, function))
 
 

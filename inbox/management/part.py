@@ -78,7 +78,7 @@ class InboxPart(Part):
             "starting_handlers": [
                 {
                     "handler": row.handler,
-                    "topic": row.topic,
+                    "topics": registry.topics_of(row.handler),
                     "since": row.asked_at,
                     "begun": row.round_at is not None,
                     "handed_over": row.handed_over,

@@ -23,7 +23,6 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
                 ('handler', models.CharField(max_length=255, unique=True)),
-                ('topic', models.CharField(max_length=255)),
                 ('since', models.DateTimeField(null=True)),
                 ('asked_at', models.DateTimeField()),
                 ('read_from', models.DateTimeField(null=True)),

@@ -213,7 +213,7 @@ def _why_not_by_itself(row: NewRow) -> str:
     handler = registry.get(row.handler)
     if handler is None:
         return f"This process has no handler {row.handler!r}, which would run it."
-    if handler.collects:
+    if handler.collects_for:
         return "A run of a join has one message of each topic. Publish it with the run id of another run."
     if reason := why_unfit(row.biz_id):
         return f"It would be stored under the biz-id {row.biz_id}, which is invalid: {reason}."

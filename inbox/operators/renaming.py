@@ -1,4 +1,4 @@
-"""Names without code: handlers that have messages here, but that this process does not have, though it handles their topic.
+"""Names without code: handlers with messages of a topic here, for which this process has no code.
 
 The inbox deduplicates by handler. So a renamed handler is a new one: it handles again what it handled under its old name, and
 the queue of that name collects a copy of every message.
@@ -14,21 +14,32 @@ from inbox.operators.accounting import handlers_with_topics
 
 
 class NameWithoutCode(NamedTuple):
-    """A name without code, and the handlers of its topic that have no messages yet."""
+    """A name that has messages of a topic, but here no code that handles it.
+
+    Attributes:
+        topics: all topics of which it has messages.
+        new: the handlers of the topic that have no messages yet.
+    """
 
     name: str
     topic: str
-    new: tuple[str, ...]
+    topics: tuple[str, ...]
+    new: tuple[str, ...] = ()
 
 
 def names_without_code(alias: str) -> list[NameWithoutCode]:
     pairs = handlers_with_topics(alias)
-    having = {handler for handler, _ in pairs}
+    having: dict[str, tuple[str, ...]] = {}
+    for name, topic in pairs:
+        having[name] = (*having.get(name, ()), topic)
     found = []
     for name, topic in pairs:
         here = [handler.name for handler in registry.for_topic(topic) if handler.using == alias]
         if here and not may_exist(name):
-            found.append(NameWithoutCode(name, topic, tuple(handler for handler in here if handler not in having)))
+            new = tuple(handler for handler in here if handler not in having)
+            found.append(NameWithoutCode(name, topic, having[name], new))
+        elif (known := registry.get(name)) and known.using == alias and topic not in known.topics:
+            found.append(NameWithoutCode(name, topic, having[name]))
     return found
 
 

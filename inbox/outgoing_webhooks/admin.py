@@ -37,7 +37,7 @@ class AddForm(ActionForm, forms.ModelForm):  # type: ignore[type-arg]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.fields["url"].widget.attrs["class"] = self.fields["name"].widget.attrs["class"] = "vTextField"
-        sent = ", ".join(sorted(handler.topic for handler in fan_outs())) or NOTHING
+        sent = ", ".join(sorted(topic for handler in fan_outs() for topic in handler.topics)) or NOTHING
         self.fields["topics"].help_text = _('A list, ["shop.order.placed"]. [] means all. The topics that are sent: %s') % sent
 
 

@@ -18,7 +18,7 @@ def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     """inbox_outgoing_webhooks.E001: webhooks on a database that has no table of endpoints."""
     return [
         Error(
-            f"send_webhooks({handler.topic!r}) has using={handler.using!r}, but that database has no table of endpoints.",
+            f"send_webhooks({handler.topics[0]!r}) has using={handler.using!r}, but that database has no table of endpoints.",
             hint="A message and its requests are stored in one transaction. Allow inbox_outgoing_webhooks to be migrated there "
             "in the database routers, or set using= to another alias.",
             id="inbox_outgoing_webhooks.E001",

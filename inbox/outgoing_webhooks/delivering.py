@@ -49,7 +49,7 @@ def handler_of(alias: str, endpoint: Endpoint) -> Handler:
     duration = max(_SHORTEST_LEASE, 2 * timeout)
     return Handler(
         name=handler_name(endpoint),
-        topic="",
+        topics=(),
         function=update_wrapper(partial(_deliver, alias, endpoint.pk), _deliver),
         biz_id=None,
         using=alias,

@@ -67,7 +67,7 @@ def send_webhooks(
     for topic in topics:
         if registry.get(f"{_FAN_OUTS}{topic}"):
             raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
-        register = registering(topic, biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
+        register = registering([topic], biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
         register(update_wrapper(partial(_fan_out, payload, to, using), _fan_out))
 
 

@@ -31,5 +31,5 @@ def waiting_among(alias: str, handlers: Iterable[Handler]) -> frozenset[str]:
 
     Without history a new handler has no past, so its start is complete when it is recorded.
     """
-    wanted = [Wanted(handler.name, handler.topic, handler.starts_at) for handler in handlers]
+    wanted = [Wanted(handler.name, handler.starts_at) for handler in handlers]
     return starts.waiting_among(alias, wanted, has_past=keeps_history())

@@ -205,8 +205,8 @@ def _databases_answer() -> bool:
 
 
 def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
-    if topic != handler.topic:
-        raise Undecodable(f"Its topic is {topic!r}, but this queue is for {handler.topic!r}.")
+    if topic not in handler.topics:
+        raise Undecodable(f"Its topic is {topic!r}, but this queue is for {', '.join(map(repr, handler.topics))}.")
     return _not_ours(biz_id)
 
 
@@ -302,7 +302,7 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
     return NewRow(
         handler=handler.name,
-        topic=handler.topic,
+        topic=envelope.topic if envelope.topic in handler.topics else handler.topics[0],
         biz_id=biz_id,
         message_id=envelope.id,
         key=envelope.key,

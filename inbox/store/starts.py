@@ -18,7 +18,6 @@ class Wanted(NamedTuple):
     """A handler that wants what was published since an instant; None for all there is."""
 
     handler: str
-    topic: str
     since: datetime | None
 
 
@@ -46,7 +45,6 @@ def _record(alias: str, wanted: Wanted, *, has_past: bool) -> None:
     waits = has_past and not InboxMessage.objects.using(alias).filter(handler=wanted.handler).exists()
     start = HandlerStart(
         handler=wanted.handler,
-        topic=wanted.topic,
         since=wanted.since,
         read_from=wanted.since,
         asked_at=DatabaseTime(),

@@ -52,8 +52,8 @@ def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes:
     known = registered(handler, first.topic if isinstance(first, Message) else None)
     if len(messages) > 1 and not (known.batch or known.all_of):
         raise ValueError(f"The handler {known.name} takes one message at a time, but {len(messages)} were given.")
-    if known.all_of and not isinstance(first, Message):
-        raise ValueError(f"The join {known.name} needs messages from make_message(), because their topics matter.")
+    if (known.all_of or len(known.topics) > 1) and not isinstance(first, Message):
+        raise ValueError(f"The handler {known.name} needs messages from make_message(), because their topics matter.")
     prepared = [_message_for(known, message, attributes) for message in messages]
     if known.lease:
         steps = _Steps()
@@ -64,7 +64,7 @@ def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes:
 def _message_for(handler: Handler, given: Any, attributes: dict[str, Any]) -> Message:
     if isinstance(given, Message) and attributes:
         raise TypeError(f"{', '.join(attributes)}: a Message has its own attributes. Pass these to make_message().")
-    message: Message = given if isinstance(given, Message) else make_message(handler.topic, given, **attributes)
+    message: Message = given if isinstance(given, Message) else make_message(handler.topics[0], given, **attributes)
     return replace(message, biz_id=handler.identify(message))
 
 

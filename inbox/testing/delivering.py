@@ -141,15 +141,15 @@ def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool],
 def _refuse_without_handler(messages: Iterable[Message]) -> None:
     for message in messages:
         if not registry.for_topic(message.topic):
-            known = ", ".join(sorted({repr(handler.topic) for handler in registry.all()}))
+            known = ", ".join(sorted({repr(topic) for handler in registry.all() for topic in handler.topics}))
             raise LookupError(
                 f"No handler is registered for the topic {message.topic!r}. Topics with handlers: {known or 'none'}."
             )
 
 
 def _loads(handler: Handler, messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """The messages of this handler's topic, as many together as a worker takes at once."""
-    ours = [message for message in messages if message.topic == handler.topic]
+    """The messages of this handler's topics, as many together as a worker takes at once."""
+    ours = [message for message in messages if message.topic in handler.topics]
     for start in range(0, len(ours), size_of(handler)):
         yield ours[start : start + size_of(handler)]
 

@@ -43,10 +43,10 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
         ValueError: the function handles several topics, and `topic` does not say which.
     """
     known = [one for one in registry.all() if handler in (one.name, one.function, *_decorated(one))]
-    selected = [one for one in known if topic in {None, one.topic, *one.all_of}]
+    selected = [one for one in known if topic in {None, *one.topics, *one.all_of}]
     if len(selected) == 1:
         return selected[0]
-    topics = ", ".join(sorted(repr(one.topic) for one in known))
+    topics = ", ".join(sorted(repr(topic) for one in known for topic in one.topics))
     if selected:
         raise ValueError(
             f"{handler!r} handles several topics, {topics}: pass make_message(topic, payload), or the name of the handler."

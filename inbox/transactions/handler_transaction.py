@@ -50,7 +50,7 @@ def transact(
         durable: refuse to run as a savepoint in a transaction of the caller.
         reruns: rerun it if its session is lost, see `run_with_reruns`.
     """
-    if handler.collects:
+    if handler.collects_for:
         begin = partial(_read_committed, handler.using, begin)
     once = partial(in_transaction, handler, begin, run, of=of, attempt=attempt, durable=durable)
     run_with_reruns(handler.using, once, reruns=reruns)

@@ -63,7 +63,7 @@ class Replay:
     """What to send again, and to whom.
 
     Attributes:
-        to_group: group and name of the only handler that gets it; "" for all queues of the topic.
+        to_group: group and name of the only handler that gets it, or the name of its queue; "" for all queues of the topic.
     """
 
     selection: Selection
@@ -173,7 +173,7 @@ def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by
             unchanged[position] = why
             continue
         try:
-            queue = queue_name(to_group, row.topic) if to_group else ""
+            queue = to_group if "@" in to_group else queue_name(to_group, row.topic) if to_group else ""
             messages[position] = outgoing(row, options.source, replayed=True, queue=queue)
             sendable.append(row)
         except DamagedRow as damage:

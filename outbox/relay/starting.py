@@ -55,6 +55,7 @@ class Starts(Protocol):
     def waiting(self) -> Sequence[str]: ...
     def lock(self, handler: str) -> Any | None: ...
     def queue_of(self, handler: str) -> str: ...
+    def topics_of(self, handler: str) -> Sequence[str]: ...
     def hand_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent: ...
     def update(self, start: Any, **columns: Any) -> None: ...
 
@@ -118,7 +119,7 @@ class Starter:
             if (start := self._starts.lock(name)) is None or start.round_at is not None:
                 return 0
             self._starts.update(start, round_at=round_at)
-        logger.info("relay: begins to hand over the history of its topic to the handler %s.", name)
+        logger.info("relay: begins to hand over the history of its topics to the handler %s.", name)
         return 0
 
     @contextmanager
@@ -130,7 +131,7 @@ class Starter:
 
     def _hand_over_batch(self, name: str, start: Any) -> int:
         """The next messages of this round, and at its end the last step."""
-        chosen = (start.topic, start.read_from, start.round_at)
+        chosen = (self._starts.topics_of(name), start.read_from, start.round_at)
         rows, position, are_all = backfilling.read_past(self._alias, *chosen, start.position, _BATCH)
         before = int(start.handed_over)
         handed = before + self._hand_over(name, rows)
@@ -145,10 +146,11 @@ class Starter:
     def _hand_over_last(self, name: str, start: Any, handed: int) -> int:
         """Hand over what was published since the round began, while no pass runs, and complete the start."""
         backfilling.stop_passes(self._alias)
+        topics = self._starts.topics_of(name)
         since, position, until = start.round_at - _CLOCK_STEP, 0, monotonic() + _LONGEST_STOP_SECONDS
         are_all = False
         while not are_all:
-            rows, position, are_all = backfilling.read_past(self._alias, start.topic, since, None, position, _BATCH)
+            rows, position, are_all = backfilling.read_past(self._alias, topics, since, None, position, _BATCH)
             handed += self._hand_over(name, rows)
             if not are_all and monotonic() >= until:
                 # Another round hands over the rest. No pass runs, so all that was settled before its instant is visible.
@@ -163,10 +165,10 @@ class Starter:
         transaction.on_commit(
             lambda: logger.info(
                 "relay: the handler %s has its past, from %s. Messages of %s handed over, copies included: %d. It receives new "
-                "ones now. If another service publishes this topic, run outbox_replay --to-group there.",
+                "ones now. If another service publishes a topic of them, run outbox_replay --to-group there.",
                 name,
                 first,
-                start.topic,
+                ", ".join(self._starts.topics_of(name)),
                 handed,
             ),
             using=self._alias,

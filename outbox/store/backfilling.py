@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from django.db import OperationalError, connections
@@ -21,14 +22,15 @@ _POLL_SECONDS = 0.02
 
 
 def read_past(
-    alias: str, topic: str, since: datetime | None, until: datetime | None, after: int, most: int
+    alias: str, topics: Sequence[str], since: datetime | None, until: datetime | None, after: int, most: int
 ) -> tuple[list[RelayedMessage], int, bool]:
-    """The first published messages of a topic behind a position, in the order of publishing.
+    """The first published messages of the topics behind a position, in the order of publishing.
 
     Returns:
         The messages that still exist, the position up to which they were read, and whether they are all.
     """
-    chosen = Selection(states=[State.PUBLISHED], topic=topic, since=since, until=until).messages(alias).filter(pk__gt=after)
+    published = Selection(states=[State.PUBLISHED], since=since, until=until).messages(alias)
+    chosen = published.filter(topic__in=topics, pk__gt=after)
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
     if not positions:
         return [], after, True

@@ -27,9 +27,8 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.ordered import STEP
+from tests.support.apps.ordered import CANCELLED, CREATED, STEP
 from tests.support.crash.nemesis import Nemesis
-from tests.support.crash.world import CONSUMER, RELAY
 from tests.support.deliveries import InAThread
 from tests.support.servers import PgBouncer
 from tests.support.waiting import wait_until
@@ -62,7 +61,7 @@ pytestmark = [
     pytest.mark.usefixtures("_longer_traceback_timeout"),
 ]
 
-HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=Ordered())
+HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
 """Declares the queue only; the function is in the processes."""
 
 
@@ -239,6 +238,27 @@ def unless_refused(condition):
     return met
 
 
+def kill_under_load(world, fleet, publish_some, record_property):
+    """Publish numbers while processes are killed, until all is handled; returns how many."""
+    published = 0
+    nemesis = Nemesis(world, fleet)
+    kinds = {worker.command[0] for worker in fleet}
+    with nemesis.at_work():
+        while nemesis.kills.total() < KILLS or min(nemesis.kills[kind] for kind in kinds) < KILLS // 4:
+            numbers = range(published, published + MESSAGES_AT_ONCE)
+            again_until_committed(lambda numbers=numbers: publish_some(numbers))
+            published += MESSAGES_AT_ONCE
+            enough = published - MOST_UNDER_WAY
+            world.wait_until(unless_refused(lambda enough=enough: handled() >= enough), "some more was handled")
+    world.wait_until(unless_refused(world.is_quiet), "everything was handled")
+    world.drain()
+    figures = {"seed": world.seed, "messages": published, "kills": dict(nemesis.kills)}
+    logger.info("%s", figures)
+    record_property("figures", figures)
+    assert not nemesis.own_ends, nemesis.own_ends
+    return published
+
+
 @pytest.mark.parametrize(
     ("keys", "circumstance"),
     [
@@ -253,25 +273,36 @@ def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_
 ):
     world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
     world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
-    published = 0
 
-    def publish_some():
-        for number in range(published, published + MESSAGES_AT_ONCE):
+    def publish_some(numbers):
+        for number in numbers:
             publish(STEP, {"fails": number % ONE_IN == 0}, key=f"key-{number % keys}", biz_id=f"{number:06}")
 
     with circumstance(world):
         fleet = [world.listening(), world.listening(), *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-        nemesis = Nemesis(world, fleet)
-        with nemesis.at_work():
-            while nemesis.kills.total() < KILLS or min(nemesis.kills[RELAY], nemesis.kills[CONSUMER]) < KILLS // 4:
-                again_until_committed(publish_some)
-                published += MESSAGES_AT_ONCE
-                enough = published - MOST_UNDER_WAY
-                world.wait_until(unless_refused(lambda enough=enough: handled() >= enough), "some more was handled")
-        world.wait_until(unless_refused(world.is_quiet), "everything was handled")
-        world.drain()
-        figures = {"seed": world.seed, "messages": published, "kills": dict(nemesis.kills)}
-        logger.info("%s", figures)
-        record_property("figures", figures)
-        assert not nemesis.own_ends, nemesis.own_ends
+        published = kill_under_load(world, fleet, publish_some, record_property)
         assert_every_effect_once_and_in_order(published, keys)
+
+
+@pytest.mark.parametrize("broker", ["world", "local_world"])
+def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_two_topics(request, broker, record_property):
+    world = request.getfixturevalue(broker)
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
+    world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
+    objects = 10
+
+    def publish_some(numbers):
+        """Each object is created, cancelled, created again and so on."""
+        for number in numbers:
+            topic = CANCELLED if number // objects % 2 else CREATED
+            publish(topic, {"fails": number % ONE_IN == 0}, key=f"key-{number % objects}", biz_id=f"{number:06}")
+
+    listening = [world.listening(), world.listening()] if broker == "world" else []
+    fleet = [*listening, *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
+    published = kill_under_load(world, fleet, publish_some, record_property)
+
+    assert_every_effect_once_and_in_order(published, objects)
+    assert {*InboxMessage.objects.values_list("handler", "topic")} == {
+        ("testordered.change", CREATED),
+        ("testordered.change", CANCELLED),
+    }

@@ -45,7 +45,9 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", lease=Lease())
+OF_THE_LEASED = Handler(
+    name="testleased.work", topics=(LEASED_JOB,), function=print, biz_id=None, using="default", lease=Lease()
+)
 """Declares the queue only; the function is in the processes."""
 
 

@@ -14,14 +14,14 @@ from tests.support.deliveries import OPTIONS, an_envelope
 
 def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
     """A delivery as kombu hands it over, which arrived `waited` seconds ago."""
-    envelope = an_envelope(topic=handler.topic) if envelope is None else envelope
+    envelope = an_envelope(topic=handler.topics[0]) if envelope is None else envelope
     message = kombu.Message(
         body=envelope.body,
         headers=envelope.to_headers(),
         properties={"message_id": envelope.id},
         content_type=envelope.content_type,
         content_encoding="utf-8",
-        delivery_info={"routing_key": handler.topic, "redelivered": redelivered},
+        delivery_info={"routing_key": handler.topics[0], "redelivered": redelivered},
     )
     return Delivery(1, handler, message, monotonic() - waited)
 

@@ -33,7 +33,7 @@ def database_clock():
 
 def take_for(seconds, *, name, rate, threads):
     """Take with so many threads for so long; work for them never ends."""
-    limiter = limiter_of(Handler(name=name, topic="t", function=print, biz_id=None, using="default", rate_limit=rate))
+    limiter = limiter_of(Handler(name=name, topics=("t",), function=print, biz_id=None, using="default", rate_limit=rate))
     begun, until = database_clock(), time.monotonic() + seconds
     taken, begun_at = [0] * threads, threading.Event()
 

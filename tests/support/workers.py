@@ -31,20 +31,25 @@ EXCHANGE = "outbox"
 GROUP = "tests"
 CONFIRMED = {"confirm_publish": True}
 
-OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
+OF_THE_WORKERS = Handler(name="testworker.work", topics=(JOB,), function=print, biz_id=None, using="default")
 """As far as its queue goes; the function lives in the processes."""
 NAMED_OF_THE_WORKERS = [
-    Handler(name="testworker.named", topic=NAMED, function=print, biz_id=None, using="default"),
+    Handler(name="testworker.named", topics=(NAMED,), function=print, biz_id=None, using="default"),
     Handler(
         name="testnamed.named_and_ordered",
-        topic=NAMED_AND_ORDERED,
+        topics=(NAMED_AND_ORDERED,),
         function=print,
         biz_id=None,
         using="default",
         ordered=Ordered(),
     ),
     Handler(
-        name="testnamed.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", lease=Lease()
+        name="testnamed.named_and_leased",
+        topics=(NAMED_AND_LEASED,),
+        function=print,
+        biz_id=None,
+        using="default",
+        lease=Lease(),
     ),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 
 from inbox.consumer.topology import queue_name
 from inbox.errors import NotCallable
-from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import Registry, registry
@@ -45,7 +45,7 @@ def handle(message):
 
 
 def a_handler(function=handle, **changes):
-    return Handler(**{"name": "n", "topic": "t", "function": function, "biz_id": None, "using": "default", **changes})
+    return Handler(**{"name": "n", "topics": ("t",), "function": function, "biz_id": None, "using": "default", **changes})
 
 
 class TestDecorating:
@@ -57,7 +57,7 @@ class TestDecorating:
     def test_a_handler_outside_of_apps_is_named_by_module_and_function(self):
         idempotent_handler("t")(handle)
 
-        assert registry.get(f"{__name__}.handle").topic == "t"
+        assert registry.get(f"{__name__}.handle").topics == ("t",)
 
     def test_a_handler_inside_an_app_is_named_by_app_label_and_function(self):
         def reserve_stock(message):
@@ -66,7 +66,7 @@ class TestDecorating:
         reserve_stock.__module__ = "tests.support.apps.effects.handlers"
         idempotent_handler("t")(reserve_stock)
 
-        assert registry.get("testapp.reserve_stock").topic == "t"
+        assert registry.get("testapp.reserve_stock").topics == ("t",)
 
     @pytest.mark.parametrize("topic", ["", "shop.*", "#", "a.#.b", "x" * 256, "nul\x00"])
     def test_an_invalid_topic_is_refused(self, topic):
@@ -105,10 +105,34 @@ class TestDecorating:
             def handle_both(message):
                 pass
 
+    @pytest.mark.parametrize("decorator", [idempotent_handler, batch_handler, leased_handler])
+    def test_a_handler_of_several_topics_gets_the_messages_of_each(self, decorator):
+        decorator("a", "b", name="n")(handle)
+
+        assert [[handler.name for handler in registry.for_topic(topic)] for topic in "abc"] == [["n"], ["n"], []]
+        assert registry.topics_of("n") == ("a", "b")
+
+    def test_a_handler_without_a_topic_is_refused(self):
+        with pytest.raises(ValueError, match="needs at least one"):
+            idempotent_handler(name="n")
+
+    def test_a_topic_given_twice_is_refused(self):
+        with pytest.raises(ValueError, match=r"\['a', 'b', 'a'\]: .*each may be given once"):
+            idempotent_handler("a", "b", "a", name="n")
+
+    def test_a_decorator_without_parentheses_is_refused_with_the_remedy(self):
+        with pytest.raises(TypeError, match="is not the name of a topic: write it in parentheses"):
+            idempotent_handler(handle)
+
+    def test_the_queue_of_several_topics_does_not_depend_on_their_order(self):
+        both = [queue_name(a_handler(topics=topics), broker_options("amqp://")) for topics in (("a", "b"), ("b", "a"))]
+
+        assert both == ["tests.n@a+b"] * 2
+
     def test_one_function_may_handle_two_topics_under_two_names(self):
         idempotent_handler("a", name="of a")(idempotent_handler("b", name="of b")(handle))
 
-        assert [registry.get(name).topic for name in ("of a", "of b")] == ["a", "b"]
+        assert [registry.get(name).topics for name in ("of a", "of b")] == [("a",), ("b",)]
 
 
 class TestCalling:
@@ -173,7 +197,7 @@ class TestQueueNames:
 
     def test_a_queue_name_too_long_for_the_broker_is_hashed_and_not_truncated(self):
         first, second = (
-            queue_name(a_handler(name="n" * 200, topic="t" * 200 + end), broker_options("amqp://")) for end in "ab"
+            queue_name(a_handler(name="n" * 200, topics=("t" * 200 + end,)), broker_options("amqp://")) for end in "ab"
         )
 
         assert first != second
@@ -183,7 +207,7 @@ class TestQueueNames:
 def test_a_registry_finds_handlers_by_name_and_by_topic():
     of_both = Registry()
     for name, topic in (("1", "a"), ("2", "a"), ("3", "b")):
-        of_both.add(a_handler(name=name, topic=topic))
+        of_both.add(a_handler(name=name, topics=(topic,)))
     of_both.remove("2")
     of_both.remove("never there")
 

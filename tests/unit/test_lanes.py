@@ -20,7 +20,7 @@ NEVER = float("inf")
 
 
 def a_handler(**options):
-    return Handler(name="tests.lane", topic="t", function=print, biz_id=None, using="default", **options)
+    return Handler(name="tests.lane", topics=("t",), function=print, biz_id=None, using="default", **options)
 
 
 def a_delivery(handler, number, *, at=0.0, epoch=1):

@@ -51,7 +51,7 @@ class Store:
 
 
 def a_lane(name="tests.pool", *, using="default", **options):
-    return Lane(Handler(name=name, topic="t", function=print, biz_id=None, using=using, **options))
+    return Lane(Handler(name=name, topics=("t",), function=print, biz_id=None, using=using, **options))
 
 
 def a_delivery(lane, number=0):

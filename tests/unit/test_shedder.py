@@ -15,7 +15,7 @@ from tests.support.deliveries import at_once
 
 
 def a_handler(**shed):
-    return Handler(name="tests.shedding", topic="t", function=print, biz_id=None, using="default", shed=Shed(**shed))
+    return Handler(name="tests.shedding", topics=("t",), function=print, biz_id=None, using="default", shed=Shed(**shed))
 
 
 def a_message(**payload):

@@ -14,7 +14,7 @@ from inbox.limits.slots import Slots, limited_by_default, occupied, slots_of
 
 
 def a_handler(name, **options):
-    return Handler(name=name, topic="t", function=print, biz_id=None, using="default", **options)
+    return Handler(name=name, topics=("t",), function=print, biz_id=None, using="default", **options)
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from exactly_once.sql.schema import require_schema
 from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
+from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.monitoring import table_gauges
 
@@ -29,19 +31,34 @@ class Command(TranslatedCommand):
         parser.add_argument(
             "--concurrency", type=int, metavar="N", help=_("number of worker threads (default: INBOX['CONCURRENCY'])")
         )
+        chosen = parser.add_mutually_exclusive_group()
+        chosen.add_argument("--handlers", metavar="NAMES", help=_("receive and run only these handlers: a,b"))
+        chosen.add_argument("--except", metavar="NAMES", help=_("receive and run all handlers but these: a,b"))
         prometheus.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console(options["verbosity"])
         if options["concurrency"] is not None and options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
-        prometheus.serve_metrics(options, *map(table_gauges, sorted({handler.using for handler in registry.all()})))
-        run_until_signalled(
-            partial(_consume, drain=options["drain"], concurrency=options["concurrency"]), grace=inbox_options().SHUTDOWN_GRACE
-        )
+        handlers = _chosen(options["handlers"], options["except"])
+        prometheus.serve_metrics(options, *map(table_gauges, sorted({handler.using for handler in handlers})))
+        consume = partial(_consume, drain=options["drain"], concurrency=options["concurrency"], handlers=handlers)
+        run_until_signalled(consume, grace=inbox_options().SHUTDOWN_GRACE)
 
 
-def _consume(stop: StopRequest, *, drain: bool, concurrency: int | None) -> None:
-    for alias in {handler.using for handler in registry.all()}:
+def _chosen(names: str | None, excepted: str | None) -> list[Handler]:
+    try:
+        chosen = registry.all() if names is None else registry.selected(names)
+        left_out = [] if excepted is None else registry.selected(excepted)
+    except LookupError as error:
+        raise CommandError(str(error)) from error
+    handlers = [handler for handler in registry.all() if handler in chosen and handler not in left_out]
+    if left_out and not handlers:
+        raise CommandError(_("--except leaves no handler."))
+    return handlers
+
+
+def _consume(stop: StopRequest, *, drain: bool, concurrency: int | None, handlers: Sequence[Handler]) -> None:
+    for alias in {handler.using for handler in handlers}:
         require_schema(alias, "inbox")
-    serve(drain=drain, concurrency=concurrency, stop=stop)
+    serve(drain=drain, concurrency=concurrency, stop=stop, only=handlers)

@@ -125,7 +125,7 @@ def _replay(options: dict[str, Any]) -> Replay:
         words = _("Select the messages: --topic, --biz-id, --since, --until, or --all. With --dry-run they are only shown.")
         raise CommandError(words)
     if options["to_group"] and not options["topic"]:
-        raise CommandError(_("--to-group needs --topic: a handler has one queue, for one topic."))
+        raise CommandError(_("--to-group needs --topic: the queue of a handler is named after its topics."))
     since, until = instant("--since", options["since"]), instant("--until", options["until"])
     selection = Selection(topic=options["topic"], biz_id=options["biz_id"], since=since, until=until)
     return Replay(selection=selection, to_group=options["to_group"])

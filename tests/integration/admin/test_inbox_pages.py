@@ -74,7 +74,7 @@ class TestMessageList:
             assert shown(client, q=term) == {row.pk}
 
     def test_handler_filter_offers_registered_handlers_and_selects_any(self, monkeypatch):
-        handler = Handler(name="shop.bill", topic="t", function=print, biz_id=None, using="default")
+        handler = Handler(name="shop.bill", topics=("t",), function=print, biz_id=None, using="default")
         monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
         row, removed = an_inbox_message(handler="shop.bill"), an_inbox_message(handler="removed")
         client = staff_client(VIEW)

@@ -45,7 +45,7 @@ def test_depths_are_those_of_the_queues_of_the_virtual_host(handles):
         handler = handles(print, name="tests.deep")
         declare(handler, options)
         for number in range(3):
-            send(url, handler.topic, {}, message_id=str(number))
+            send(url, handler.topics[0], {}, message_id=str(number))
         depths = QueueDepths(url, options.MANAGEMENT_URL)
 
         wait_until(lambda: 3 in (depths.known() or {}).values())

@@ -208,3 +208,20 @@ def test_fewer_places_for_waiting_clients_than_clients_is_a_warning(places, expe
 
     assert [one.id for one in warnings] == expected
     assert all("3 of its clients" in one.msg for one in warnings)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("tests.support.arounds.tenant", "did you mean 'tests.support.arounds.tenant_of'?"),
+        ("tenant_of", "not a dotted path"),
+        ("tests.support.missing.tenant_of", "No module named"),
+        ("tests.support.arounds.async_tenant_of", "it is async"),
+    ],
+)
+def test_function_around_handlers_that_cannot_be_called_is_an_error(path, reason):
+    with override_settings(INBOX={"AROUND": ["tests.support.arounds.tenant_of", path]}):
+        problem = found()["inbox.E008"]
+
+    assert repr(path) in problem.msg
+    assert reason in problem.msg

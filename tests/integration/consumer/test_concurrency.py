@@ -399,7 +399,7 @@ class TestAcknowledging:
             if not redelivered:
                 send_all(rabbitmq_url, TOPIC, [slow] * 60)
             send_all(rabbitmq_url, TOPIC, [(name, {"name": name}) for name in names(40)[:20]])
-            send_all(rabbitmq_url, other.topic, [(name, {"name": name}) for name in names(40)[20:]])
+            send_all(rabbitmq_url, other.topics[0], [(name, {"name": name}) for name in names(40)[20:]])
             wait_until(lambda: effects() == 40)
             # One that was delivered before is acknowledged as soon as it is stored, when a runner takes it.
             wait_until(lambda: length(handler) <= 1)
@@ -425,7 +425,7 @@ class TestAcknowledging:
             with transaction.atomic():
                 guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
                 send_all(rabbitmq_url, TOPIC, [("slow", {})] * 60)
-                send_all(rabbitmq_url, other.topic, [(name, {}) for name in names(20)])
+                send_all(rabbitmq_url, other.topics[0], [(name, {}) for name in names(20)])
                 wait_until(lambda: effects() == 20)
                 wait_until(lambda: length(handler) == 1)
                 sentinel.finish(guard, 1)
@@ -826,7 +826,7 @@ def a_process(environment, url, log, *arguments, database=None, **given):
 
 def handler_of(topic):
     """The handler of a topic as far as its queue is concerned; the real function is in the processes."""
-    return Handler(name=name_of(topic), topic=topic, function=print, biz_id=None, using="default")
+    return Handler(name=name_of(topic), topics=(topic,), function=print, biz_id=None, using="default")
 
 
 def all_empty(length):

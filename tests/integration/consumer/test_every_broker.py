@@ -55,6 +55,20 @@ class TestEndToEnd:
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
 
+    def test_handler_of_several_topics_gets_the_messages_of_each_through_one_queue(self, handles, broker, is_empty):
+        handler, options = handles(the_effect, topic=["shop.created", "shop.cancelled"]), broker_options(broker)
+        declare(handler, options)
+        for topic in (*handler.topics, "shop.other"):
+            send(broker, topic, {}, message_id=f"of {topic}", headers={"cloudEvents:type": topic, "cloudEvents:id": "one"})
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 2)
+            wait_until(lambda: is_empty(handler))
+
+        assert sorted(InboxMessage.objects.values_list("topic", "state")) == [
+            (topic, "done") for topic in sorted(handler.topics)
+        ]
+
     def test_message_arrives_with_every_field_as_published(self, handles, broker):
         got = []
         handler, options = handles(got.append), broker_options(broker)

@@ -223,7 +223,7 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_is
     inbox_project, rabbitmq_server, rabbitmq_url
 ):
     project = inbox_project
-    of_the_shop = Handler(name=SHIP, topic=TOPIC, function=print, biz_id=None, using="default")
+    of_the_shop = Handler(name=SHIP, topics=(TOPIC,), function=print, biz_id=None, using="default")
     options = broker_options(rabbitmq_url)
     project.manage("migrate", "--run-syncdb", "--verbosity", "0")
     project.manage("check", "--fail-level", "WARNING", "--database", "default")

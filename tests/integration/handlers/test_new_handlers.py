@@ -123,6 +123,20 @@ class TestLocally:
         assert has_its_past(new)
         assert handled() == {"k0": [3], "k1": [4], "k2": [5]}
 
+    def test_from_the_first_it_sees_the_messages_of_all_its_topics_in_the_order_of_their_keys(self, handles, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 4)
+        handles(the_effect, topic=[TOPIC, "shop.cancelled", "shop.other"], name="other")
+        for since, topic in ((0, TOPIC), (6, "shop.cancelled"), (12, TOPIC), (18, "shop.other")):
+            published_many(6, since=since, topic=topic)
+        relay_all()
+        Effect.objects.all().delete()
+
+        new = handles(notes, topic=[TOPIC, "shop.cancelled"], name="new", ordered=True, start_from="first")
+        relay_all()
+
+        assert has_its_past(new)
+        assert handled() == of_each_key(18)
+
     def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         old, _new = published(payload={"n": 1}), published(payload={"n": 2})
@@ -230,7 +244,7 @@ class TestLocally:
 
         (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
 
-        assert (shown["handler"], shown["topic"], shown["handed_over"]) == ("new", TOPIC, 0)
+        assert (shown["handler"], shown["topics"], shown["handed_over"]) == ("new", [TOPIC], 0)
         assert "waits for its past" in status()
 
 

@@ -134,3 +134,20 @@ def test_queue_of_a_handler_that_a_running_process_has_paused_is_not_reported(ha
 
         consumers.mark_stopped("default", other.id)
         wait_until(lambda: checked(consumer) or is_reported())
+
+
+def test_queue_of_topics_that_a_handler_no_longer_has_is_named(handles, rabbitmq_url, caplog):
+    options = broker_options(rabbitmq_url)
+    both = handles(the_effect, name=OLD, topic=[TOPIC, "shop.order.cancelled"])
+    declare(both, options)
+    with consuming([both], options):
+        for topic in both.topics:
+            send(rabbitmq_url, topic, {}, message_id=topic)
+        wait_until(lambda: effects() == 2)
+    registry.remove(OLD)
+
+    with consuming([handles(the_effect, name=OLD)], options) as consumer:
+        checked(consumer)
+        wait_until(lambda: checked(consumer) or f"{OLD}, which does not handle that topic any more" in caplog.text)
+
+    assert f"The queue 'tests.{OLD}@shop.order.cancelled+{TOPIC}' collects a copy of every message" in caplog.text

@@ -367,7 +367,7 @@ class TestTimeoutAtTheEndOfARun:
 def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_count(
     process_environment, rabbitmq_url, rabbitmq_server, tmp_path
 ):
-    handler = Handler(name=name_of(BOUNDED), topic=BOUNDED, function=print, biz_id=None, using="default")
+    handler = Handler(name=name_of(BOUNDED), topics=(BOUNDED,), function=print, biz_id=None, using="default")
     # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
     given = {"GROUP": "tests", "EXCHANGE": "outbox", "MAX_ATTEMPTS": 1, "REDELIVERY_AFTER": SHORT, "CONCURRENCY": 1}
     environment = {

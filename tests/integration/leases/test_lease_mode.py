@@ -951,12 +951,12 @@ class TestUnavailableStore:
         for handler in (held, plain):
             declare(handler, given)
         with consuming([held, plain], given):
-            send(rabbitmq_url, held.topic, {}, message_id="before")
+            send(rabbitmq_url, held.topics[0], {}, message_id="before")
             wait_until(lambda: effects() == 1)
             with frozen(redis_server):
                 for number in range(8):
                     for handler in (held, plain):
-                        send(rabbitmq_url, handler.topic, {}, message_id=f"{handler.name}-{number}")
+                        send(rabbitmq_url, handler.topics[0], {}, message_id=f"{handler.name}-{number}")
                 wait_until(lambda: effects() == 9)
                 assert "Timeout" not in caplog.text, "before a thread has given up"
 

@@ -28,7 +28,9 @@ from tests.support.workers import Process, as_environment, broker_options, decla
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", lease=Lease())
+OF_THE_LEASED = Handler(
+    name="testleased.work", topics=(LEASED_JOB,), function=print, biz_id=None, using="default", lease=Lease()
+)
 SHORT = timedelta(milliseconds=200)
 LEASE = timedelta(seconds=4.5)
 """Extended every third of it, so that a stall of two seconds costs none."""

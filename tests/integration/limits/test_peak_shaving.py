@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 A_BURST = 600
 BURST_OF_THE_BUCKET = 1 + 0.1 * RATE
-HANDLER = Handler(name=NAME, topic=TOPIC, function=print, biz_id=None, using="default", rate_limit=RATE, shed=Shed())
+HANDLER = Handler(name=NAME, topics=(TOPIC,), function=print, biz_id=None, using="default", rate_limit=RATE, shed=Shed())
 """The handler as far as its queue is concerned; the real function is in the processes."""
 
 

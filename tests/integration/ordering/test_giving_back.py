@@ -25,7 +25,7 @@ from tests.support.workers import EXCHANGE, Process, broker_options, consuming, 
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
 
-HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=Ordered())
+HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
 """As far as its queue goes; the function lives in the processes."""
 PER_SECOND = 200
 ACK_TIMEOUT_SECONDS = 2
@@ -186,13 +186,13 @@ def test_broken_order_is_reported_if_another_program_gives_the_queue_back_too_la
         channel, received = connected.channel(), []
         subscription = kombu.Consumer(channel, [queue_of(handler, options)(channel)], on_message=received.append)
         subscription.consume()
-        send(rabbitmq_url, handler.topic, {}, message_id="earlier", headers=headers)
+        send(rabbitmq_url, handler.topics[0], {}, message_id="earlier", headers=headers)
         connected.drain_events(timeout=A_WHILE)
         with consuming([handler], options):
             wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             subscription.cancel()
             for name in ("later", "latest"):
-                send(rabbitmq_url, handler.topic, {}, message_id=name, headers=headers)
+                send(rabbitmq_url, handler.topics[0], {}, message_id=name, headers=headers)
             wait_until(lambda: Effect.objects.count() == 2)
             assert "is broken" not in caplog.text
             channel.close()

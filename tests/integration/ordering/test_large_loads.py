@@ -18,7 +18,7 @@ from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=Ordered())
+HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
 """As far as its queue goes; the function lives in the processes."""
 
 

@@ -333,6 +333,34 @@ class TestPartitions:
             connection.default_channel.exchange_delete(queue_name(handler, options))
         assert declared(changed, options) == ""
 
+    @pytest.mark.parametrize("partitions", [1, 3])
+    def test_a_further_topic_is_refused_while_the_queues_of_the_single_one_exist(self, handles, rabbitmq_url, partitions):
+        """Their messages would be handled after later ones of the new queue."""
+        options, ordered = broker_options(rabbitmq_url), Ordered(partitions=partitions)
+        handler = handles(the_effect, topic="created", ordered=ordered, name="changing")
+        declared(handler, options)
+        registry.remove("changing")
+        changed = handles(the_effect, topic=["created", "cancelled"], ordered=ordered, name="changing")
+
+        with pytest.raises(Unordered, match=r"queues of when it had one: .*changing@created.* Stop the relays"):
+            declared(changed, options)
+
+        with kombu.Connection(rabbitmq_url) as connection:
+            for queue in queues_of(handler, options):
+                connection.default_channel.queue_delete(queue.name)
+        assert declared(changed, options) == ""
+
+    def test_a_further_topic_of_an_unordered_handler_names_the_queue_that_is_left(self, handles, rabbitmq_url):
+        options = broker_options(rabbitmq_url)
+        declared(handles(the_effect, topic="created", name="changing"), options)
+        registry.remove("changing")
+        changed = handles(the_effect, topic=["created", "cancelled"], name="changing")
+
+        problem = declared(changed, options)
+
+        assert "has queues of when it had one: tests.changing@created. They get a copy of every message" in problem
+        assert declared(changed, options) == problem
+
     def test_partially_declared_partitions_are_completed(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=Ordered(partitions=3)), broker_options(rabbitmq_url)
         with kombu.Connection(rabbitmq_url) as connection:

@@ -174,12 +174,12 @@ class TestConsuming:
         given = broker_options(rabbitmq_url, POLL_INTERVAL=timedelta(milliseconds=50))
         declare(handler, given)
         with consuming([handler], given):
-            send(rabbitmq_url, handler.topic, {"n": 0}, message_id="m-0", headers={ORDERING_KEY_HEADER: "k"})
+            send(rabbitmq_url, handler.topics[0], {"n": 0}, message_id="m-0", headers={ORDERING_KEY_HEADER: "k"})
             wait_until(lambda: seen == [0])
             pause_handler("tests.ordered")
             wait_until(lambda: "handler tests.ordered: paused. Its queue keeps the messages" in caplog.text)
             for n in range(1, 30):
-                send(rabbitmq_url, handler.topic, {"n": n}, message_id=f"m-{n}", headers={ORDERING_KEY_HEADER: "k"})
+                send(rabbitmq_url, handler.topics[0], {"n": n}, message_id=f"m-{n}", headers={ORDERING_KEY_HEADER: "k"})
             wait_until(lambda: length_of(rabbitmq_server, handler, given) == 29)
             assert seen == [0]
             resume_handler("tests.ordered")

@@ -52,7 +52,7 @@ def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it
     handler = handles(slow, name="tests.slow", lease=lease)
     options = broker_options(rabbitmq_url)
     declare(handler, options)
-    send(rabbitmq_url, handler.topic, {}, message_id="m-1")
+    send(rabbitmq_url, handler.topics[0], {}, message_id="m-1")
     heartbeats = Heartbeats(lambda: Activity(handlers=[handler]))
     with heartbeats.sending(["default"]), consuming([handler], options):
         try:

@@ -270,7 +270,7 @@ class TestConcurrentDeliveries:
             for _ in range(sent):
                 producer.publish(
                     {"do": rng.choice(WAYS)},
-                    routing_key=handler.topic,
+                    routing_key=handler.topics[0],
                     message_id=f"message-{rng.randrange(150)}",
                     headers={"cloudEvents:bizid": f"fact-{rng.randrange(100)}"},
                 )

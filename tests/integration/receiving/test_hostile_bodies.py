@@ -138,9 +138,9 @@ def test_message_that_ends_the_process_reading_it_runs_out_of_attempts_and_delay
     worker, rabbitmq_url, length, handler
 ):
     with worker(MAX_ATTEMPTS=3) as process:
-        send(rabbitmq_url, handler.topic, {"kills": True}, message_id="killer")
+        send(rabbitmq_url, handler.topics[0], {"kills": True}, message_id="killer")
         for number in range(5):
-            send(rabbitmq_url, handler.topic, {"name": f"other-{number}"}, message_id=f"m-{number}")
+            send(rabbitmq_url, handler.topics[0], {"name": f"other-{number}"}, message_id=f"m-{number}")
         process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
         undecided = InboxMessage.objects.filter(biz_id__startswith="parked:").exclude(state=State.DEAD)
         process.restarted_until(lambda: Effect.objects.count() == 5 and length(handler) == 0 and not undecided.exists())

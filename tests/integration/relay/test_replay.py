@@ -21,7 +21,7 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
 from inbox.conf import inbox_options
-from inbox.consumer.topology import declare
+from inbox.consumer.topology import declare, queue_name
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.replaying import Replay, executor, plan
@@ -179,6 +179,17 @@ class TestLocally:
         sent(2)
 
         replayed(topic=TOPIC, to_group=f"{inbox_options().group}.{one.name}")
+
+        assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"one"}
+
+    def test_a_handler_of_several_topics_is_named_by_its_queue(self, handles):
+        one, _other = (
+            handles(the_effect, topic=[TOPIC, "shop.paid"], name="one"),
+            handles(the_effect, topic=TOPIC, name="other"),
+        )
+        sent(2)
+
+        replayed(topic=TOPIC, to_group=queue_name(one, inbox_options()))
 
         assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"one"}
 

@@ -204,7 +204,7 @@ def test_concurrent_runners_run_the_messages_of_many_handlers_exactly_once(handl
 
 def store(handler, biz_id):
     """As local:// does: a message that is due."""
-    arrival = read(handler, an_envelope(topic=handler.topic, biz_id=biz_id), OPTIONS)
+    arrival = read(handler, an_envelope(topic=handler.topics[0], biz_id=biz_id), OPTIONS)
     with transaction.atomic():
         hand_over(handler, arrival)
     return arrival.row

@@ -1,3 +1,4 @@
-"""An app with one ordered handler, for the processes that tests start and kill."""
+"""An app with ordered handlers, of one topic and of two, for the processes that tests start and kill."""
 
 STEP = "ordered.step"
+CREATED, CANCELLED = "ordered.created", "ordered.cancelled"

@@ -2,7 +2,7 @@
 
 from inbox import idempotent_handler
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.ordered import STEP
+from tests.support.apps.ordered import CANCELLED, CREATED, STEP
 
 
 class NotYet(Exception):
@@ -14,3 +14,8 @@ def step(message):
     Effect.objects.create(name=message.biz_id, detail=message.key)
     if message.payload["fails"] and message.attempt == 1:
         raise NotYet
+
+
+@idempotent_handler(CREATED, CANCELLED, ordered=True)
+def change(message):
+    step(message)
