@@ -18,7 +18,6 @@ from exactly_once.process.logs import Reminder
 from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Unanswered
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
@@ -384,6 +383,16 @@ def envelope_of(message: kombu.Message) -> Envelope:
         body=body_of(message),
         routing_key=str(message.delivery_info.get("routing_key") or ""),
     )
+
+
+def body_of(message: kombu.Message) -> bytes:
+    """The body as bytes; a virtual transport may return text.
+
+    Raises:
+        TypeError: it is neither bytes nor text.
+    """
+    body: Any = message.body
+    return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
 
 
 def _opaque(message: kombu.Message) -> Envelope:

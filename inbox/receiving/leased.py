@@ -29,8 +29,8 @@ from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, LeaseStoreUnavailable, store_as_owner, stored_row
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.outcomes import announce, defer_locked, duplicate, failure_of, handled
-from inbox.receiving.reading import Arrival, message_for_run, message_of
+from inbox.receiving.outcomes import Policy, announce, defer_locked, duplicate, failure_of, handled
+from inbox.receiving.reading import Arrival, message_of
 from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
@@ -69,7 +69,7 @@ def receive(
     if lease is None:
         due = committed(partial(store_due, handler.using, row, options.DUPLICATE_TIMEOUT), handler.using)
         return Outcome.STORED if due else duplicate(handler, row)
-    message = message_for_run(arrival, options)
+    message = Policy(handler, options).message_for_run(arrival)
     if acknowledge is None or lease.pk is None:
         return _run(store, lease, message, envelope, options)
     acknowledge()

@@ -24,7 +24,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.outcome import Outcome
-from inbox.receiving.reading import Arrival, message_for_run
+from inbox.receiving.reading import Arrival, message_of
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
@@ -335,7 +335,9 @@ class Policy:
         self.handler, self.options = handler, options
 
     def message_for_run(self, arrival: Arrival) -> Message:
-        return message_for_run(arrival, self.options)
+        """The handler's argument for one run: a new object for each, because a handler may change its payload."""
+        message, arrival.message = arrival.message, None
+        return message or message_of(arrival.envelope, self.options, biz_id=arrival.row.biz_id)
 
     def settle_success(self, messages: Sequence[Message]) -> None:
         handled(self.handler, messages)

@@ -20,8 +20,8 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
 from exactly_once.wire.envelope import (
+    COMPRESSION,
     Envelope,
-    compression_of,
     from_delivery,
     headers_as_json,
     is_structured,
@@ -256,7 +256,9 @@ def message_of(
     limit = options.BODY_LIMIT_BYTES
     envelope = opened(envelope, limit)
     dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
-    payload = decode_payload(envelope.body, envelope.content_type, compression=compression_of(envelope), limit=limit)
+    payload = decode_payload(
+        envelope.body, envelope.content_type, compression=str(envelope.headers.get(COMPRESSION, "")), limit=limit
+    )
     return Message(
         id=envelope.id,
         topic=envelope.topic,
@@ -287,12 +289,6 @@ def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_i
             f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
         )
     return dedup_id
-
-
-def message_for_run(arrival: Arrival, options: InboxOptions) -> Message:
-    """The handler's argument for one run: a new object for each, because a handler may change its payload."""
-    message, arrival.message = arrival.message, None
-    return message or message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
 
 
 def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bool = False) -> NewRow:

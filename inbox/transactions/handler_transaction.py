@@ -140,16 +140,17 @@ def call(handler: Handler, given: Sequence[tuple[Message, Envelope]]) -> object:
     A single message is recorded as the cause of all messages that the handler publishes. The call is a span, and counted in the
     metrics of this process; see `telemetry.tracing` and `inbox.metrics`.
     """
-    message, envelope = given[0]
-    cause = Cause(message.id, message.correlation_id or message.id, envelope.traceparent) if len(given) == 1 else None
+    messages, envelopes = zip(*given, strict=True)
+    first: Message = messages[0]
+    cause = Cause(first.id, first.correlation_id or first.id, envelopes[0].traceparent) if len(given) == 1 else None
     began_at = monotonic()
     token = handled.set(cause or handled.get())
-    before = work.begin("inbox", handler.using, handler.name, envelope.id, len(given))
+    before = work.begin("inbox", handler.using, handler.name, first.id, len(given))
     try:
-        with _span(handler, [sent for _, sent in given]) if tracing.is_recording() else nullcontext():
-            result = handler.call(*(message for message, _ in given))
+        with _span(handler, envelopes) if tracing.is_recording() else nullcontext():
+            result = handler.call(*messages)
         if metrics.LAG.is_attached:
-            _count_lag(handler, [sent for _, sent in given])
+            _count_lag(handler, envelopes)
         return result
     finally:
         work.end(before)
