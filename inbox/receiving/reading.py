@@ -256,9 +256,8 @@ def message_of(
     limit = options.BODY_LIMIT_BYTES
     envelope = opened(envelope, limit)
     dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
-    payload = decode_payload(
-        envelope.body, envelope.content_type, compression=str(envelope.headers.get(COMPRESSION, "")), limit=limit
-    )
+    compression = str(envelope.headers.get(COMPRESSION, ""))
+    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=limit)
     return Message(
         id=envelope.id,
         topic=envelope.topic,
