@@ -97,16 +97,25 @@ class PreparedStatement:
                 rows[row].append(None if value is None else value.decode())
         return StatementResult(rows, result.command_tuples or 0)
 
-    def execute_and_commit(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> None:
+    def execute_and_commit(
+        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, before: Sequence[bytes] = ()
+    ) -> int:
         """Run it as the last statement of the open transaction, and commit, in one round trip. If it fails, nothing commits.
 
         Django's own commit finds no open transaction then, and sends nothing.
+
+        Args:
+            before: statements to run before it.
+
+        Returns:
+            the number of rows that it wrote.
 
         Raises:
             StatementLost: see there.
             django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
         """
-        _run(connection, [(self, parameters)], commit=True)
+        (result,) = _run(connection, [(self, parameters)], before=before, commit=True)
+        return result.command_tuples or 0
 
     def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
@@ -140,8 +149,27 @@ class PreparedStatement:
             at_hand.runs.pop(self._name, None)
 
 
+def execute_script(connection: BaseDatabaseWrapper, script: str) -> list[tuple[Any, ...]]:
+    """Run statements without parameters in one round trip, in the open transaction; the rows of the last one.
+
+    If the transaction has not begun on the server, it begins in the same round trip. Call it only if `is_usable`.
+
+    Raises:
+        django.db.Error: one of them failed; those after it have not run.
+    """
+    raw: Any = connection.connection
+    with connection.wrap_database_errors:
+        begin = f"{_BEGIN.decode()}; " if _is_to_begin(raw) else ""
+        (result,) = _checked(raw, [raw.pgconn.exec_(f"{begin}{script}".encode())])
+        return _rows_of(connection, result)
+
+
 def _run(
-    connection: BaseDatabaseWrapper, runs: Sequence[tuple[PreparedStatement, Sequence[Any]]], *, commit: bool = False
+    connection: BaseDatabaseWrapper,
+    runs: Sequence[tuple[PreparedStatement, Sequence[Any]]],
+    *,
+    before: Sequence[bytes] = (),
+    commit: bool = False,
 ) -> list[Any]:
     """PostgreSQL's result of each statement."""
     at_hand = _at_hand(connection)
@@ -153,7 +181,7 @@ def _run(
                 given.append(statement._prepared(raw, at_hand, parameters))  # noqa: SLF001 - of this module
             begin = _is_to_begin(raw)
             if begin or commit or len(given) > 1:
-                return _pipelined(raw, [_BEGIN] if begin else [], given, [_COMMIT] if commit else [])
+                return _pipelined(raw, [_BEGIN, *before] if begin else before, given, [_COMMIT] if commit else [])
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
             sqlstate = getattr(error, "sqlstate", None)

@@ -30,7 +30,7 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.store import claiming, lease, settling
-from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
+from outbox.store.claiming import Bounds, BusyShard, DamagedRow, RelayedMessage
 from outbox.store.outgoing import outgoing
 from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import Changed, UnwritableRows
@@ -42,6 +42,9 @@ _MARGIN = timedelta(seconds=2)
 """Time that the database grants a pass beyond its deadline, for settling."""
 _MOST_WAVES = 100
 """A limit, so that one hot key delays the other keys of its shard only briefly; its next messages are in the next pass."""
+_TAIL = 20
+"""Small last waves, together at most one part in this many of a full batch (1/20), are left to the next pass, in which they are
+part of its first wave. A wave takes a round trip to the broker, however small it is."""
 _DAMAGED = "damaged"
 _TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
@@ -61,6 +64,7 @@ class PassReport:
         unconfirmed: number of messages that are not read, because the broker may still confirm them.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
+        has_more: the same shards have more messages that can be sent at once.
         broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
         suspicious: the next pass should send fewer messages.
         overdue: reading the rows took so long that none was sent.
@@ -76,6 +80,7 @@ class PassReport:
     unconfirmed: int = 0
     settled: int = 0
     published: int = 0
+    has_more: bool = False
     broken: str | None = None
     suspicious: bool = False
     overdue: bool = False
@@ -93,6 +98,8 @@ class _Batch:
         forbidden: topics that the broker does not permit, with its reason.
         outgoing: the messages to send, by position.
         damaged: by position, why the row cannot be sent.
+        is_full: there are probably more messages.
+        left: number of rows that are left to the next pass.
     """
 
     rows: Sequence[RelayedMessage]
@@ -105,6 +112,8 @@ class _Batch:
     broken: str | None = None
     suspicious: bool = False
     overdue: bool = False
+    is_full: bool = False
+    left: int = 0
 
 
 class Pass:
@@ -119,10 +128,13 @@ class Pass:
         self._tally = tally or Tally()
         self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
-        self.contention = Contention(alias, self._longest)
+        self._readable = options.BATCH_SIZE
+        self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN)
         self._unwritable = UnwritableRows(alias, purpose="settled")
         # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
+        # Nothing but a later send depends on the outcomes, unless sending writes to this database.
+        self._limits = Bounds(options.BATCH_DEADLINE + _MARGIN, is_repeatable=not transport.capabilities.transactional)
         self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
 
     def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
@@ -131,6 +143,7 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
+        limit = min(limit, self._readable)
         unwritable, self._begun_at = self._unwritable.skipped(), monotonic()
         skipped = {**unwritable, **self._transport.unconfirmed()}
         report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
@@ -142,13 +155,10 @@ class Pass:
             self._lease.release()
 
     def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
-        begun_at = monotonic()
+        skipped = {**self.contention.skipped(), **skipped}
         with transaction.atomic(using=self._alias, durable=True):
-            claiming.bound_transaction(self._alias, self._longest)
-            begun_at = monotonic()
-            skipped = {**self.contention.skipped(), **skipped}
-            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES)
-            batch = self._send(self._writable(claim.rows), begun_at)
+            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES, self._limits)
+            batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
             settled = self._settle(batch)
         report = self._report(batch, *settled)
         return replace(
@@ -182,10 +192,6 @@ class Pass:
         """Record rows that have not been tried alone, too: they may have been sent, and the rows after them are read next."""
         self._unwritable.record({**changed.unwritable, **changed.untried}, changed.keys)
 
-    @property
-    def _longest(self) -> timedelta:
-        return self._options.BATCH_DEADLINE + _MARGIN
-
     def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
         rows = self._lease.claim(shards, limit, skipped, self._options.BATCH_BYTES)
@@ -193,7 +199,7 @@ class Pass:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
             return PassReport()
-        batch = self._send(self._writable(rows), begun_at)
+        batch = self._send(self._writable(rows), begun_at, limit)
         try:
             with self._lease.fenced():
                 settled = self._settle(batch)
@@ -202,17 +208,20 @@ class Pass:
             return PassReport(claimed=len(rows), broken=batch.broken)
         return self._report(batch, *settled)
 
-    def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
+    def _send(self, rows: Sequence[RelayedMessage], begun_at: float, limit: int) -> _Batch:
         # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
-        batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
+        batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline, is_full=len(rows) >= limit)
         # First, because a message may have expired or been paused since it was sent.
         batch.verdicts.update(self._transport.answers(self._intact(batch)))
         stopped_keys: set[str] = set()
         in_waves = waves(self._sendable(batch))
-        cut_keys = {row.key for wave in in_waves[_MOST_WAVES:] for row in wave}
-        one_by_one = [[row] for row in batch.one_by_one if row.key not in cut_keys]
-        for wave in [*in_waves[:_MOST_WAVES], *one_by_one]:
+        sent_now = self._number_sent_now(in_waves, is_full=batch.is_full)
+        left = [row for wave in in_waves[sent_now:] for row in wave]
+        batch.left = len(left)
+        left_keys = {row.key for row in left}
+        one_by_one = [[row] for row in batch.one_by_one if row.key not in left_keys]
+        for wave in [*in_waves[:sent_now], *one_by_one]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
@@ -220,6 +229,19 @@ class Pass:
             self._send_wave(batch, self._formed(sendable, batch), deadline)
             stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
+
+    def _number_sent_now(self, in_waves: Sequence[Sequence[RelayedMessage]], *, is_full: bool) -> int:
+        """The number of waves that this pass sends."""
+        number = min(len(in_waves), _MOST_WAVES)
+        sizes = [len(wave) for wave in in_waves]
+        if len(in_waves) > _MOST_WAVES:
+            self._readable = sum(sizes[:number])
+        elif 2 * len(in_waves) <= _MOST_WAVES:
+            self._readable = min(2 * self._readable, self._options.BATCH_SIZE)
+        if is_full:
+            while number > 1 and _TAIL * sum(sizes[number - 1 :]) <= sum(sizes):
+                number -= 1
+        return number
 
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
         """The rows that may be sent together. A row that is paused, has failed, or is sent one by one, stops its key."""
@@ -368,6 +390,7 @@ class Pass:
             claimed=len(batch.rows),
             settled=settled,
             published=len(settlement.published),
+            has_more=batch.is_full and len(settlement.published) + batch.left == len(batch.rows),
             broken=batch.broken,
             suspicious=batch.suspicious,
             overdue=batch.overdue,

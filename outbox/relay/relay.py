@@ -206,7 +206,7 @@ class Relay:
         report = self._run_pass(found.shards) if found.shards else PassReport()
         topics.store()
         # After a full pass the same shards have more messages, so the next pass needs no query for shards.
-        self._more = found.shards if report.published == self._size.now else ()
+        self._more = found.shards if report.has_more else ()
         # If due rows are not made ready, another relay has locked them and makes them ready.
         self._retry_in, self._moved = found.retry_in, 0
         if found.retry_in <= 0:

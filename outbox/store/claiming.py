@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
+from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import NOW_AFTER, now
-from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, execute_script, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import FIRST_DAY, HOLDING_KEY
 from outbox.store.dialect import (
+    DO_NOT_WAIT_FOR_THE_DISK,
     HISTORY,
     LIVE_PART,
     LOCK_SPACE,
@@ -36,7 +38,7 @@ from outbox.store.dialect import (
     TABLE,
     any_of,
     array_of,
-    begin_bounded,
+    bounds,
     live,
 )
 
@@ -228,9 +230,7 @@ _LOOK_PREPARED = PreparedStatement(
     _look("SELECT * FROM unnest($1, $2)", LIVE_PART, _NOW),
     most_runs=PLANNED_SINGLY,
 )
-_READ_PREPARED = PreparedStatement(
-    "outbox_read", ["int[]", "bigint[]", "bigint", "bigint"], _of_shards("$1", "$2", "$3", "$4"), most_runs=PLANNED_SINGLY
-)
+_READ_PREPARED = PreparedStatement("outbox_read", ["int[]", "bigint[]", "bigint", "bigint"], _of_shards("$1", "$2", "$3", "$4"))
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
@@ -241,7 +241,6 @@ _LOCK_ROWS_PREPARED = PreparedStatement(
     "outbox_lock_rows",
     ["bigint[]", "bigint[]"],
     _LOCK_ROWS.format(unread="$1", positions="$2"),
-    most_runs=PLANNED_SINGLY,
 )
 _LOCKERS = (
     # The row's xmax is the transaction that has locked or changed it, unless several transactions have locked it.
@@ -315,11 +314,26 @@ class Claim:
         rows: in the order to send them in. On PostgreSQL they are locked until the transaction ends, so they can be settled.
         locked_shards: shards that another relay, or another transaction, has locked.
         locked_rows: ready messages that were not claimed, because another session has locked their rows.
+        begun_at: when it had locked the shards, by `monotonic`.
     """
 
     rows: Sequence[RelayedMessage] = ()
     locked_shards: Sequence[int] = ()
     locked_rows: Sequence[RelayedMessage] = ()
+    begun_at: float = 0.0
+
+
+class Bounds(NamedTuple):
+    """How a pass's transaction ends.
+
+    Attributes:
+        longest: the server ends it when it is idle, or executes one statement, for this long: the relay is frozen or hangs, and
+            must not settle anything.
+        is_repeatable: its commit need not wait for the disk. If the server crashes, the messages are sent again.
+    """
+
+    longest: timedelta
+    is_repeatable: bool
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
@@ -401,31 +415,13 @@ def require_writable(alias: str) -> None:
         cursor.execute(f"UPDATE {live(connections[alias])} SET state = state WHERE false")
 
 
-def bound_transaction(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction when the relay is frozen or hangs: such a relay must not settle anything.
-
-    It must be the transaction's first statement, because it sets the isolation level: with REPEATABLE READ the statements of
-    the claim would share a snapshot. It takes the table locks that settling takes: messages that cannot be settled, for example
-    while an index is created, must not be sent. It disables sequential scans: without statistics of a new backlog, PostgreSQL
-    would estimate the table as small and read all of it.
-
-    Raises:
-        django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
-    """
-    for_a_lock = min(int(longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
-    then = (
-        f"SET LOCAL lock_timeout = {for_a_lock}; SET LOCAL enable_seqscan = off; "
-        f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
-    )
-    begin_bounded(alias, longest, first=READ_COMMITTED, then=then)
-
-
 def claim_ready(
     alias: str,
     shards: Sequence[BusyShard],
     limit: int,
     skipped: Mapping[int, str] = NOTHING_SKIPPED,
     most_bytes: int = UNBOUNDED_BYTES,
+    limits: Bounds | None = None,
 ) -> Claim:
     """Lock those of the `shards` that are free until the open transaction ends, and lock their ready messages.
 
@@ -437,12 +433,17 @@ def claim_ready(
     Args:
         skipped: positions not to read, with their keys. No message of these keys is read.
         most_bytes: of all bodies together. A larger one is claimed alone.
+        limits: of the transaction, which has not executed a statement yet.
+
+    Raises:
+        django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
     connection = connections[alias]
-    free_shards = _lock(connection, shards)
+    free_shards = _lock(connection, shards, limits)
+    begun_at = monotonic()
     locked_shards = [one.shard for one in shards if one not in free_shards]
     if not free_shards:
-        return Claim(locked_shards=locked_shards)
+        return Claim(locked_shards=locked_shards, begun_at=begun_at)
     each = -(-limit // len(free_shards))
     rows = _read(connection, free_shards, each, skipped, most_bytes)
     counted = Counter(row.shard for row in rows)
@@ -456,7 +457,7 @@ def claim_ready(
     if locked_rows:
         rows = in_order(rows, free)
     rows = [row if (body := free[row.position]) is None else row._replace(body=body, unread_bytes=None) for row in rows]
-    return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows)
+    return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows, begun_at=begun_at)
 
 
 def _within(most_bytes: int, rows: list[RelayedMessage]) -> list[RelayedMessage]:
@@ -506,17 +507,43 @@ def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Se
         return list(cursor.fetchall())
 
 
-def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
+def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], limits: Bounds | None) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The write lock of the open transaction, or the lease, covers every shard.
         return list(shards)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT shard FROM unnest(%s::int[]) AS s(shard) WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)",
-            [[one.shard for one in shards]],
-        )
-        locked = {shard for (shard,) in cursor.fetchall()}
+    query = (
+        f"SELECT shard FROM unnest('{array_of(one.shard for one in shards)}'::int[]) AS s(shard) "
+        f"WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)"
+    )
+    script = _begin(connection, limits) if limits else ""
+    if is_usable(connection):
+        found = execute_script(connection, f"{script}{query}")
+    else:
+        with connection.cursor() as cursor:
+            if script:
+                cursor.execute(script)
+            cursor.execute(query)
+            found = cursor.fetchall()
+    locked = {shard for (shard,) in found}
     return [one for one in shards if one.shard in locked]
+
+
+def _begin(connection: BaseDatabaseWrapper, limits: Bounds) -> str:
+    """A pass's first statements.
+
+    They set the isolation level: with REPEATABLE READ the statements of the claim would share a snapshot. They take the table
+    locks that settling takes: messages that cannot be settled, for example while an index is created, must not be sent. They
+    disable sequential scans: without statistics of a new backlog, PostgreSQL would estimate the table as small and read all of
+    it. They have prepared statements planned for each run, because a plan from a nearly empty table would read all of it.
+    """
+    for_a_lock = min(int(limits.longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
+    then = (
+        f"SET LOCAL lock_timeout = {for_a_lock}; SET LOCAL enable_seqscan = off; "
+        "SET LOCAL plan_cache_mode = force_custom_plan; "
+        f"{DO_NOT_WAIT_FOR_THE_DISK if limits.is_repeatable else ''}; "
+        f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE; "
+    )
+    return bounds(connection, limits.longest, first=READ_COMMITTED, then=then)
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> Mapping[int, bytes | None]:

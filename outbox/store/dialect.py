@@ -6,11 +6,12 @@ import json
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from outbox.expressions import DAY_OF_NOW
@@ -32,6 +33,7 @@ COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 PAUSED_TOPICS = PausedTopic._meta.db_table
 READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
 """A transaction's first statement."""
+DO_NOT_WAIT_FOR_THE_DISK = "SET LOCAL synchronous_commit = off"
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
 
@@ -43,14 +45,30 @@ def begin_bounded(alias: str, longest: timedelta, *, first: str = "", then: str 
         first, then: statements to execute before and after that, in the same round trip.
     """
     connection = connections[alias]
-    # In the transaction of a test the settings would remain afterwards.
-    if is_postgresql(connection) and is_outermost(connection):
-        milliseconds = int(longest.total_seconds() * 1000)
-        bounds = (
-            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}; "
-        )
+    if script := bounds(connection, longest, first=first, then=then):
         with connection.cursor() as cursor:
-            cursor.execute(f"{first}{bounds}{then}")
+            cursor.execute(script)
+
+
+def bounds(connection: BaseDatabaseWrapper, longest: timedelta, *, first: str = "", then: str = "") -> str:
+    """The statements of `begin_bounded`; "" inside the transaction of a test, where the settings would remain afterwards."""
+    if not (is_postgresql(connection) and is_outermost(connection)):
+        return ""
+    milliseconds = int(longest.total_seconds() * 1000)
+    return (
+        f"{first}SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; "
+        f"SET LOCAL statement_timeout = {milliseconds}; {then}"
+    )
+
+
+@contextmanager
+def repeatable(alias: str) -> Iterator[None]:
+    """A transaction whose commit does not wait for the disk. If the server crashes and loses it, the relay repeats it."""
+    connection = connections[alias]
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
+        if is_postgresql(connection) and is_outermost(connection):
+            cursor.execute(DO_NOT_WAIT_FOR_THE_DISK)
+        yield
 
 
 def live(connection: BaseDatabaseWrapper) -> str:

@@ -18,7 +18,7 @@ from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import SECONDARY
-from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live
+from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, repeatable
 from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
 
@@ -130,7 +130,8 @@ def fire(alias: str, positions: Sequence[int], unwritable: UnwritableRows | None
     fired: set[int] = set()
 
     def change(rows: Rows) -> int:
-        moved = move(alias, FIRE, placed if rows is found else rows, reason="it is due")
+        with repeatable(alias):
+            moved = move(alias, FIRE, placed if rows is found else rows, reason="it is due")
         fired.update(one.position for one in moved)
         return len(moved)
 

@@ -14,8 +14,9 @@ from typing import Any, cast
 from django.db import connections, transaction
 
 from exactly_once.failures import REFUSED
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import now
+from exactly_once.sql.prepared_statements import is_usable
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
@@ -35,8 +36,9 @@ from outbox.states import (
 from outbox.store.dialect import any_of, live
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
-from outbox.store.transitions import Found, count_moved, delete, move
-from outbox.store.unwritable_rows import Changed, Rows, UnwritableRows, change_in_parts, change_writable
+from outbox.store.trail import is_recorded
+from outbox.store.transitions import Found, count_moved, delete, move, move_and_commit
+from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
@@ -142,8 +144,26 @@ def settle_writable(alias: str, settlement: Settlement) -> tuple[Settlement, Cha
 
     Later messages of the keys of unwritable rows are not settled either, so that they are sent again after them.
     """
-    changed = change_writable(alias, settlement.positions, partial(_settle_some, alias, settlement))
+    last = partial(_confirm_and_commit, alias) if _is_last(alias, settlement) else None
+    changed = change_writable(alias, settlement.positions, partial(_settle_some, alias, settlement), last)
     return settlement.of(changed.done or ()) if changed.unwritable else settlement, changed
+
+
+def _is_last(alias: str, settlement: Settlement) -> bool:
+    """Can these outcomes be stored by one statement, which ends the pass's transaction?"""
+    connection = connections[alias]
+    return (
+        len(settlement.published) == len(settlement.positions)
+        and outbox_options().KEEP_HISTORY is not None
+        and not topics_with_callbacks(CONFIRM)
+        and not is_recorded(decision=CONFIRM.recorded)
+        and is_usable(connection)
+        and is_outermost(connection)
+    )
+
+
+def _confirm_and_commit(alias: str, rows: Rows) -> int:
+    return move_and_commit(alias, CONFIRM, cast("Sequence[int]", rows), before=SAVEPOINT)
 
 
 def rehearse(alias: str, positions: Sequence[int]) -> Changed:

@@ -8,8 +8,10 @@ the row, but raise an error in the statements that wait for it.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
@@ -17,6 +19,7 @@ from django.db.models import Value
 from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.prepared_statements import PreparedStatement
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State, Transition
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
@@ -33,6 +36,7 @@ _Write = Callable[[_Values], tuple[str, Sequence[Any]]]
 _written: dict[tuple[str, str, _Write], tuple[str, Sequence[Any]]] = {}
 """The compiled values of transitions without parameters, by database vendor and transition: compiling takes as long as
 executing."""
+_prepared: dict[str, PreparedStatement] = {}
 
 
 class Found(NamedTuple):
@@ -126,6 +130,24 @@ def count_moved(
     with connection.cursor() as cursor:
         cursor.execute(*_statement(connection, transition, source, rows, given))
         return int(cursor.rowcount)
+
+
+def move_and_commit(alias: str, transition: Transition, rows: Sequence[int], *, before: Sequence[str]) -> int:
+    """Apply a transition with one source and no parameters, and commit; the number of changed rows. It records nothing.
+
+    Args:
+        before: statements to execute before it, in the same round trip.
+    """
+    (source,) = transition.sources
+    connection = connections[alias]
+    statement, parameters = _statement(connection, transition, source, rows, {})
+    prepared = _prepared.get(transition.name)
+    if prepared is None:
+        numbers = count(1)
+        text = re.sub("%s", lambda _: f"${next(numbers)}", statement)
+        name = f"outbox_{transition.name.replace(' ', '_')}"
+        prepared = _prepared[transition.name] = PreparedStatement(name, ["unknown"] * len(parameters), text)
+    return prepared.execute_and_commit(connection, parameters, before=[each.encode() for each in before])
 
 
 def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:

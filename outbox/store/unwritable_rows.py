@@ -34,8 +34,9 @@ Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]
 """Changes rows inside an open transaction or in its own, and returns their number."""
 
-_IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE; "
+_IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE"
 """A deferred constraint would raise when the transaction commits, and not for a row."""
+SAVEPOINT = (_IMMEDIATE, "SAVEPOINT writable")
 _MANY = 100
 _RETRIED_AT_ONCE = 25
 _LONGEST_SEARCH_SECONDS = 0.5
@@ -61,8 +62,12 @@ class Changed:
     keys: Mapping[int, str] = field(default_factory=dict)
 
 
-def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
+def change_writable(alias: str, rows: Rows, change: Change, last: Change | None = None) -> Changed:
     """Call `change` with all rows or, if the database refuses that because of some of them, with the others.
+
+    Args:
+        last: called instead with all rows, as the last statement of the open transaction: it executes `SAVEPOINT`, changes the
+            rows and commits, in one round trip.
 
     Raises:
         django.db.Error: an error that these rows do not cause.
@@ -72,11 +77,11 @@ def change_writable(alias: str, rows: Rows, change: Change) -> Changed:
         return Changed(count=0, done=())
     connection = connections[alias]
     in_transaction = connection.in_atomic_block
-    if in_transaction:
+    if in_transaction and last is None:
         # One round trip: it is not released, because the transaction soon ends.
-        _execute(connection, f"{_IMMEDIATE if is_postgresql(connection) else ''}SAVEPOINT writable")
+        _execute(connection, "; ".join(SAVEPOINT if is_postgresql(connection) else SAVEPOINT[1:]))
     try:
-        return Changed(count=change(rows), done=positions)
+        return Changed(count=(last or change)(rows), done=positions)
     except Error as error:
         if not _may_be_of_one(error, positions):
             raise

@@ -140,9 +140,10 @@ def one_pass(transport, *, limit=500, alias="default", **options):
         single.close()
 
 
-def in_hand(limit=500, alias="default"):
+def in_hand(limit=500, alias="default", limits=None):
     """The rows that a pass would claim, inside the open transaction."""
-    return claiming.claim_ready(alias, claiming.look(alias).shards, limit).rows
+    shards = claiming.look(alias).shards
+    return claiming.claim_ready(alias, shards, limit, limits=limits).rows
 
 
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):

@@ -26,7 +26,7 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import LIVE, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
-from outbox.store.claiming import BusyShard, RelayedMessage
+from outbox.store.claiming import Bounds, BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
@@ -219,8 +219,7 @@ class TestTransactionBounds:
         def oversleep():
             try:
                 with transaction.atomic():
-                    claiming.bound_transaction("default", timedelta(seconds=3))
-                    [row] = in_hand(10)
+                    [row] = in_hand(10, limits=Bounds(timedelta(seconds=3), is_repeatable=True))
                     # Asked in the transaction: after a stall of three seconds, this fails as the settling below does.
                     assert shown_locks() == [(LOCK_SPACE, shard)]
                     wait_until(its_shard_is_free)
@@ -236,11 +235,12 @@ class TestTransactionBounds:
 
     def test_transaction_bounds_do_not_outlast_the_transaction(self):
         with transaction.atomic():
-            claiming.bound_transaction("default", timedelta(seconds=3))
-            assert (shown("statement_timeout"), shown("lock_timeout")) == ("3s", "1s")
+            in_hand(limits=Bounds(timedelta(seconds=3), is_repeatable=True))
+            assert (shown("statement_timeout"), shown("lock_timeout"), shown("synchronous_commit")) == ("3s", "1s", "off")
 
         names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
         assert {shown(name) for name in names} == {"0"}
+        assert shown("synchronous_commit") == "on"
 
 
 def connection_parameters():
@@ -388,7 +388,8 @@ def test_prepared_statements_never_use_a_generic_plan():
     for _ in range(12):
         with transaction.atomic():
             claiming.look("default")
-            claiming.claim_ready("default", [BusyShard(shard, 0) for shard in range(64)], 500)
+            shards = [BusyShard(shard, 0) for shard in range(64)]
+            claiming.claim_ready("default", shards, 500, limits=Bounds(HOUR, is_repeatable=True))
 
     with connection.cursor() as cursor:
         cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
@@ -449,8 +450,7 @@ class TestIndexes:
 
         def whole_pass():
             with transaction.atomic():
-                claiming.bound_transaction("default", HOUR)
-                rows = claiming.claim_ready("default", claiming.look("default").shards, 500).rows
+                rows = in_hand(limits=Bounds(HOUR, is_repeatable=True))
                 settling.settle("default", Settlement(published=[row.position for row in rows]))
 
         plans = explained(whole_pass)

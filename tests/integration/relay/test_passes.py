@@ -17,6 +17,7 @@ from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, operating, settling
 from tests.support.relaying import (
+    TOPIC,
     connected,
     deadline_when,
     ids,
@@ -551,3 +552,33 @@ def test_pass_publishes_the_messages_of_its_own_database_only(peer):
 
     assert ids(peer.published) == [str(mine.id)]
     assert (state_of(mine), state_of(theirs, "other")) == (State.PUBLISHED, State.READY)
+
+
+class TestWaves:
+    """Messages of one key wait for each other, so a wave takes a round trip to the broker, however small it is."""
+
+    def test_small_last_waves_of_a_full_batch_are_left_to_the_next_pass(self, peer, transport):
+        keys = [f"k{n}" for n in range(38)] + ["k0", "k0"]
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {}, key=key) for key in keys])
+        OutboxMessage.objects.update(shard=7)
+
+        first = one_pass(transport, limit=len(keys))
+        assert (first.claimed, first.published, first.has_more) == (40, 38, True)
+        second = one_pass(transport, limit=len(keys))
+
+        assert (second.claimed, second.published, second.has_more) == (2, 2, False)
+        assert ids(peer.published) == ids(messages), "in order"
+
+    def test_no_more_messages_of_a_hot_key_are_read_than_a_pass_sends(self, peer, transport):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key="hot") for _ in range(400)])
+        single = Pass("default", transport, quick(BATCH_SIZE=300))
+
+        reports = []
+        while (found := claiming.look("default")).shards:
+            reports.append(single.run(found.shards, 300))
+
+        assert reports[0].claimed == 300
+        assert max(report.claimed for report in reports[1:]) <= 100
+        assert len(peer.published) == 400

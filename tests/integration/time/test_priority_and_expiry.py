@@ -15,7 +15,7 @@ from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, res
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import State
-from outbox.store import restoring, settling
+from outbox.store import claiming, restoring, settling
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -145,7 +145,8 @@ class TestExpiredMessage:
             for biz_id in ("head", "expiring", "last")
         )
         elapsed = [0.0]
-        monkeypatch.setattr(passes, "monotonic", lambda: monotonic() + elapsed[0])
+        for module in (passes, claiming):
+            monkeypatch.setattr(module, "monotonic", lambda: monotonic() + elapsed[0])
         peer.script = lambda message: [partial(elapsed.__setitem__, 0, HOUR.total_seconds()), partial(peer.ack, message)]
 
         one_pass(transport, BATCH_DEADLINE=3 * HOUR, WATCHDOG=4 * HOUR)

@@ -1,0 +1,174 @@
+"""A pass commits without waiting for the disk. A server that crashes then loses the outcomes, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from django.test import override_settings
+
+from exactly_once.transport import CONFIRMED, Capabilities, Sent
+from inbox.models import InboxMessage
+from outbox import on_published
+from outbox.callbacks import registry
+from outbox.models import OutboxMessage, PendingCallback
+from outbox.states import State
+from outbox.store import scheduling
+from tests.support import mortal
+from tests.support.deliveries import deliver, effects, the_effect
+from tests.support.relaying import TOPIC, connected, one_pass, published, states
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+mortal_database = mortal.mortal_database
+SOME = 5
+
+
+class Broker:
+    """Confirms every message and keeps it."""
+
+    capabilities = Capabilities(confirms=True)
+    round_trip = None
+
+    def __init__(self):
+        self.taken = []
+
+    def connect(self):
+        pass
+
+    def send(self, messages, deadline):
+        self.taken += [message.envelope for message in messages]
+        return Sent(verdicts={message.position: CONFIRMED for message in messages})
+
+    def unconfirmed(self):
+        return {}
+
+    def answers(self, messages):
+        return {}
+
+
+@pytest.fixture
+def lost(mortal_database, mortal_postgres):
+    """Kill the database. What it had not flushed at the last commit that waited for the disk is lost."""
+    call_command("migrate", verbosity=0)
+
+    def kill():
+        connection.close()
+        mortal_postgres.kill()
+        mortal_postgres.start()
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'")
+        (walwriter,) = cursor.fetchone()
+    os.kill(walwriter, signal.SIGSTOP)  # without it only a commit that waits, or a full buffer, flushes the log
+    return kill
+
+
+@pytest.fixture
+def broker():
+    return Broker()
+
+
+@pytest.fixture
+def callback():
+    on_published(TOPIC, name="tests.callback")(lambda message: None)
+    yield
+    registry.remove("tests.callback")
+
+
+def test_lost_settlements_are_repeated_and_every_effect_happens_once(lost, broker, handles):
+    handler = handles(the_effect)
+    messages = [published(key="k", biz_id=f"order-{n}") for n in range(SOME)]
+
+    one_pass(broker)
+    assert states() == [State.PUBLISHED] * SOME
+    lost()
+
+    assert states() == [State.READY] * SOME, "the outcomes were lost, and no message"
+    one_pass(broker)
+    for envelope in broker.taken:
+        deliver(handler, envelope)
+    assert states() == [State.PUBLISHED] * SOME
+    assert [envelope.id for envelope in broker.taken] == [str(message.id) for message in messages] * 2, "in order"
+    assert effects() == SOME
+
+
+def test_a_commit_that_follows_makes_settlements_durable(lost, broker):
+    published()
+    one_pass(broker)
+    later = published()
+
+    lost()
+
+    assert states() == [State.PUBLISHED, State.READY]
+    assert OutboxMessage.objects.get(state=State.READY).message_id == later.id
+
+
+def test_a_unique_message_stays_the_only_one_after_its_settlement_was_lost(lost, broker):
+    first = published(biz_id="order-1", unique=True)
+    one_pass(broker)
+    lost()
+
+    again = published(biz_id="order-1", unique=True)
+
+    assert (again.id, again.created, again.state) == (first.id, False, State.READY)
+
+
+def test_publish_that_found_a_published_message_makes_its_settlement_durable(lost, broker):
+    first = published(biz_id="order-1", unique=True)
+    one_pass(broker)
+    again = published(biz_id="order-1", unique=True)
+    assert (again.id, again.created, again.state) == (first.id, False, State.PUBLISHED)
+
+    lost()
+
+    assert states() == [State.PUBLISHED]
+
+
+def test_pending_callbacks_are_lost_and_repeated_together_with_the_settlement(lost, broker, callback):
+    published()
+    one_pass(broker)
+    assert PendingCallback.objects.count() == 1
+    lost()
+
+    assert (states(), PendingCallback.objects.count()) == ([State.READY], 0)
+    one_pass(broker)
+    assert (states(), PendingCallback.objects.count()) == ([State.PUBLISHED], 1)
+
+
+def test_a_scheduled_message_is_made_ready_again(lost, broker):
+    message = published(delay=timedelta(milliseconds=1))
+    wait_until(lambda: scheduling.fire("default", [message.position]))
+    assert states() == [State.READY]
+    lost()
+
+    assert states() == [State.SCHEDULED]
+    assert scheduling.fire("default", [message.position]) == {message.position}
+
+
+def test_failures_that_are_lost_are_counted_by_the_next_attempt(lost, peer):
+    peer.script = lambda message: [lambda: peer.nack(message)]
+    published()
+    with connected(peer.url) as transport:
+        one_pass(transport)
+    assert states() == [State.RETRYING]
+    lost()
+
+    assert OutboxMessage.objects.values_list("state", "attempts").get() == (State.READY, 0)
+
+
+def test_local_hands_over_and_settles_durably(lost, handles):
+    """A row of the inbox may be handled at once, by a process that has effects outside of the database."""
+    handles(the_effect)
+    published(biz_id="order-1")
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}), connected("local://") as transport:
+        one_pass(transport)
+    lost()
+
+    assert states() == [State.PUBLISHED]
+    assert InboxMessage.objects.values_list("biz_id", flat=True).get() == "order-1"
