@@ -1,4 +1,4 @@
-"""The inbox table: one row per message and handler, unique on handler, topic and biz-id."""
+"""The inbox's tables: a receipt of every message that a handler has accepted, and the message with its outcome."""
 
 from __future__ import annotations
 
@@ -35,10 +35,33 @@ CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
 """Messages of a chain but for its first, whose correlation id is its own message id."""
 
 
+class Receipt(models.Model):
+    """A message that one handler has accepted. It makes the message handled once, and is stored for `RETENTION`.
+
+    It is inserted with its message, in one statement, and not updated. A message that leaves no trace is deleted with it.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    handler = models.CharField(max_length=NAME_LENGTH)
+    topic = models.CharField(max_length=NAME_LENGTH)
+    biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
+    message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
+    digest = models.CharField(max_length=64)
+    received_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+        constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
+
+    def __str__(self) -> str:
+        return f"{self.handler}: {self.topic} {self.biz_id}"
+
+
 class InboxMessage(models.Model):
     """One message in one handler, and its outcome."""
 
-    id = models.BigAutoField(primary_key=True)
+    # That of its receipt, so that ids are in the order of arrival.
+    id = models.BigIntegerField(primary_key=True)
     handler = models.CharField(max_length=NAME_LENGTH)
     topic = models.CharField(max_length=NAME_LENGTH)
     biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
@@ -115,7 +138,6 @@ class InboxMessage(models.Model):
             ("export_inboxmessage", "Can export dead letters with their content"),
         )
         constraints = (
-            models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),
             models.UniqueConstraint(fields=["replaces"], name="inbox_replaces", condition=Q(replaces__isnull=False)),
         )
         indexes = (
@@ -136,6 +158,7 @@ class InboxMessage(models.Model):
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
+            models.Index(fields=["handler", "topic"], name="inbox_handler"),
             models.Index(fields=["correlation_id", "id"], name="inbox_chain", condition=CHAINED),
             models.Index(
                 "handler",

@@ -3,7 +3,7 @@
     python -m benchmarks.actors.hand_written COUNT PREFETCH [lean | bulk]
 
 It takes COUNT messages off the queue of the benchmarks, one transaction each, and acknowledges each after its commit. In the
-transaction is the same work for the database as in the inbox's: the row of the inbox, unique on what names the message, with
+transaction is the same work for the database as in the inbox's: the receipt, unique on what names the message, and the row with
 everything that the inbox keeps of it; the effect; the row settled. There is no ORM, and psycopg prepares statements as it does
 by default, from the sixth time on.
 
@@ -26,28 +26,33 @@ import psycopg
 
 from benchmarks.lab.workload import HANDLER, QUEUE
 
-RECEIVE = """
-INSERT INTO inbox_inboxmessage (
-    handler, topic, biz_id, message_id, key, content_type, body, digest, headers,
-    source, correlation_id, causation_id, traceparent, created_at, state, received_at
+COLUMNS = (
+    "handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source, correlation_id, causation_id, "
+    "traceparent, created_at"
 )
-VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, 'received', statement_timestamp())
-ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id
+RECEIPT = """receipt AS (
+    INSERT INTO inbox_receipt (handler, topic, biz_id, message_id, digest, received_at)
+    SELECT handler, topic, biz_id, message_id, digest, statement_timestamp() FROM given
+    ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id
+)"""
+RECEIVE = f"""
+WITH given ({COLUMNS}) AS (
+    VALUES (%s, %s, %s, %s, %s, %s, %s::bytea, %s, %s::jsonb, %s, %s, %s, %s, %s::timestamptz)
+), {RECEIPT}
+INSERT INTO inbox_inboxmessage (id, {COLUMNS}, state, received_at)
+SELECT receipt.id, given.*, 'received', statement_timestamp() FROM given, receipt RETURNING id
 """
-RECEIVE_SETTLED = RECEIVE.replace("received_at\n)", "received_at, attempts, settled_at\n)").replace(
-    "'received', statement_timestamp())", "'done', statement_timestamp(), 1, statement_timestamp())"
+RECEIVE_SETTLED = RECEIVE.replace("received_at)\nSELECT", "received_at, attempts, settled_at)\nSELECT").replace(
+    "'received', statement_timestamp()", "'done', statement_timestamp(), 1, statement_timestamp()"
 )
 EFFECT = "INSERT INTO shop_effect (number) VALUES (%s)"
 SETTLE = "UPDATE inbox_inboxmessage SET state = 'done', attempts = 1, settled_at = statement_timestamp() WHERE id = %s"
 _TYPES = ["text"] * 6 + ["bytea", "text", "jsonb", *["text"] * 4, "timestamptz"]
 RECEIVE_MANY = f"""
-INSERT INTO inbox_inboxmessage (
-    handler, topic, biz_id, message_id, key, content_type, body, digest, headers,
-    source, correlation_id, causation_id, traceparent, created_at, state, received_at, attempts, settled_at
-)
-SELECT given.*, 'done', statement_timestamp(), 1, statement_timestamp()
-FROM unnest({", ".join(f"%s::{kind}[]" for kind in _TYPES)}) AS given
-ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING biz_id
+WITH given ({COLUMNS}) AS (SELECT * FROM unnest({", ".join(f"%s::{kind}[]" for kind in _TYPES)})), {RECEIPT}
+INSERT INTO inbox_inboxmessage (id, {COLUMNS}, state, received_at, attempts, settled_at)
+SELECT receipt.id, given.*, 'done', statement_timestamp(), 1, statement_timestamp()
+FROM given JOIN receipt USING (biz_id) RETURNING biz_id
 """
 EFFECTS = "INSERT INTO shop_effect (number) SELECT unnest(%s::bigint[])"
 BULK = 100

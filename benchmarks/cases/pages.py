@@ -39,14 +39,19 @@ FROM (SELECT topic, body, headers, correlation_id, causation_id, traceparent FRO
     FROM generate_series(0, %(rows)s - 1) n) states) numbered
 """
 HANDLED = """
-INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, state, content_type, body, digest, headers, source,
+INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, content_type, body, digest, headers, source,
   correlation_id, causation_id, traceparent, received_at, settled_at, last_error, error_class, failing_since)
-SELECT 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '', CASE WHEN n < %(dead)s THEN 'dead' ELSE 'done' END,
+SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '',
+  CASE WHEN n < %(dead)s THEN 'dead' ELSE 'done' END,
   'application/json', convert_to(repeat('x', 200), 'UTF8'), '', '{}', '', '', '', '',
   now() - n * interval '100 milliseconds', now() - n * interval '100 milliseconds',
   CASE WHEN n < %(dead)s THEN 'ValueError: no stock' ELSE '' END, CASE WHEN n < %(dead)s THEN 'ValueError' ELSE '' END,
   CASE WHEN n < %(dead)s THEN now() END
 FROM generate_series(0, %(rows)s - 1) n
+"""
+RECEIPTS = """
+INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at)
+SELECT id, handler, topic, biz_id, message_id, digest, received_at FROM inbox_inboxmessage
 """
 STATISTICS = """
 INSERT INTO exactly_once_minute (app, minute, process, subject, counts, times)
@@ -81,6 +86,7 @@ def _fill(project: Project, rows: int, live: int, record: Record) -> None:
     some = {"dead": SOME_DEAD, "retrying": SOME_RETRYING, "ready": SOME_READY}
     database.connection.execute(LIVE, {"rows": live, **some})
     database.connection.execute(HANDLED, {"rows": rows // 10, "dead": SOME_DEAD})
+    database.connection.execute(RECEIPTS)
     for app, counts, times in (
         ("outbox", {"published": 600, "retried": 3}, ("to_broker",)),
         (

@@ -33,14 +33,23 @@ REMEMBERED = 20_000
 """Messages that were handled over the last month."""
 
 HISTORY = """
+WITH past AS (
+    SELECT nextval('inbox_receipt_id_seq') AS id, %(past)s || n AS biz_id, 'customer-' || n %% 1000 AS key,
+        gen_random_uuid() AS message_id, encode(sha256(%(body)s), 'hex') AS digest,
+        now() - (%(count)s - n) * interval '2 minutes' AS at
+    FROM generate_series(1, %(count)s) n
+), receipts AS (
+    INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at)
+    SELECT id, %(handler)s, %(topic)s, biz_id, message_id, digest, at FROM past
+)
 INSERT INTO inbox_inboxmessage (
-    handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
+    id, handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
     correlation_id, causation_id, traceparent, attempts, state, created_at, received_at, settled_at
 )
 SELECT
-    %(handler)s, %(topic)s, %(past)s || n, gen_random_uuid(), 'customer-' || n %% 1000, 'application/json', %(body)s,
-    encode(sha256(%(body)s), 'hex'), '{}', '/benchmarks', '', '', '', 1, 'done', at, at, at
-FROM (SELECT n, now() - (%(count)s - n) * interval '2 minutes' AS at FROM generate_series(1, %(count)s) n) AS past
+    id, %(handler)s, %(topic)s, biz_id, message_id, key, 'application/json', %(body)s, digest, '{}', '/benchmarks', '', '', '',
+    1, 'done', at, at, at
+FROM past
 """
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
 DRAWN = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM shop_effect_id_seq"
@@ -63,7 +72,7 @@ def remember(project: Project) -> None:
     connection = project.database.connection
     parameters = {"handler": HANDLER, "topic": TOPIC, "past": PAST, "body": serialised(payload(0)), "count": REMEMBERED}
     connection.execute(HISTORY, parameters)
-    connection.execute("VACUUM (ANALYZE) inbox_inboxmessage")
+    connection.execute("VACUUM (ANALYZE) inbox_inboxmessage, inbox_receipt")
 
 
 def enqueue(project: Project, count: int, keys: Keys, *, first: int = 0) -> None:

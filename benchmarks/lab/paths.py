@@ -1,8 +1,8 @@
 """The ways that a delivery goes through the inbox, each traced. It needs Django.
 
-A way begins with the load that a worker takes, or with the runner's or Celery's turn, and ends with the answer. Before each is
-traced, it is run a few times, because statements are prepared and modules imported then. The shortest of several traces counts,
-because the runner does some work once in a second only.
+A way begins with the load that a worker takes, or with the runner's or Celery's turn, and ends with the answer. Each runs a
+few times before it is traced, because statements are prepared and modules imported then. The shortest of some traces counts,
+because some work is not done for every message.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception, envelope_of
-from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import read
+from inbox.runner import Runner
 
 WARM_UP, TRACED = 3, 5
 GROUP, BATCH = 50, 100

@@ -27,7 +27,7 @@ class Trace:
     """
     Attributes:
         called: file and name of each function, in the order of the calls.
-        sent: per round trip, the messages to the server.
+        sent: the first words of the statements of each round trip.
     """
 
     called: list[tuple[str, str]]

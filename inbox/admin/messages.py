@@ -61,7 +61,7 @@ from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, State, TrailEntry
+from inbox.models import DUE, SETTLED, InboxMessage, PausedHandler, Receipt, State, TrailEntry
 from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
@@ -219,10 +219,11 @@ class InboxMessageAdmin(MessageAdmin):
     def called(self, term: str) -> Q:
         """Also by handler, and by the message id of the latest duplicate with different content.
 
-        The index of topics and biz-ids begins with the handler.
+        The indexes of topics and biz-ids begin with the handler.
         """
         handlers, topics = accounting.handlers_and_topics(self.using)
-        by_name = Q(handler__in=handlers, topic=term) | Q(handler__in=handlers, topic__in=topics, biz_id=term)
+        of_biz_id = Receipt.objects.using(self.using).filter(handler__in=handlers, topic__in=topics, biz_id=term)
+        by_name = Q(handler__in=handlers, topic=term) | Q(pk__in=list(of_biz_id.values_list("pk", flat=True)))
         ids = {term}
         with suppress(ValueError):
             ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}

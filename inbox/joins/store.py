@@ -25,7 +25,7 @@ from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
 from inbox.joins.join import TOPIC
 from inbox.joins.models import Part, Run
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import DUE, InboxMessage, Receipt, State
 from inbox.receiving.reading import PARKED
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
@@ -186,24 +186,26 @@ def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) 
 
 
 def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
-    rows = _rows_of(alias, topics).filter(state__in=DUE, received_at__lte=run.deadline_at)
+    receipts = _receipts(alias, topics)
     # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
-    unread = rows.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
+    unread = receipts.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
+    rows = InboxMessage.objects.using(alias).filter(state__in=DUE, received_at__lte=run.deadline_at)
     found = [
-        *rows.filter(biz_id=run.run_id).values_list("pk", "topic")[:_MOST_NAMED],
-        *unread.values_list("pk", "topic")[:_MOST_NAMED],
+        row
+        for named in (receipts.filter(biz_id=run.run_id), unread)
+        for row in rows.filter(pk__in=named.values("pk")).values_list("pk", "topic")[:_MOST_NAMED]
     ]
     return [f"row {pk} ({topic})" for pk, topic in found[:_MOST_NAMED]]
 
 
 def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:
     """How long ago the first message of a run arrived, handled or not."""
-    instants = _rows_of(alias, topics).filter(biz_id=run_id).values_list("received_at", DatabaseTime())
+    instants = _receipts(alias, topics).filter(biz_id=run_id).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-def _rows_of(alias: str, topics: Mapping[str, str]) -> QuerySet[InboxMessage]:
-    return InboxMessage.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
+def _receipts(alias: str, topics: Mapping[str, str]) -> QuerySet[Receipt]:
+    return Receipt.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
 
 
 def empty_parts(alias: str, handler: str, run_id: str) -> None:

@@ -15,7 +15,7 @@ from django.db.models import Count, Min
 
 from exactly_once.sql import counts as counting
 from inbox.models import SETTLED, InboxMessage, State, TrailEntry
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import RECEIPTS, TABLE
 from inbox.store.due import longest_due
 
 _OPEN = tuple(state for state in State if state not in SETTLED)
@@ -31,12 +31,12 @@ _INDEXES = {
 _PAIRS = {
     "postgresql": (
         "WITH RECURSIVE pairs AS ("
-        f"(SELECT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT 1) UNION ALL "
-        f"SELECT following.* FROM pairs, LATERAL (SELECT m.handler, m.topic FROM {TABLE} m "
-        "WHERE (m.handler, m.topic) > (pairs.handler, pairs.topic) ORDER BY m.handler, m.topic LIMIT 1) following"
+        f"(SELECT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT 1) UNION ALL "
+        f"SELECT following.* FROM pairs, LATERAL (SELECT r.handler, r.topic FROM {RECEIPTS} r "
+        "WHERE (r.handler, r.topic) > (pairs.handler, pairs.topic) ORDER BY r.handler, r.topic LIMIT 1) following"
         ") SELECT handler, topic FROM pairs LIMIT %s"
     ),
-    "sqlite": f"SELECT DISTINCT m.handler, m.topic FROM {TABLE} m ORDER BY m.handler, m.topic LIMIT %s",
+    "sqlite": f"SELECT DISTINCT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT %s",
 }
 """On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
 

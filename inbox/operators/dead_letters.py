@@ -15,6 +15,7 @@ from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, State, Step
 from inbox.receiving.reading import outside_window, stored_envelope
+from inbox.store import receipts
 from inbox.store.ordering import hold_gates
 from inbox.store.trail import record
 
@@ -56,9 +57,13 @@ class InboxLetters(Letters):
             given |= {"quarantined": True, "last_error": error}
         if given.get("ordered"):
             hold_gates(alias, given["handler"], [given.get("key", "")])
-        row = InboxMessage.objects.using(alias).create(**given, state=State.DEAD)
+        row = receipts.create(alias, **given, state=State.DEAD)
         Step.objects.using(alias).bulk_create(Step(message=row, **step) for step in values[_STEPS])
         record(alias, [row.pk], was="", reason=reason)
+
+    def _state_of(self, alias: str, values: Mapping[str, Any]) -> str:
+        row = receipts.named(alias, values["handler"], values["topic"], values["biz_id"]).only("state").first()
+        return str(row.get_state_display()) if row else ""
 
     def subject(self, values: Mapping[str, Any]) -> Subject:
         message_id = values["message_id"]

@@ -31,7 +31,7 @@ from inbox.leases.stores import stored_row
 from inbox.models import InboxMessage, State
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
-from inbox.store import admitting, ordering
+from inbox.store import admitting, ordering, receipts
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
@@ -204,7 +204,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         )
         if not isinstance(became, State):
             return False
-        new = InboxMessage.objects.using(alias).only("pk").get(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+        new = receipts.message_of(alias, row).only("pk").get()
         record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
         return True
 
@@ -286,7 +286,7 @@ def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options:
     message = message_of(envelope._replace(body=body, headers=headers), options, needs_id=False)
     found = identify(handler, message) if handler.biz_id else known
     if found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
-        taken = InboxMessage.objects.using(handler.using).filter(handler=handler.name, topic=stored.topic, biz_id=found)
+        taken = receipts.named(handler.using, handler.name, stored.topic, found)
         if (other := taken.only("state").first()) is not None:
             raise NotEditable(
                 f"The corrected message would have the biz-id {found}, which the message in row {other.pk} "

@@ -16,6 +16,7 @@ from django.db.models import Q
 from exactly_once.sql.now import NOW_AFTER, DatabaseTime
 from inbox.handlers.registry import may_exist
 from inbox.models import SETTLED, InboxMessage, Step
+from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.heartbeats import lately_running_handlers
 
@@ -51,6 +52,7 @@ def _delete(alias: str, ids: Sequence[int], older_than: timedelta) -> int:
             [*ids, -older_than.total_seconds()],
         )
         deleted = [row for (row,) in cursor.fetchall()]
+        receipts.delete_of(alias, deleted)
         Step.objects.using(alias).filter(message_id__in=deleted).delete()
         for delete in deleted_together:
             delete(alias, deleted)

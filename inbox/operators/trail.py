@@ -14,7 +14,7 @@ from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, 
 from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
 from inbox.models import CHAINED, DUE, InboxMessage, State, TrailEntry
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import RECEIPTS
 
 ENTRIES = TrailEntry
 NOT_HERE = (
@@ -51,11 +51,11 @@ def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
     """See `exactly_once.operators.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {TABLE}) UNION ALL "
-            f"SELECT (SELECT min(m.handler) FROM {TABLE} m WHERE m.handler > handlers.name) FROM handlers "
-            "WHERE handlers.name IS NOT NULL) SELECT m.message_id FROM handlers "
-            f"JOIN {TABLE} m ON m.handler = handlers.name AND m.topic = %s AND m.biz_id = %s "
-            "WHERE m.message_id <> '' ORDER BY m.id",
+            f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {RECEIPTS}) UNION ALL "
+            f"SELECT (SELECT min(r.handler) FROM {RECEIPTS} r WHERE r.handler > handlers.name) FROM handlers "
+            "WHERE handlers.name IS NOT NULL) SELECT r.message_id FROM handlers "
+            f"JOIN {RECEIPTS} r ON r.handler = handlers.name AND r.topic = %s AND r.biz_id = %s "
+            "WHERE r.message_id <> '' ORDER BY r.id",
             [topic, biz_id],
         )
         return [message_id for (message_id,) in cursor.fetchall()]

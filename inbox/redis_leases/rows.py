@@ -13,6 +13,7 @@ from django.db.models.functions import Greatest
 
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
+from inbox.store import receipts
 from inbox.store.arrivals import counted_duplicates, store
 from inbox.store.claims import refunded, under_claim
 from inbox.store.failures import as_failed
@@ -23,7 +24,7 @@ from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attrib
 from inbox.store.steps import remember_all
 from inbox.store.trail import record_leaving
 
-_OPEN_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
+_OPEN_ROW = f"id = {receipts.ID_OF} AND state IN ('received', 'retrying', 'running')"
 
 
 def store_external(
@@ -58,7 +59,7 @@ def store_external(
         conflicting_attributes=attributes_of(row) if conflicting else None,
         **(counted_duplicates(duplicate, 1) if duplicate else {}),
     )
-    stored = store(alias, insertion, duplicate_timeout, skip_existing=False)
+    stored = store(alias, insertion, duplicate_timeout)
     if stored is not None and stopping:
         show_stopping(alias, stored)
     return stored is not None
@@ -80,7 +81,7 @@ def finish_external(
         uncounted: attempts that were claimed but not made.
     """
     with in_order(alias, order, matters=False):
-        record_leaving(alias, _OPEN_ROW, _named(row), became=State.DONE, matters=False)
+        record_leaving(alias, _OPEN_ROW, receipts.name_of(row), became=State.DONE, matters=False)
         content = _content_of(row) if delivered else {}
         done = _open_row(alias, row).update(**content, **done_columns(), attempts=Greatest(F("attempts") - uncounted, 0))
         promote_behind(alias, order)
@@ -110,14 +111,14 @@ def fail_external(
         record_leaving(
             alias,
             _OPEN_ROW,
-            _named(row),
+            receipts.name_of(row),
             became=written["state"],
             reason=failure.error,
             matters=not failure.deferred,
         )
         if not _open_row(alias, row).update(**written, **_content_of(row), fence=Greatest(F("fence"), fence)):
             return None
-        pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
+        pk: int = receipts.message_of(alias, row).get().pk
         remember_all(alias, pk, steps)
         promote_behind(alias, leaves)
     return pk
@@ -143,12 +144,8 @@ def show_stopping(alias: str, pk: int) -> None:
     InboxMessage.objects.using(alias).filter(pk=pk, state=State.RUNNING).update(stopping=True)
 
 
-def _named(row: NewRow) -> list[str]:
-    return [row.handler, row.topic, row.biz_id]
-
-
 def _open_row(alias: str, row: NewRow) -> Any:
-    return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id, state__in=DUE)
+    return receipts.message_of(alias, row).filter(state__in=DUE)
 
 
 def _content_of(row: NewRow) -> dict[str, Any]:

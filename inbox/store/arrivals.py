@@ -15,6 +15,7 @@ from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_many, insert_one
+from inbox.store.receipts import ID_OF, name_of
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, recording
@@ -32,8 +33,8 @@ _KEEP_CONFLICT = (
     "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
 )
 
-_NAMED = f"COALESCE((SELECT biz_id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s), %s)"
-"""The biz-id of the row with this content of its own, else that of the first message."""
+_EARLIER = f"COALESCE({ID_OF}, {ID_OF})"
+"""The id of the row with this content of its own, else that of the first message."""
 
 
 def begin_fresh(
@@ -60,7 +61,7 @@ def begin_fresh(
     if len(insertions) > 1:
         # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
         insertions.sort(key=lambda insertion: insertion.row.biz_id)
-    inserted = insert_many(alias, insertions, duplicate_timeout, skip_existing=False)
+    inserted = insert_many(alias, insertions, duplicate_timeout)
     if not inserted.rows:
         return None
     if not is_postgresql(connection):
@@ -115,13 +116,12 @@ def store(
     insertion: Insertion,
     duplicate_timeout: timedelta,
     *,
-    skip_existing: bool = True,
     reason: str = "",
     matters: bool = False,
 ) -> int | None:
     """Insert one row in its own commit, with its entry in the trail. None: it exists."""
     with recording(alias, matters=matters):
-        row = insert_one(alias, insertion, duplicate_timeout, skip_existing=skip_existing)
+        row = insert_one(alias, insertion, duplicate_timeout)
         record(alias, () if row is None else (row,), was="", reason=reason, matters=matters)
     return row
 
@@ -150,13 +150,13 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         f"{column} = {column} + CASE WHEN message_id = %s THEN {count} ELSE 0 END, "
         f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
         f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)} "
-        f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = {_NAMED} {skip_locked}) "
+        f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {_EARLIER} {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
         [
             *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
-            *(row.digest, attributes_of(row), row.handler, row.topic),
-            *(row.handler, row.topic, conflicting_name(row.digest, row.biz_id), row.biz_id),
+            *(row.digest, attributes_of(row)),
+            *(row.handler, row.topic, conflicting_name(row.digest, row.biz_id), *name_of(row)),
         ],
     )
     if not found:

@@ -18,7 +18,7 @@ from django.db.models import F, Q
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import DUE, InboxMessage, Receipt, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW, as_failed, as_written
@@ -164,7 +164,10 @@ def rekey(alias: str, claimed: InboxMessage, biz_id: str) -> bool | None:
     """Set the biz-id of a claimed row that was stored without one. False: another row has it. None: it is no longer ours."""
     try:
         with transaction.atomic(using=alias):
-            return bool(under_claim(alias, claimed).update(biz_id=biz_id)) or None
+            if not under_claim(alias, claimed).update(biz_id=biz_id):
+                return None
+            Receipt.objects.using(alias).filter(pk=claimed.pk).update(biz_id=biz_id)
+            return True
     except IntegrityError:
         return False
 

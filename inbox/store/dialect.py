@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.sql.connections import is_postgresql
-from inbox.models import InboxMessage, PausedHandler
+from inbox.models import InboxMessage, PausedHandler, Receipt
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
+RECEIPTS = Receipt._meta.db_table
 PAUSED_HANDLERS = PausedHandler._meta.db_table
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"

@@ -1,4 +1,4 @@
-"""Inserting messages: the columns of a row, and the one INSERT that every new row of the inbox is written by.
+"""Inserting messages: the columns of a row, and the one statement that inserts receipts and the messages of new ones.
 
 On PostgreSQL a load of any size is one statement with the same text, so it is prepared: the rows are one JSON document, because
 a parameter for each value would cost more than the INSERT, and their bodies one array. The fast path has a single row and gives
@@ -23,7 +23,7 @@ from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from inbox.models import State
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
+from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
 from inbox.store.rows import COLUMNS, NewRow, locked_means_busy
@@ -125,17 +125,11 @@ _DOCUMENT = {
 """The values of a row in a JSON document: all but the body, with PostgreSQL's types."""
 
 
-def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False, skip_existing: bool = False) -> str:
-    """The INSERT from `source`, a relation of that name with the columns `_GIVEN`, without RETURNING.
-
-    Args:
-        bound: the relation of `BOUND`, if the statement has it.
-        is_load: the source also has the column `number`, the order in which the rows are inserted.
-        skip_existing: leave out rows that exist before the unique index is checked, which would wait for the end of a handler
-            that is running such a row. The statement still waits for a concurrent duplicate that is being inserted.
-    """
+def _insert(vendor: str, source: str) -> str:
+    """Insert messages from a relation with the columns `_GIVEN`, `id` and `became`, the state that they get."""
     at = NOW[vendor]
     values = {
+        "id": "given.id",
         **{column: f"given.{column}" for column in COLUMNS},
         **{column: f"COALESCE(given.{column}, {default})" for column, (_, default) in _OPTIONAL.items()},
         "conflicting_id": "CASE WHEN given.conflicts > 0 THEN given.message_id ELSE '' END",
@@ -155,19 +149,16 @@ def _insert(vendor: str, source: str, *, bound: str = "", is_load: bool = False,
         values["result"] += "::jsonb"
         values["conflicting_attributes"] += "::jsonb"
     stored = [column for column in values if column not in _NOT_STORED]
-    exists = f"SELECT 1 FROM {TABLE} m WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id"
-    precedes = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
-    is_head = f"COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({precedes})"
-    became = f"CASE WHEN {is_head} THEN 'received' ELSE source.state END"
-    # OFFSET makes PostgreSQL compute each row's values once.
-    once, order = ("OFFSET 0", "ORDER BY given.number") if is_load else ("", "")
-    return (
-        f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} "
-        f"FROM {bound}{bound and ', '}(SELECT source.*, {became} AS became FROM {source} {once}) AS given "
-        # SQLite needs a WHERE before ON CONFLICT.
-        f"WHERE {f'NOT EXISTS ({exists})' if skip_existing else 'true'} {order} "
-        "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
-    )
+    return f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} FROM {source}"
+
+
+_COPIED = "handler, topic, biz_id, message_id, digest"
+_ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id"
+_PRECEDES = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
+_BECAME = (
+    f"CASE WHEN COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({_PRECEDES}) THEN 'received' "
+    "ELSE source.state END AS became"
+)
 
 
 def _values_of_one(given: Mapping[str, str]) -> str:
@@ -176,36 +167,44 @@ def _values_of_one(given: Mapping[str, str]) -> str:
     return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
 
 
-def _insert_many(document: str, bodies: str, longest_wait: str, *, skip_existing: bool) -> str:
+def _insert_many(document: str, bodies: str, longest_wait: str) -> str:
     """For PostgreSQL: one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
 
-    The aggregates ensure that all rows are inserted before that. A row is returned also if none is inserted.
+    The aggregates ensure that all receipts are inserted before that. A row is returned also if none is inserted.
     """
     typed = ", ".join(f"{column} {kind}" for column, kind in _DOCUMENT.items())
-    source = (
-        f"ROWS FROM (json_to_recordset({document}::json) AS ({typed}), unnest({bodies}::bytea[])) WITH ORDINALITY "
-        f"AS source({', '.join(_DOCUMENT)}, body, number)"
-    )
     bound = f"coalesce({longest_wait}, current_setting('lock_timeout'))"
-    insert = _insert("postgresql", source, bound="bound", is_load=True, skip_existing=skip_existing)
     return (
-        f"{BOUND.replace('%s', bound)}, inserted AS ({insert} RETURNING id, biz_id, state) "
-        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, (SELECT array_agg(id) AS ids, "
-        "array_agg(biz_id) AS biz_ids, array_agg(state) AS states FROM inserted) AS all_inserted"
+        f"{BOUND.replace('%s', bound)}, source AS (SELECT * FROM ROWS FROM (json_to_recordset({document}::json) AS ({typed}), "
+        f"unnest({bodies}::bytea[])) WITH ORDINALITY AS source({', '.join(_DOCUMENT)}, body, number)), "
+        # Numbered before they are inserted, so that of two copies only the first has the id of a receipt.
+        f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {_BECAME} "
+        "FROM (SELECT * FROM source ORDER BY number) AS source), "
+        f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
+        f"SELECT id, {_COPIED}, COALESCE(received_at, statement_timestamp()) FROM bound, given ORDER BY number {_ONCE}), "
+        "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
+        f"message AS ({_insert('postgresql', 'new AS given')}) "
+        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
+        "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
+        "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
     )
 
 
-_ONE_ON_SQLITE = _insert("sqlite", _values_of_one(dict.fromkeys(_GIVEN, "%s"))) + " RETURNING id, state"
-_MANY = {
-    skip_existing: PreparedStatement(
-        "inbox_insert" if skip_existing else "inbox_insert_waiting",
-        ["text", "json", "bytea[]"],
-        _insert_many("$2", "$3", "$1", skip_existing=skip_existing),
-        # It reads the table, which a load may fill: see PreparedStatement.
-        most_runs=PLANNED_SINGLY,
-    )
-    for skip_existing in (True, False)
-}
+_RECEIPT_ON_SQLITE = (
+    f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, COALESCE(%s, {NOW['sqlite']})) {_ONCE}"
+)
+_MESSAGE_ON_SQLITE = (
+    _insert("sqlite", f"(SELECT source.*, {_BECAME} FROM {_values_of_one(dict.fromkeys(['id', *_GIVEN], '%s'))}) AS given")
+    + " RETURNING state"
+)
+_copied_of = attrgetter(*_COPIED.split(", "))
+_MANY = PreparedStatement(
+    "inbox_insert",
+    ["text", "json", "bytea[]"],
+    _insert_many("$2", "$3", "$1"),
+    # It reads the table, which a load may fill: see PreparedStatement.
+    most_runs=PLANNED_SINGLY,
+)
 _PLACES = {column: f"${number}" for number, column in enumerate(COLUMNS, 1)}
 _ONE_ROW = ("state", "attempts", "fence", "due_after", "result")
 """The values of an `Insertion` that the statement for a single row takes besides the columns of its row."""
@@ -216,45 +215,41 @@ _TYPES_OF_ONE = {"state": "varchar", **{name: kind for name, (kind, _) in _OPTIO
 _OTHERS = {name: f"${len(_PLACES) + number}::{_TYPES_OF_ONE[name]}" for number, name in enumerate(_ONE_ROW, 1)}
 _BOUND_OF_ONE = f"${len(_PLACES) + len(_ONE_ROW) + 1}"
 # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
+_NEW_ONE = f"(SELECT receipt.id, source.*, state AS became FROM receipt, {_values_of_one({**_PLACES, **_OTHERS})}) AS given"
 _ONE = PreparedStatement(
     "inbox_begin",
     [*COLUMNS.values(), *(_TYPES_OF_ONE[name] for name in _ONE_ROW), "text"],
-    f"{BOUND.replace('%s', _BOUND_OF_ONE)} "
-    f"{_insert('postgresql', _values_of_one({**_PLACES, **_OTHERS}), bound='bound')} "
-    "RETURNING id, state, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+    f"{BOUND.replace('%s', _BOUND_OF_ONE)}, receipt AS (INSERT INTO {RECEIPTS} ({_COPIED}, received_at) "
+    f"SELECT {', '.join(_PLACES[column] for column in _COPIED.split(', '))}, statement_timestamp() FROM bound {_ONCE}), "
+    f"message AS ({_insert('postgresql', _NEW_ONE)}) "
+    f"SELECT receipt.id, pg_current_xact_id()::text, {UNBOUND} FROM bound LEFT JOIN receipt ON true",
 )
 
 
 def _insert_single(connection: BaseDatabaseWrapper, insertion: Insertion, longest_wait: timedelta) -> Inserted:
     connection.validate_no_broken_transaction()
     with locked_means_busy:
-        rows = _ONE.execute(connection, [*_columns_of(insertion.row), *_single_of(insertion), as_bound(longest_wait)]).rows
-    if not rows:
+        given = [*_columns_of(insertion.row), *_single_of(insertion), as_bound(longest_wait)]
+        ((pk, transaction, _),) = _ONE.execute(connection, given).rows
+    if pk is None:
         return Inserted(rows={}, ids=(), transaction="")
-    ((pk, state, transaction, _),) = rows
-    return Inserted(rows={insertion.row.biz_id: (int(pk), state)}, ids=[int(pk)], transaction=transaction)
+    return Inserted(rows={insertion.row.biz_id: (int(pk), insertion.state)}, ids=[int(pk)], transaction=transaction)
 
 
-def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta, *, skip_existing: bool = True) -> int | None:
+def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta) -> int | None:
     """Insert one row; its id. None: it exists.
-
-    Args:
-        skip_existing: see `insert_many`.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
     """
-    return next(iter(insert_many(alias, [insertion], longest_wait, skip_existing=skip_existing).ids), None)
+    return next(iter(insert_many(alias, [insertion], longest_wait).ids), None)
 
 
-def insert_many(
-    alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, skip_existing: bool = True
-) -> Inserted:
+def insert_many(alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None) -> Inserted:
     """Insert rows in their order, except those that exist and copies of an earlier one of them.
 
     Args:
         longest_wait: for a concurrent duplicate; None keeps the transaction's lock_timeout.
-        skip_existing: False waits for the end of a handler that is running one of the rows, as for a concurrent duplicate.
 
     Raises:
         ConcurrentDuplicate: a transaction that was waited for did not end in time.
@@ -262,7 +257,7 @@ def insert_many(
     connection = connections[alias]
     if not is_postgresql(connection):
         return _insert_each(connection, insertions)
-    if len(insertions) == 1 and not skip_existing and longest_wait and is_usable(connection):
+    if len(insertions) == 1 and longest_wait and is_usable(connection):
         (insertion,) = insertions
         if _others_of(insertion) == _OTHER_DEFAULTS:
             return _insert_single(connection, insertion, longest_wait)
@@ -272,9 +267,9 @@ def insert_many(
     with locked_means_busy:
         if is_usable(connection):
             connection.validate_no_broken_transaction()
-            found = _MANY[skip_existing].fetch(connection, given)
+            found = _MANY.fetch(connection, given)
         else:
-            sql = _insert_many("%s", binary(connection), "%s", skip_existing=skip_existing)
+            sql = _insert_many("%s", binary(connection), "%s")
             found = fetch_all(connection, sql, given)
     ((ids, biz_ids, states, transaction, _),) = found
     rows = zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)
@@ -286,10 +281,12 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
     ids: list[int] = []
     with connection.cursor() as cursor:
         for insertion in insertions:
-            given = [getattr(insertion.row if column in COLUMNS else insertion, column) for column in _GIVEN]
-            cursor.execute(_ONE_ON_SQLITE, [adapted(connection, value) for value in given])
-            for row, state in cursor.fetchall():
-                rows[insertion.row.biz_id] = row, state
+            copied = [*_copied_of(insertion.row), adapted(connection, insertion.received_at)]
+            cursor.execute(_RECEIPT_ON_SQLITE, copied)
+            for (row,) in cursor.fetchall():
+                given = [getattr(insertion.row if column in COLUMNS else insertion, column) for column in _GIVEN]
+                cursor.execute(_MESSAGE_ON_SQLITE, [row, *(adapted(connection, value) for value in given)])
+                rows[insertion.row.biz_id] = row, cursor.fetchone()[0]
                 ids.append(row)
     return Inserted(rows=rows, ids=ids, transaction="")
 

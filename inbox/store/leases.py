@@ -17,6 +17,7 @@ from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, State
+from inbox.store import receipts
 from inbox.store.arrivals import store
 from inbox.store.claims import under_claim
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
@@ -54,8 +55,7 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
         ConcurrentDuplicate: see `begin_fresh`.
     """
     insertion = Insertion(row=row, state=State.RUNNING, due_after=lease.total_seconds(), attempts=1, fence=1)
-    # A running row is not locked, so this does not wait for its run.
-    pk = store(alias, insertion, duplicate_timeout, skip_existing=False)
+    pk = store(alias, insertion, duplicate_timeout)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -75,9 +75,9 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
-            f"next_attempt_at = {now_after(connection)} WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s "
+            f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND digest = %s "
             f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
-            [*given, *given, seconds, row.handler, row.topic, row.biz_id, row.digest, *given],
+            [*given, *given, seconds, *receipts.name_of(row), row.digest, *given],
         )
         found = cursor.fetchall()
         granted = Granted(*found[0]) if found else None

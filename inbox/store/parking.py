@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 from django.db import connections, transaction
-from django.db.models import QuerySet
 
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, State
+from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import NewRow
@@ -24,9 +24,8 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
         insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout)
         with connections[alias].cursor() as cursor:
             cursor.execute(
-                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE handler = %s AND topic = %s AND biz_id = %s "
-                "RETURNING attempts",
-                [row.handler, row.topic, row.biz_id],
+                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} RETURNING attempts",
+                receipts.name_of(row),
             )
             found = cursor.fetchone()
     return int(found[0]) if found else 0
@@ -34,21 +33,15 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
 
 def end_reading(alias: str, row: NewRow) -> None:
     """waiting → ∅: the body has been read."""
-    _parked(alias, row).filter(state=State.WAITING, ordered=False).delete()
+    receipts.delete(alias, f"id = {receipts.ID_OF} AND state = 'waiting' AND NOT ordered", receipts.name_of(row))
 
 
 def make_due(alias: str, row: NewRow) -> None:
     """received, parked and due later → due now, because the run of its message has ended."""
-    _parked(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
+    receipts.message_of(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
 
 
 def end(alias: str, claimed: InboxMessage) -> int | None:
     """received → ∅, in the transaction that admits it; returns the number of its further copies. None: the claim has ended."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {TABLE} WHERE id = %s AND fence = %s RETURNING duplicates", [claimed.pk, claimed.fence])
-        found = cursor.fetchone()
-    return int(found[0]) if found else None
-
-
-def _parked(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
-    return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    found = receipts.delete(alias, "id = %s AND fence = %s", [claimed.pk, claimed.fence], returning="duplicates")
+    return next(iter(found), None)

@@ -19,7 +19,7 @@ from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import RECEIPTS, TABLE
 from inbox.store.failures import ABANDONED_AS, ABANDONED_NOW
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
@@ -44,12 +44,12 @@ _DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
 _PROVE_ONE = PreparedStatement(
-    "inbox_prove", ["bigint"], f"SELECT 1 / count(*) FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}"
+    "inbox_prove", ["bigint"], f"SELECT 1 / count(*) FROM {RECEIPTS} WHERE id = $1 AND {_INSERTED_BY_US}"
 )
 _PROVE_MANY = PreparedStatement(
     "inbox_prove_many",
     ["bigint[]"],
-    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
+    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
 _WRITE_RESULT = PreparedStatement(
     "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
@@ -68,8 +68,8 @@ _FINISH = PreparedStatement(
 def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
-    Rows that were inserted as `done` are read instead: `xmin` is the transaction that inserted a row, and PostgreSQL refuses to
-    read in a transaction that can no longer commit.
+    Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
+    PostgreSQL refuses to read in a transaction that can no longer commit.
 
     If a row has a place in an order, the next row is promoted, and claimed for the successor; that is not part of the proof.
 
@@ -203,7 +203,7 @@ def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     """How many rows this transaction has inserted."""
     connection.validate_no_broken_transaction()
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {TABLE} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
+        cursor.execute(f"SELECT count(*) FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
         return int(cursor.fetchone()[0])
 
 

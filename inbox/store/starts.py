@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import HandlerStart, InboxMessage
+from inbox.models import HandlerStart, Receipt
 
 
 class Wanted(NamedTuple):
@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
 def waiting_among(alias: str, wanted: Sequence[Wanted], *, has_past: bool) -> frozenset[str]:
     """The names of those that wait for their past. A handler that is seen for the first time is recorded.
 
-    It waits from then on if there is a past and it has no messages here. With messages it is not new.
+    It waits from then on if there is a past and it has no receipts here. With receipts it is not new.
     """
     known = _known(alias, wanted)
     if missing := [one for one in wanted if one.handler not in known]:
@@ -42,7 +42,7 @@ def _known(alias: str, wanted: Sequence[Wanted]) -> dict[str, datetime | None]:
 
 
 def _record(alias: str, wanted: Wanted, *, has_past: bool) -> None:
-    waits = has_past and not InboxMessage.objects.using(alias).filter(handler=wanted.handler).exists()
+    waits = has_past and not Receipt.objects.using(alias).filter(handler=wanted.handler).exists()
     start = HandlerStart(
         handler=wanted.handler,
         since=wanted.since,

@@ -15,6 +15,7 @@ from django.db import connections
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage, State
+from inbox.store import receipts
 from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow
 
@@ -42,9 +43,9 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
-            f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s "
+            f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {receipts.ID_OF} "
             f"AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
-            [redelivery_after.total_seconds(), row.handler, row.topic, row.biz_id],
+            [redelivery_after.total_seconds(), *receipts.name_of(row)],
         )
         found = cursor.fetchall()
     return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
@@ -52,24 +53,20 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
 
 def delete_failed(alias: str, claimed: InboxMessage) -> bool:
     """received → ∅, after the task failed normally. False: it is no longer ours."""
-    ours = InboxMessage.objects.using(alias).filter(
-        pk=claimed.pk, fence=claimed.fence, state=State.RECEIVED, next_attempt_at__isnull=False
-    )
-    return bool(ours.delete()[0])
+    ours = "id = %s AND fence = %s AND state = 'received' AND next_attempt_at IS NOT NULL"
+    return bool(receipts.delete(alias, ours, [claimed.pk, claimed.fence]))
 
 
 def store_signature(alias: str, row: NewRow, headers: str) -> None:
     """Store how the task of `row` was sent, after its row has become a dead letter."""
-    same_name = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-    same_name.filter(message_id=row.message_id).update(headers=json.loads(headers))
+    receipts.message_of(alias, row).filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
 def outcome(alias: str, row: NewRow) -> TaskOutcome | None:
     """The outcome of the message that `row` repeats; None if its row was deleted."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT state, CAST(result AS text), last_error FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s",
-            [row.handler, row.topic, row.biz_id],
+            f"SELECT state, CAST(result AS text), last_error FROM {TABLE} WHERE id = {receipts.ID_OF}", receipts.name_of(row)
         )
         found = cursor.fetchone()
     return TaskOutcome(State(found[0]), found[1], found[2]) if found else None

@@ -16,9 +16,8 @@ from exactly_once.wire.identity import new_message_id
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.models import InboxMessage
 from inbox.receiving.reading import read
-from inbox.store import arrivals
+from inbox.store import arrivals, receipts
 from inbox.testing.messages import envelope_of, make_message, through_json
 from inbox.testing.observing import registered
 from inbox.transactions.handler_transaction import in_transaction
@@ -90,7 +89,7 @@ def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
     finally:
         # The row also exists after a failure, if the handler has committed its transaction.
         with suppress(DatabaseError, InterfaceError):
-            InboxMessage.objects.using(handler.using).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id).delete()
+            receipts.delete(handler.using, f"id = {receipts.ID_OF}", receipts.name_of(row))
     return returned[0]
 
 

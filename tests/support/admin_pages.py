@@ -20,6 +20,7 @@ from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State
+from tests.support.inbox_rows import store_message
 
 LIST = "admin:outbox_outboxmessage_changelist"
 DETAIL = "admin:outbox_outboxmessage_change"
@@ -93,7 +94,7 @@ def an_inbox_message(state=InboxState.DEAD, *, payload=None, received_ago=timede
         "next_attempt_at": None if next_ago is None else utcnow() - next_ago,
         **columns,
     }
-    return InboxMessage.objects.create(state=state, **values)
+    return store_message(state=state, **values)
 
 
 def day_of(state):

@@ -30,6 +30,7 @@ from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message
 from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.inbox_rows import store_message
 
 PLACED, PAID, SHIPPED, SMS = "shop.order.placed", "shop.order.paid", "shop.order.shipped", "shop.sms.due"
 RESERVE, CHARGE, PARCEL, TEXT = "stock.reserve_stock", "payments.request_payment", "shipments.send_parcel", "notices.send_sms"
@@ -192,14 +193,13 @@ def _history(count: int) -> None:
     """Messages that were published and handled without a failure."""
     sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-first", ago=HOUR, settled_at=utcnow() - HOUR)
     done = a_handled(RESERVE, "order-first", ago=HOUR)
-    published, handled = [], []
+    published = []
     for number in range(1, count):
         published.append(copy(sent))
         published[-1].pk, published[-1].message_id, published[-1].biz_id = None, new_message_id(), _order(-number)
-        handled.append(copy(done))
-        handled[-1].pk, handled[-1].message_id, handled[-1].biz_id = None, str(published[-1].message_id), _order(-number)
+        columns = {field.attname: getattr(done, field.attname) for field in done._meta.concrete_fields if not field.primary_key}
+        store_message(**{**columns, "message_id": str(published[-1].message_id), "biz_id": _order(-number)})
     OutboxMessage.objects.bulk_create(published)
-    InboxMessage.objects.bulk_create(handled)
 
 
 def _of(number: int) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def a_handled(handler: str, biz_id: str, *, ago: timedelta = timedelta(), state:
         "received_at": at,
         "settled_at": at + 30 * timedelta(milliseconds=1) if is_settled else None,
     }
-    return InboxMessage.objects.create(handler=handler, biz_id=biz_id, state=state, **{**values, **columns})
+    return store_message(handler=handler, biz_id=biz_id, state=state, **{**values, **columns})
 
 
 def failing(

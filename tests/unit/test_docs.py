@@ -37,7 +37,7 @@ import outbox.signals
 import outbox.testing
 from exactly_once import metrics
 from inbox.conf import InboxOptions
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Receipt
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
 from outbox.states import TRANSITIONS, UNDECIDED, State
@@ -239,7 +239,7 @@ def test_every_index_of_messages_is_documented_and_no_other():
 
     declared = {
         each.name
-        for model in (OutboxMessage, InboxMessage)
+        for model in (OutboxMessage, InboxMessage, Receipt)
         for each in [*model._meta.indexes, *model._meta.constraints]
         if not isinstance(each, CheckConstraint)
     }

@@ -13,6 +13,7 @@ from inbox import Reject
 from inbox.models import InboxMessage, State
 from tests.support.admin_pages import NASTY, Page, said, staff_client
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
+from tests.support.inbox_rows import copy_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -172,9 +173,7 @@ def test_correction_whose_biz_id_another_row_has_is_reported_as_taken(dead):
     client = staff_client(VIEW, EDIT)
     taken = f"edited:{row.pk}:{row.biz_id}"
     shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
-    other = the_row(pk=row.pk)
-    other.pk, other.biz_id, other.state, other._state.adding = None, taken, State.DONE, True
-    other.save()
+    copy_of(the_row(pk=row.pk), biz_id=taken, state=State.DONE)
 
     ((level, words),) = said(edit(client, row, confirmed="yes", payload=GOOD, shown=shown))
 

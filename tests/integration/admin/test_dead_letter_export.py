@@ -7,10 +7,10 @@ import pytest
 from exactly_once.models import AuditEntry
 from exactly_once.operators import dead_letters
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from outbox.states import State
 from tests.support.admin_pages import VIEW, Page, a_message, act, said, staff_client
+from tests.support.inbox_rows import store_message
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -30,7 +30,7 @@ def ids(response):
 def a_stored_message(number, state=InboxState.DEAD, **columns):
     given = {"topic": "shop.paid", "handler": "shop.pay", "content_type": "application/json", "body": b"{}", "digest": "-"}
     names = {"biz_id": f"order-{number}", "message_id": f"m-{number}"}
-    return InboxMessage.objects.create(**given | names | columns, state=state, received_at=DatabaseTime())
+    return store_message(**given | names | columns, state=state, received_at=DatabaseTime())
 
 
 def test_selected_dead_letters_are_a_file_and_each_is_in_the_audit_log():

@@ -10,6 +10,7 @@ from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
+from tests.support.inbox_rows import store_message
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -31,7 +32,7 @@ def the_endpoint():
 
 def test_list_shows_state_url_and_the_messages_that_wait(endpoint):
     Endpoint.objects.create(name="other", url="https://example.org/", state="paused", reason="POST … was answered with 500.")
-    InboxMessage.objects.create(
+    store_message(
         handler="webhook/partner", topic="t", biz_id="1", state="received", body=b"{}", received_at=endpoint.state_since
     )
     text = Page(staff_client(VIEW).get(reverse(LIST))).text

@@ -14,6 +14,7 @@ from inbox.models import InboxMessage
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+from tests.support.inbox_rows import NEXT_ID, RECEIPTS, store_message
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -39,7 +40,8 @@ def a_publication(topic, *, cause=None, after=0.0, state=State.PUBLISHED, confir
 
 def an_effect(row, handler, *, after=0.1, took=30, state="done", using="default", **columns):
     at = row.created_at + timedelta(seconds=after)
-    return InboxMessage.objects.using(using).create(
+    return store_message(
+        using=using,
         **{
             **{name: getattr(row, name) for name in ("topic", "biz_id", "correlation_id", "causation_id", "created_at")},
             "message_id": str(row.message_id),
@@ -50,7 +52,7 @@ def an_effect(row, handler, *, after=0.1, took=30, state="done", using="default"
             "received_at": at,
             "settled_at": at + timedelta(milliseconds=took) if state == "done" else None,
             **columns,
-        }
+        },
     )
 
 
@@ -121,7 +123,7 @@ def test_chain_spans_the_databases_and_the_tree_orders_siblings_by_time():
 def test_message_of_another_producer_begins_a_chain_without_a_publication():
     at = utcnow()
     received = {"topic": "bank.paid", "biz_id": "1", "body": b"{}", "received_at": at, "settled_at": at, "state": "done"}
-    InboxMessage.objects.create(message_id="foreign-1", handler="payments.book", **received)
+    store_message(message_id="foreign-1", handler="payments.book", **received)
     a_publication("shop.order.paid", correlation_id="foreign-1", causation_id="foreign-1")
 
     assert names(chain_of("foreign-1")) == [(0, "bank.paid"), (1, "shop.order.paid")]
@@ -252,9 +254,12 @@ def multiply(row, count, **changed):
     table = row._meta.db_table
     columns = [field.column for field in row._meta.concrete_fields if not field.primary_key]
     values = [changed.get(column, f"original.{column}") for column in columns]
+    next_id = NEXT_ID if isinstance(row, InboxMessage) else f"nextval('{table}_id_seq')"
     with connection.cursor() as cursor:
         cursor.execute(
-            f"INSERT INTO {table} ({', '.join(columns)}) SELECT {', '.join(values)} "
+            f"INSERT INTO {table} (id, {', '.join(columns)}) SELECT {next_id}, {', '.join(values)} "
             f"FROM {table} original, generate_series(1, {count}) n WHERE original.id = %s",
             [row.pk],
         )
+        if isinstance(row, InboxMessage):
+            cursor.execute(RECEIPTS)

@@ -6,11 +6,11 @@ import pytest
 from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
-from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import DETAIL, VIEW, Page, a_message, staff_client
+from tests.support.inbox_rows import store_message
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -30,7 +30,7 @@ def a_life(reason="refused by the broker", process="relay-1:4711:lane-1"):
             process=process,
             reason=reason if became == "retrying" else "",
         )
-    received = InboxMessage.objects.create(
+    received = store_message(
         handler=HANDLER,
         topic=row.topic,
         biz_id=row.biz_id,
@@ -85,7 +85,7 @@ def a_failing(half, error):
         for number, at in enumerate(instants, start=1)
     ]
     names = {"handler": HANDLER, "topic": "shop.order.placed", "biz_id": "order-1", "message_id": "m-1"}
-    row = InboxMessage.objects.create(
+    row = store_message(
         state="dead", body=b'{"article": 17}', received_at=utcnow(), last_error=error, attempts=3, failures=failures, **names
     )
     for at in instants:

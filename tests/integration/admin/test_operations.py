@@ -34,6 +34,7 @@ from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
 from tests.support.http_api import TOKENS
+from tests.support.inbox_rows import store_message
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
@@ -47,8 +48,8 @@ CONFIRMED = {"select_across": "1", "plan_confirmed": "yes", "reason": "because"}
 
 def dead_rows(count, *, state=State.DEAD, **columns):
     given = {"topic": "shop.paid", "handler": "shop.pay", "content_type": "application/json", "body": b"{}", "digest": "-"}
-    return InboxMessage.objects.bulk_create(
-        InboxMessage(
+    return [
+        store_message(
             biz_id=f"{state}-{number}",
             message_id=f"m-{state}-{number}",
             state=state,
@@ -56,7 +57,7 @@ def dead_rows(count, *, state=State.DEAD, **columns):
             **given | columns,
         )
         for number in range(count)
-    )
+    ]
 
 
 def planned(client, action, query="?state=dead", **fields):

@@ -29,6 +29,7 @@ from outbox.states import State
 from tests.support.admin_pages import a_message, staff_client
 from tests.support.deliveries import deliver, run_to_the_end
 from tests.support.heartbeats import a_relay
+from tests.support.inbox_rows import store_message
 from tests.support.joins import TOPICS, comes, report
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -115,9 +116,7 @@ def an_alert():
 
 def a_run():
     at = utcnow()
-    row = InboxMessage.objects.create(
-        handler="shop.report", topic="inbox.join", biz_id="r", state="dead", body=b"{}", received_at=at
-    )
+    row = store_message(handler="shop.report", topic="inbox.join", biz_id="r", state="dead", body=b"{}", received_at=at)
     return Run.objects.create(handler="shop.report", run_id="r", row=row, opened_at=at, deadline_at=at)
 
 

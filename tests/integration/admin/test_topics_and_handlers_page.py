@@ -15,6 +15,7 @@ from inbox.models import InboxMessage, PausedHandler
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+from tests.support.inbox_rows import RECEIPTS
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, RESERVE, SMS, TEXT, a_handled, failing
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -169,11 +170,14 @@ def test_statements_use_indexes_among_many_messages():
         (InboxMessage, a_handled(TEXT, "first")),
     ):
         columns = {field.attname: getattr(like, field.attname) for field in model._meta.concrete_fields}
+        del columns["id"]
+        names = [(number, type(like.message_id)(f"{number:032}")) for number in range(10_000)]
         model.objects.bulk_create(
-            model(**{**columns, "id": None, "message_id": type(like.message_id)(f"{number:032}"), "biz_id": str(number)})
-            for number in range(10_000)
+            model(**columns | {"id": like.pk + 1 + number, "message_id": message_id, "biz_id": str(number)})
+            for number, message_id in names
         )
     with connection.cursor() as cursor:
+        cursor.execute(RECEIPTS)
         cursor.execute("ANALYZE")
     with CaptureQueriesContext(connection) as captured:
         opened()

@@ -19,6 +19,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import a_message
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
+from tests.support.inbox_rows import delete_messages
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -235,7 +236,7 @@ class TestInbox:
         before, step = columns(row), columns(row.steps.get())
         file = tmp_path / "letters.jsonl"
         run("exactly_once_export", output=str(file))
-        InboxMessage.objects.all().delete()
+        delete_messages()
 
         said = run("exactly_once_import", file)
 
@@ -249,7 +250,7 @@ class TestInbox:
     def test_imported_message_runs_once_after_an_operator_retries_it(self, handler, tmp_path):
         row = self.a_dead_letter(handler)
         file = written(tmp_path / "letters.jsonl", *exported())
-        InboxMessage.objects.all().delete()
+        delete_messages()
         run("exactly_once_import", file)
         make_due()
         drain()
@@ -265,7 +266,7 @@ class TestInbox:
     def test_message_past_the_maximum_age_is_quarantined_because_its_row_may_have_been_purged(self, handler, tmp_path):
         self.a_dead_letter(handler)
         [line] = exported()
-        InboxMessage.objects.all().delete()
+        delete_messages()
         line["created_at"] = (utcnow() - timedelta(days=40)).isoformat()
         run("exactly_once_import", written(tmp_path / "letters.jsonl", line))
         assert the_row().quarantined

@@ -20,6 +20,7 @@ from inbox.models import TrailEntry as InboxEntry
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from outbox.store import history
+from tests.support.inbox_rows import store_message
 from tests.support.relaying import published, set_columns
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -42,7 +43,7 @@ def settled(state, age):
         set_columns(published(), state=state, settled_at=DatabaseTime(-age))
         return
     values = {"handler": "h", "topic": "t", "body": b"{}", "headers": {}, "state": state}
-    InboxMessage.objects.create(**values, biz_id=uuid.uuid4(), received_at=DatabaseTime(-age), settled_at=DatabaseTime(-age))
+    store_message(**values, biz_id=uuid.uuid4(), received_at=DatabaseTime(-age), settled_at=DatabaseTime(-age))
 
 
 def left():

@@ -46,8 +46,8 @@ INSERTED = {
     ),
     "inbox": (
         "from django.utils.timezone import now\n"
-        "from inbox.models import InboxMessage\n"
-        "InboxMessage.objects.create(handler='shop.ship', topic='shop.order.placed', biz_id='17', message_id='17', "
+        "from inbox.store import receipts\n"
+        "receipts.create('default', handler='shop.ship', topic='shop.order.placed', biz_id='17', message_id='17', "
         "state='dead', body=b'{}', headers={}, received_at=now())\n"
     ),
 }

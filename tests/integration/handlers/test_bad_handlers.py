@@ -41,6 +41,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import rename_messages
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -648,7 +649,7 @@ def test_message_of_a_handler_that_commits_by_itself_is_signalled_as_dead(path, 
     try:
         if path == "retried":
             assert deliver(handles(_raises, name=handler.name + "x"), envelope) is Outcome.STORED
-            InboxMessage.objects.update(handler=handler.name)
+            rename_messages(handler=handler.name)
             run_to_the_end()
         else:
             assert deliver(handler, envelope, redelivered=path == "redelivered") is Outcome.DEAD

@@ -39,6 +39,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import delete_messages
 from tests.support.loads import a_delivery, receive_load, receive_together
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -630,7 +631,7 @@ class TestConcurrentDuplicates:
     batch=st.booleans(),
 )
 def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles, loads, poison, batch):
-    InboxMessage.objects.all().delete()
+    delete_messages()
     Effect.objects.all().delete()
     handler = (
         handles(refusing, name="tests.any", size=8) if batch else handles(one_refusing, name="tests.other", group_commit=8)

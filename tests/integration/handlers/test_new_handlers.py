@@ -32,6 +32,7 @@ from tests.support.aliases import the_default_at
 from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import effects, the_effect
+from tests.support.inbox_rows import rename_messages, store_message
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import EXCHANGE, SECONDS, TOPIC, in_threads, published, set_columns
 from tests.support.waiting import wait_until
@@ -165,7 +166,7 @@ class TestLocally:
         handles(the_effect, topic=TOPIC, name="known")
         published()
         relay_all()
-        InboxMessage.objects.update(biz_id="another")
+        rename_messages(biz_id="another")
 
         handler = handles(the_effect, topic=TOPIC, name="known", start_from="first")
         published()
@@ -394,7 +395,7 @@ def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_n
     # Another transaction has message 300 in hand, so the second batch cannot be stored until it ends.
     other = OpenTransaction()
     try:
-        other.does(InboxMessage.objects.create, received_at=DatabaseTime(), **row).result(SECONDS)
+        other.does(store_message, received_at=DatabaseTime(), **row).result(SECONDS)
         with Process(environment, tmp_path / "first.log", "outbox_relay") as first:
             first.until(lambda: HandlerStart.objects.filter(handed_over=200).exists())
             first.kill()

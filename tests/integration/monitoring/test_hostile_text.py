@@ -25,6 +25,7 @@ from tests.support.admin_pages import Page, act, staff_client
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, options
 from tests.support.fakes.receiver import Receiver, Reply
 from tests.support.http_api import HTTP, Api
+from tests.support.inbox_rows import delete_messages
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -160,7 +161,7 @@ def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and
     assert day[:10] in Page(client.get(reverse("admin:inbox_inboxmessage_change", args=[row.pk]))).text
     file = tmp_path / "dead.jsonl"
     file.write_bytes(b"".join(act(client, "export", row, page=page).streaming_content))
-    InboxMessage.objects.all().delete()
+    delete_messages()
     call_command("exactly_once_import", str(file), verbosity=0)
     assert InboxMessage.objects.get().created_at == instant
     call_command("exactly_once_trail", row.message_id, stdout=io.StringIO())
@@ -174,7 +175,7 @@ def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines
     out = io.StringIO()
     call_command("exactly_once_export", stdout=out, stderr=io.StringIO())
     line = json.loads(out.getvalue())
-    InboxMessage.objects.all().delete()
+    delete_messages()
     file = tmp_path / "dead.jsonl"
     instants = ["9999-12-31T23:59:59-14:00", line["created_at"]]
     file.write_text("".join(json.dumps({**line, "created_at": at}) + "\n" for at in instants))

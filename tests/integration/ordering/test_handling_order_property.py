@@ -34,6 +34,7 @@ from inbox.store import admitting, claims, dialect, due, inserting, ordering, se
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
+from tests.support.inbox_rows import delete_messages
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -406,7 +407,7 @@ def gates():
 
 
 def wrong_in(handles, seed, on_dead):
-    InboxMessage.objects.all().delete()
+    delete_messages()
     Effect.objects.all().delete()
     machine = Machine(None, seed)
     machine.handler = handles(machine.handle, ordered=Ordered(on_dead=on_dead), name="tests.ordered")

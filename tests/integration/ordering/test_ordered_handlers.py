@@ -47,6 +47,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -834,15 +835,16 @@ class TestRowsRead:
         (row,) = [read(handler, a_message("a"), OPTIONS).row]
         with connection.cursor() as cursor:
             cursor.execute(
-                f"INSERT INTO {dialect.TABLE} (handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
+                f"INSERT INTO {dialect.TABLE} (id, handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
                 "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
-                "SELECT %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
+                f"SELECT {NEXT_ID}, %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
                 "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() + (n - 1000) * interval '1 ms' END, "
                 "'application/json', '{}', '', '{}', '', '', '', '', now() "
                 "FROM generate_series(0, 99999) n",
                 [row.handler, row.topic],
             )
-            cursor.execute(f"VACUUM ANALYZE {dialect.TABLE}")
+            cursor.execute(RECEIPTS)
+            cursor.execute(f"VACUUM ANALYZE {dialect.TABLE}, {dialect.RECEIPTS}")
         return handler
 
     def test_rows_read_do_not_grow_with_the_backlog(self, a_backlog):

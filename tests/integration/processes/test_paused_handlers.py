@@ -21,6 +21,7 @@ from inbox.operators import pausing
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
 from tests.support.deliveries import deliver, drain, effects, make_due, the_effect, the_row
+from tests.support.inbox_rows import rename_messages
 from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, declare, length_of, send
 
@@ -112,7 +113,7 @@ class TestFunctions:
 
     def test_removed_handler_with_stored_messages_can_be_paused(self, handles):
         deliver(handles(fails_once, name="tests.h"))
-        InboxMessage.objects.update(handler="tests.removed")
+        rename_messages(handler="tests.removed")
 
         assert pause_handler("tests.removed")
 

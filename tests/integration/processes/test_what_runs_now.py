@@ -11,11 +11,12 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.models import InboxMessage, State
+from inbox.models import State
 from inbox.store.heartbeats import consumers
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.inbox_rows import delete_messages
 from tests.support.shop_day import CHARGE, a_handled
 from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import broker_options, consuming, declare, send
@@ -107,7 +108,7 @@ def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_leas
     further = text[text.index("Further runs under leases") :]
     assert "m-2in 9 min" in further.replace(" in 9", "in 9")
     assert "m-1" not in further
-    InboxMessage.objects.all().delete()
+    delete_messages()
     assert "Further runs" not in words()
 
 
@@ -139,7 +140,7 @@ def test_hostile_names_add_no_element():
         assert text in shown.text
         shapes.append(shown.shape)
         Process.objects.all().delete()
-        InboxMessage.objects.all().delete()
+        delete_messages()
 
     assert shapes[0] == shapes[1]
 

@@ -37,6 +37,7 @@ from tests.support.deliveries import (
     make_due,
     the_effect,
 )
+from tests.support.inbox_rows import NEXT_ID, RECEIPTS, delete_messages
 from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
@@ -205,7 +206,7 @@ def steps_of_the_world():
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(steps_of_the_world(), min_size=5, max_size=30))
 def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles, steps):
-    InboxMessage.objects.all().delete()
+    delete_messages()
     Effect.objects.all().delete()
     world = World(
         plain=handles(do_what_the_payload_says, name="tests.plain"),
@@ -295,16 +296,18 @@ class TestQueryPlans:
     def many_rows(self):
         with connection.cursor() as cursor:
             cursor.execute(
-                "INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, state, content_type, body, digest, "
-                "headers, source, correlation_id, causation_id, traceparent, received_at, settled_at, duplicates, resends) "
-                "SELECT 'h', 't', n::text, n::text, '', "
+                "INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, content_type, body, "
+                "digest, headers, source, correlation_id, causation_id, traceparent, received_at, settled_at, duplicates, "
+                "resends) "
+                f"SELECT {NEXT_ID}, 'h', 't', n::text, n::text, '', "
                 "CASE mod(n, 5000) WHEN 0 THEN 'dead' WHEN 1 THEN 'shed' ELSE 'done' END, "
                 "'application/json', decode(repeat('20', 500), 'hex'), '', '{}', '', '', '', '', now(), "
                 "CASE WHEN mod(n, 5000) > 0 THEN now() END, (mod(n, 1000) = 2)::int, (mod(n, 1000) = 2)::int "
                 "FROM generate_series(1, %s) n",
                 [self.ROWS],
             )
-            cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
+            cursor.execute(RECEIPTS)
+            cursor.execute("VACUUM ANALYZE inbox_inboxmessage, inbox_receipt")
 
     def test_balance_is_computed_from_indexes_without_a_sequential_scan(self, many_rows):
         assert_balanced(self.ROWS + self.ROWS // 1000)

@@ -29,6 +29,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import delete_messages, rename_messages
 from tests.support.servers import binaries
 from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
@@ -230,7 +231,7 @@ class TestDeadLetterOnDay40:
         envelope = shift_into_the_past(40 * DAY, envelope)
         purge()
         handler = handles(the_effect, name="tests.h2")
-        InboxMessage.objects.update(handler=handler.name)
+        rename_messages(handler=handler.name)
 
         assert deliver(handler, envelope) is Outcome.DUPLICATE, "the broker's copy is a duplicate of the row"
         assert retry(envelope.id) == "1 message is due now."
@@ -272,7 +273,7 @@ class TestClockSkew:
         self, handles, clock, producer, consumer, age_when_handled, hours_until_the_copy
     ):
         """The effect happens once, at any time of the copy's arrival and whether or not the row was purged."""
-        InboxMessage.objects.all().delete()
+        delete_messages()
         Effect.objects.all().delete()
         handler = handles(the_effect)
         clock(consumer * HOUR)

@@ -10,7 +10,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, connection, transaction
 
 from inbox.errors import TransactionEnded
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage, Receipt, State
 from inbox.outcome import Outcome
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
@@ -40,13 +40,13 @@ def prepares_a_transaction(message):
     connection.connection.cursor().execute("PREPARE TRANSACTION 'of_a_handler'")
 
 
-def versions_of(row):
-    """How many versions of rows the table has, dead ones included."""
+def versions_in(table):
+    """How many versions of rows a table has, dead ones included."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE EXTENSION IF NOT EXISTS pageinspect")
         cursor.execute(
-            "SELECT count(*) FROM generate_series(0, pg_relation_size('inbox_inboxmessage') / 8192 - 1) page, "
-            "heap_page_items(get_raw_page('inbox_inboxmessage', page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
+            f"SELECT count(*) FROM generate_series(0, pg_relation_size('{table}') / 8192 - 1) page, "
+            f"heap_page_items(get_raw_page('{table}', page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
         )
         return cursor.fetchone()[0]
 
@@ -56,11 +56,11 @@ class TestFreshMessage:
     def test_fresh_message_is_one_version_of_one_row(self, handles, settings, kept):
         settings.INBOX = {"KEEP_BODIES": kept}
         with connection.cursor() as cursor:
-            cursor.execute("TRUNCATE inbox_inboxmessage CASCADE")
+            cursor.execute("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
         assert received(handles(the_effect)) is Outcome.HANDLED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
-        assert versions_of(row) == 1
+        assert (versions_in("inbox_receipt"), versions_in("inbox_inboxmessage")) == (1, 1)
         assert bool(row.body) == (kept == "all")
 
     def test_lock_timeout_of_the_handler_is_the_session_s_own(self, handles):
@@ -210,7 +210,7 @@ class TestSubtransactions:
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):
-            InboxMessage.objects.all().delete()
+            Receipt.objects.all().delete()
 
         assert received(handles(deletes)) is Outcome.DEAD
         assert InboxMessage.objects.get().last_error.startswith("TransactionEnded")
@@ -231,7 +231,7 @@ class TestMany:
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b")]
         with transaction.atomic():
             guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
-            InboxMessage.objects.filter(biz_id="b").delete()
+            Receipt.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
                 sentinel.finish(guard, 1)
 

@@ -25,7 +25,7 @@ from inbox import Reject, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
-from inbox.models import DUE, InboxMessage, State
+from inbox.models import DUE, InboxMessage, Receipt, State
 from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
@@ -124,7 +124,7 @@ class TestFreshDelivery:
         assert row.settled_at >= row.received_at
 
     def test_first_statement_of_a_fresh_delivery_inserts_the_inbox_row(self, handles):
-        handler, table = handles(the_effect), InboxMessage._meta.db_table
+        handler, table = handles(the_effect), Receipt._meta.db_table
         deliver(handler)
 
         with CaptureQueriesContext(connection) as captured:
@@ -134,7 +134,7 @@ class TestFreshDelivery:
         assert begin.startswith("BEGIN")
         before, _, after = first.partition(f"INSERT INTO {table} (")
         assert after, first
-        assert table not in before, "the statement that inserts does not read the table first"
+        assert f"FROM {table}" not in before, "the statement that inserts does not read the table first"
 
     def test_handler_gets_the_message_as_it_was_sent(self, handles):
         got = []
@@ -233,7 +233,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
     assert '"" ""' in bound_begin
     assert '"inbox_begin"' in insert
     assert re.search(
-        rf" AS WITH bound AS MATERIALIZED \([^)]*\)[^)]*\)\)? INSERT INTO {InboxMessage._meta.db_table} ", statement
+        rf" AS WITH bound AS MATERIALIZED \([^)]*\)[^)]*\)\)?, receipt AS \(INSERT INTO {Receipt._meta.db_table} ", statement
     )
 
 

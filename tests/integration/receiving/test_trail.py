@@ -31,6 +31,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import delete_messages
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -158,7 +159,7 @@ class TestOtherTransitions:
         handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
         row = read(handler, envelope, OPTIONS).row
         for take_over in (partial(deliver, handler, envelope), drain):
-            InboxMessage.objects.all().delete()
+            delete_messages()
             TrailEntry.objects.all().delete()
             leases.lease_fresh("default", row, LEASE, LEASE)
             InboxMessage.objects.update(next_attempt_at=DatabaseTime())

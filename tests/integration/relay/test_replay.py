@@ -29,6 +29,7 @@ from outbox.pausing import pause
 from outbox.states import State
 from outbox.store.selecting import Selection
 from tests.support.deliveries import drain, the_effect
+from tests.support.inbox_rows import delete_messages
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, set_columns
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
@@ -111,7 +112,7 @@ class TestSelection:
         hour_ago = (utcnow() - timedelta(hours=1)).isoformat()
 
         def handed_over(**options):
-            InboxMessage.objects.all().delete()
+            delete_messages()
             replayed(**options)
             return set(InboxMessage.objects.values_list("message_id", flat=True))
 

@@ -15,6 +15,7 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, make_due, the_effect
+from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -27,11 +28,11 @@ MOST_PAGES = 150
 MOST_PAGES_PAST_LOCKS = 1500
 """The same, when some that are locked have to be tried first."""
 
-INSERT = """
-INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
+INSERT = f"""
+INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
     correlation_id, causation_id, traceparent, ordered, state, attempts, received_at, settled_at, next_attempt_at)
-SELECT %(handler)s, 'shop.order.placed', concat_ws(' ', %(name)s, n), '', 'key', 'application/json', '{}', '', '{}',
-    '', '', '', '', %(state)s IN ('waiting', 'dead'), %(state)s, 0, now() - interval '1 hour',
+SELECT {NEXT_ID}, %(handler)s, 'shop.order.placed', concat_ws(' ', %(name)s, n), '', 'key', 'application/json', '{{}}', '',
+    '{{}}', '', '', '', '', %(state)s IN ('waiting', 'dead'), %(state)s, 0, now() - interval '1 hour',
     CASE WHEN %(state)s IN ('done', 'dead') THEN now() END, now() + %(due)s::interval + n * interval '1 microsecond'
 FROM generate_series(1, %(count)s) n
 """
@@ -58,6 +59,7 @@ BESIDE = {
 def insert(name, handler, state, due, count):
     with connection.cursor() as cursor:
         cursor.execute(INSERT, {"name": name, "handler": handler, "state": state, "due": due, "count": count})
+        cursor.execute(RECEIPTS)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
+from inbox.store import receipts
 from inbox.store.ordering import release_stuck
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -37,6 +38,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import copy_of
 from tests.support.loads import receive_together
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -101,16 +103,6 @@ def refusal(row, text=RIGHT):
         replace_message("default", row.pk, text, by=BY)
     assert list(InboxMessage.objects.order_by("pk").values()) == before
     return str(refused.value)
-
-
-def copy(row, **changes):
-    """Another row with the content of `row`."""
-    other = InboxMessage.objects.get(pk=row.pk)
-    for name, value in changes.items():
-        setattr(other, name, value)
-    other.pk, other._state.adding = None, True
-    other.save(using="default")
-    return other
 
 
 class TestCorrectedMessage:
@@ -397,10 +389,10 @@ class TestRefusals:
     def test_biz_id_of_another_row_is_refused_as_taken(self, handler):
         _, row = dead(handler)
         taken = f"edited:{row.pk}:order-7"
-        other = copy(row, biz_id=taken)
+        other = copy_of(the_row(pk=row.pk), biz_id=taken)
 
         assert f"Another row of this handler has the biz-id {taken}" in refusal(row)
-        other.delete()
+        receipts.delete("default", "id = %s", [other.pk])
         assert corrected(row).biz_id == taken
 
     def test_message_that_is_not_dead_any_more_is_left_alone(self, handler):
@@ -642,7 +634,7 @@ class TestCommand:
         with transaction.atomic():
             InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
             (locked,) = at_once([error])
-        other = copy(row, biz_id=f"edited:{row.pk}:order-7", message_id="another")
+        other = copy_of(the_row(pk=row.pk), biz_id=f"edited:{row.pk}:order-7", message_id="another")
         taken = error()
         other.delete()
 

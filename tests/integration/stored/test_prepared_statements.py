@@ -33,6 +33,7 @@ from tests.support.deliveries import (
     run_to_the_end,
     the_effect,
 )
+from tests.support.inbox_rows import delete_messages, store_message
 from tests.support.servers import PgBouncer
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -137,7 +138,7 @@ def test_lease_is_granted_alike_with_and_without_prepared_statements(handles):
         stored = InboxMessage.objects.values(*columns).get()
         assert stored.pop("next_attempt_at") - stored.pop("received_at") == timedelta(minutes=1)
         granted.append({**stored, "created_at": None})
-        InboxMessage.objects.all().delete()
+        delete_messages()
 
     assert granted[0] == granted[1]
     assert "inbox_begin" in prepared()
@@ -262,9 +263,7 @@ def test_duplicate_of_a_message_in_progress_is_deferred_after_the_timeout(handle
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler)
     with transaction.atomic():
-        InboxMessage.objects.create(
-            handler=handler.name, topic=handler.topics[0], biz_id=envelope.biz_id, body=b"", received_at=utcnow()
-        )
+        store_message(handler=handler.name, topic=handler.topics[0], biz_id=envelope.biz_id, body=b"", received_at=utcnow())
 
         def second():
             with way():

@@ -12,7 +12,7 @@ from django.test import Client
 from django.urls import reverse
 
 from inbox.errors import NotEditable, TaskNotSent
-from inbox.models import InboxMessage, State
+from inbox.models import State
 from inbox.operators import decisions
 from inbox.operators.editing import replace_message
 from inbox.store import claims, due
@@ -20,6 +20,7 @@ from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect, the_row
 from tests.support.deliveries import deliver as deliver_message
+from tests.support.inbox_rows import store_message
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 
@@ -172,7 +173,7 @@ def test_retry_of_a_row_whose_arguments_were_not_json_is_refused(local_app, curr
 
 def a_row(**columns):
     given = {"handler": HANDLER, "topic": HANDLER, "biz_id": "o-1", "message_id": "t-1", "digest": "", "state": State.DEAD}
-    return InboxMessage.objects.create(**given, received_at="2026-01-01T00:00:00Z", **columns)
+    return store_message(**given, received_at="2026-01-01T00:00:00Z", **columns)
 
 
 def test_retry_of_a_skipped_row_sends_nothing(dead_letter, sent):

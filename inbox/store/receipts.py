@@ -1,0 +1,64 @@
+"""Receipts: what makes a message handled once. A message has the id of its receipt, and is found by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.models import QuerySet
+
+from exactly_once.sql.now import DatabaseTime
+from inbox.models import InboxMessage, Receipt
+from inbox.store.dialect import RECEIPTS, TABLE
+from inbox.store.rows import NewRow
+
+ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
+"""The id of a message by what it is deduplicated on: see `name_of`."""
+
+
+def name_of(row: NewRow) -> list[str]:
+    """The parameters of `ID_OF`."""
+    return [row.handler, row.topic, row.biz_id]
+
+
+def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMessage]:
+    """The message with this name."""
+    ids = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).values("pk")
+    return InboxMessage.objects.using(alias).filter(pk__in=ids)
+
+
+def message_of(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
+    """The message that this delivery has, or is a duplicate of."""
+    return named(alias, row.handler, row.topic, row.biz_id)
+
+
+def create(alias: str, **columns: Any) -> InboxMessage:
+    """Insert a message with these columns, and its receipt, in the open transaction.
+
+    Raises:
+        django.db.IntegrityError: there is one of this name.
+    """
+    columns = {"received_at": DatabaseTime(), **columns}
+    copied = {name: columns[name] for name in _COPIED if name in columns}
+    receipt = Receipt.objects.using(alias).create(**copied)
+    return InboxMessage.objects.using(alias).create(pk=receipt.pk, **columns)
+
+
+_COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.primary_key]
+
+
+def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:
+    """Delete messages that shall leave no trace, with their receipts; what is returned of each."""
+    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
+        deleted = cursor.fetchall()
+        delete_of(alias, [row for row, _ in deleted])
+    return [returned for _, returned in deleted]
+
+
+def delete_of(alias: str, rows: Sequence[int]) -> None:
+    """Delete the receipts of these messages."""
+    if rows:
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"DELETE FROM {RECEIPTS} WHERE id IN ({', '.join(['%s'] * len(rows))})", rows)
