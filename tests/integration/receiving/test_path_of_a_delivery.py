@@ -14,7 +14,7 @@ BUDGETS = {
     "lease in the database": {"calls": 150, "modules": 31, "moves": 85, "round trips": 2},
     "ordered": {"calls": 337, "modules": 40, "moves": 154, "round trips": 9},
     "idempotent Celery task": {"calls": 124, "modules": 27, "moves": 78, "round trips": 2},
-    "first failure": {"calls": 230, "modules": 34, "moves": 106, "round trips": 6},
+    "first failure": {"calls": 232, "modules": 34, "moves": 107, "round trips": 6},
     "failing retry": {"calls": 301, "modules": 42, "moves": 140, "round trips": 8},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""
