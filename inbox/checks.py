@@ -23,6 +23,7 @@ from exactly_once.sql.connections import with_table
 from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
+from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.renaming import names_without_code, warnings_of_new_names
@@ -205,10 +206,10 @@ def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
     for handler in registry.all():
         if not handler.wants_past:
             continue
-        said = f"The handler {handler.name} has start_from={handler.start_from!r}, but"
+        said = f"The handler {handler.name} wants {past_in_words(handler.starts_at)} (start_from), but"
         if not has_outbox(handler.using):
             yield Warning(
-                f"{said} the database {handler.using!r} has no outbox of this project, so it gets new messages only.",
+                f"{said} the database {handler.using!r} has no outbox of this project, so it gets messages from now on only.",
                 hint="In the service that publishes the topic, run "
                 + " and ".join(
                     f"outbox_replay --topic {topic} --to-group {queue_name(handler, chosen)}" for topic in handler.topics
@@ -218,7 +219,7 @@ def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
             )
         elif not keeps_history():
             yield Warning(
-                f"{said} OUTBOX['KEEP_HISTORY'] is None, so there is no history and it gets new messages only.",
+                f"{said} OUTBOX['KEEP_HISTORY'] is None, so there is no history and it gets messages from now on only.",
                 hint="Set OUTBOX['KEEP_HISTORY'] before you deploy a handler that wants its past, or remove start_from.",
                 id="inbox.W005",
             )

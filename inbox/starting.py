@@ -1,7 +1,7 @@
 """The past of new handlers, for a relay: it hands over the messages of the outbox's history, in the order of publishing.
 
-A handler with `start_from="first"`, or an instant, receives nothing from its queue, where new messages wait, until its past is
-stored. A relay of its database stores it, see `outbox.relay.starting`, which finds this module by its name.
+A handler with `start_from="beginning"`, or an instant, receives nothing from its queue, where new messages wait, until its past
+is stored. A relay of its database stores it, see `outbox.relay.starting`, which finds this module by its name.
 
 The maximum message age does not apply to the past: a handler without messages has handled none, so none can have been purged.
 """

@@ -21,6 +21,7 @@ from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
+from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
@@ -165,7 +166,7 @@ class Runner:
             logger.info(
                 "consumer: new handlers wait until a relay has handed over their past (start_from): %s. New messages wait in "
                 "their queues.",
-                ", ".join(sorted(waiting)),
+                ", ".join(f"{one.name} gets {past_in_words(one.starts_at)}" for one in asked if one.name in waiting),
             )
             if unknown := waiting & committed(partial(starts.without_relay, alias), alias):
                 logger.warning(

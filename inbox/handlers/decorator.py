@@ -54,7 +54,7 @@ def idempotent_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
-    start_from: StartFrom = "last",
+    start_from: StartFrom = "now",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topics` with the decorated function; its effect happens exactly once per topic and biz-id.
 
@@ -79,8 +79,9 @@ def idempotent_handler(
         concurrency: the maximum number of threads per process that run this handler at a time; default: all but one, or all if
             the process has no other handler.
         shed: which messages may be dropped, and above how many waiting messages.
-        start_from: what a handler with a new name gets of the messages that were published before: "first", all that the
-            outbox's history has; a datetime, those published since; "last", none. It needs the outbox in the database `using`.
+        start_from: since when a handler with a new name gets messages: "now", only those that are published once its queue
+            exists; "beginning", before these all that the outbox's history has; a datetime, those of the history published
+            since. The last two need the outbox in the database `using`.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
@@ -119,7 +120,7 @@ def batch_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
-    start_from: StartFrom = "last",
+    start_from: StartFrom = "now",
 ) -> Callable[[Function], Function]:
     """Handle the messages of `topics` in lists with the decorated function; each effect happens exactly once per biz-id.
 
@@ -161,7 +162,7 @@ def leased_handler(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
-    start_from: StartFrom = "last",
+    start_from: StartFrom = "now",
 ) -> Callable[[Function], Function]:
     """Handle every message of `topics` under a lease with the decorated function, for effects outside the database.
 
@@ -219,7 +220,7 @@ def registering(
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
-    start_from: StartFrom = "last",
+    start_from: StartFrom = "now",
     ordered: bool | Ordered = False,
     **more: Any,
 ) -> Callable[[Function], Function]:

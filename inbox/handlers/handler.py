@@ -48,7 +48,7 @@ class Handler:
         collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
             "": none.
         publishes: the topics that it is declared to publish.
-        start_from: what it gets of the messages that were published before it existed.
+        start_from: since when it gets the messages that were published before it existed.
         pulled: its messages are stored, and clients of `inbox.http` claim them. No process calls the function.
     """
 
@@ -69,7 +69,7 @@ class Handler:
     all_of: tuple[str, ...] = ()
     collects_for: str = ""
     publishes: tuple[str, ...] = ()
-    start_from: StartFrom = "last"
+    start_from: StartFrom = "now"
     pulled: bool = False
 
     @property
@@ -80,7 +80,7 @@ class Handler:
     @property
     def wants_past(self) -> bool:
         """Does it want messages that were published before it existed?"""
-        return self.start_from != "last"
+        return self.start_from != "now"
 
     @property
     def starts_at(self) -> datetime | None:

@@ -268,8 +268,14 @@ class Lease:
             raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
 
 
-StartFrom = Literal["first", "last"] | datetime
+StartFrom = Literal["beginning", "now"] | datetime
 """What a new handler gets of the messages that were published before: all, none, or those since an instant."""
+
+
+def past_in_words(since: datetime | None) -> str:
+    """What a new handler gets before new messages, for people. None: since the beginning."""
+    all_of_it = "all messages of its topics in the outbox's history"
+    return all_of_it if since is None else f"{all_of_it} since {since.isoformat(' ', 'seconds')}"
 
 
 def require_start(start_from: object) -> None:
@@ -282,9 +288,9 @@ def require_start(start_from: object) -> None:
         if start_from.tzinfo is None:
             raise ValueError(f"start_from is {start_from!r}: it must have a time zone, as datetime(2026, 3, 1, tzinfo=UTC).")
     elif not isinstance(start_from, str):
-        raise TypeError(f"start_from is {start_from!r}: it must be 'first', 'last' or a datetime.")
-    elif start_from not in {"first", "last"}:
-        raise ValueError(f"start_from is {start_from!r}: it must be 'first', 'last' or a datetime.")
+        raise TypeError(f"start_from is {start_from!r}: it must be 'beginning', 'now' or a datetime with a time zone.")
+    elif start_from not in {"beginning", "now"}:
+        raise ValueError(f"start_from is {start_from!r}: it must be 'beginning', 'now' or a datetime with a time zone.")
 
 
 def _always(message: Message) -> bool:

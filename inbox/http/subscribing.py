@@ -23,7 +23,7 @@ def subscribe(
     using: str = DEFAULT_DB_ALIAS,
     retry: Retry | None = None,
     ordered: bool | Ordered = False,
-    start_from: StartFrom = "last",
+    start_from: StartFrom = "now",
 ) -> None:
     """Store every message of `topic` until a client of the HTTP API has acknowledged it. Call it in a `handlers.py`.
 

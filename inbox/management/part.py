@@ -16,6 +16,7 @@ from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sente
 from exactly_once.process.life_sign import LifeSign, life_signs
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import CONSUMERS, unattended
+from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
@@ -79,6 +80,7 @@ class InboxPart(Part):
                 {
                     "handler": row.handler,
                     "topics": registry.topics_of(row.handler),
+                    "gets": past_in_words(row.since),
                     "since": row.asked_at,
                     "begun": row.round_at is not None,
                     "handed_over": row.handed_over,
@@ -96,8 +98,16 @@ class InboxPart(Part):
         if paused := list(pausing.paused_handlers(alias)):
             yield _paused(paused)
         if starting := list(starts.incomplete(alias)):
-            head = Line([_("waits for its past"), _("since"), _("handed over")], BOLD)
-            yield Table([head, *(Line([row.handler, age(row.asked_at), f"{row.handed_over:,}"]) for row in starting)])
+            head = Line([_("waits for its past"), _("gets"), _("since"), _("handed over")], BOLD)
+            yield Table(
+                [
+                    head,
+                    *(
+                        Line([row.handler, past_in_words(row.since), age(row.asked_at), f"{row.handed_over:,}"])
+                        for row in starting
+                    ),
+                ]
+            )
         if unknown := [row.handler for row in starting if row.round_at is None]:
             words = _("No relay has begun to hand over the past of: %(names)s. Restart `outbox_relay` with their code.")
             yield sentence(words % {"names": ", ".join(unknown)}, RED)

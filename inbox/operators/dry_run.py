@@ -37,14 +37,11 @@ from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
-from inbox.transactions.statements import controls_transaction
+from inbox.transactions.statements import controls_transaction, writes
 
 RUNNABLE = (State.DEAD, State.RETRYING)
 LONGEST = timedelta(seconds=30)
 
-_WRITES = re.compile(
-    r"\s*(insert|update|delete|merge|truncate|copy|with\b.*\b(insert|update|delete))\b", re.IGNORECASE | re.DOTALL
-)
 _TABLES_OF_OURS = re.compile(r"\b(?:outbox|inbox)_\w+")
 _MOST_WRITES = 100
 _WRITE_LENGTH = 2_000
@@ -268,7 +265,7 @@ class _Run:
             raise TransactionControl(
                 f"The handler executed {statement.strip()[:40]!r}, which would end the dry run's transaction."
             )
-        if _WRITES.match(text) and not _TABLES_OF_OURS.search(text):
+        if writes(text) and not _TABLES_OF_OURS.search(text):
             if len(self._result.writes) < _MOST_WRITES:
                 self._result.writes.append(_write(text, params))
             else:

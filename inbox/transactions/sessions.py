@@ -28,7 +28,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
-from inbox.transactions.statements import controls_transaction, text_of
+from inbox.transactions.statements import controls_transaction, text_of, writes
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ _CALL = re.compile(r"\bset_config\s*\((?![^()]*,\s*(?:true|'t'|'true'|'on')\s*\)
 _NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_][\w.]*)\s*(?:=|to\b)", re.IGNORECASE)
 _NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
 
-_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
+_reported: set[tuple[str, str]] = set()
+"""Handlers, each with a database outside of its transaction to which it has written."""
 
 _RIGHTS = ("session_authorization", "role")
 """RESET ALL does not reset these. They are reset first, because permissions for other resets depend on them."""
@@ -159,15 +160,17 @@ class Supervision(SessionChanges):
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]
-        if isinstance(sql, str) and _WRITES.match(sql):
+        text = text_of(sql, connection)
+        write = self._handler.name, connection.alias
+        if writes(text) and write not in _reported:
+            _reported.add(write)
             logger.warning(
-                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice; make "
-                "it idempotent, or configure the handler for that database.",
-                self._handler.name,
-                connection.alias,
-                self._handler.using,
+                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice, or "
+                "without the other effects. If it is the only effect, set using=%r. If not, publish a message on %r and write "
+                "in a handler of that message with using=%r. This is reported once.",
+                *(*write, self._handler.using, connection.alias, self._handler.using, connection.alias),
             )
-        self.record(text_of(sql, connection), connection.alias)
+        self.record(text, connection.alias)
         return execute(sql, params, many, context)
 
 

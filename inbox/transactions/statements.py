@@ -1,4 +1,4 @@
-"""Does a statement end or begin a transaction?
+"""Does a statement end or begin a transaction, or write?
 
 Most statements contain none of the keywords. In the others, comments, quoted text and quoted names are skipped, and each
 statement of the string is checked.
@@ -21,6 +21,15 @@ _SKIPPED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _COMMENT = re.compile(r"/\*|\*/")
+_WRITES = re.compile(
+    r"\s*(?:insert|update|delete|merge|truncate|copy\b.*\bfrom|with\b.*(?<!for )(?<!key )\b(?:insert|update|delete))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def writes(text: str) -> bool:
+    """Is this a statement that writes? Functions that write are not known."""
+    return _WRITES.match(text) is not None
 
 
 def controls_transaction(statement: object, connection: Any) -> str:

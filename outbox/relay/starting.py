@@ -161,11 +161,11 @@ class Starter:
 
     def _complete(self, name: str, start: Any, handed: int) -> None:
         self._starts.update(start, handed_over=handed, complete_at=DatabaseTime())
-        first = "the first one" if start.since is None else str(start.since)
+        first = "the beginning" if start.since is None else str(start.since)
         transaction.on_commit(
             lambda: logger.info(
-                "relay: the handler %s has its past, from %s. Messages of %s handed over, copies included: %d. It receives new "
-                "ones now. If another service publishes a topic of them, run outbox_replay --to-group there.",
+                "relay: the handler %s has its past, since %s. Messages of %s handed over, copies included: %d. It receives "
+                "new ones now. If another service publishes a topic of them, run outbox_replay --to-group there.",
                 name,
                 first,
                 ", ".join(self._starts.topics_of(name)),

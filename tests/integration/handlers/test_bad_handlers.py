@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import psycopg
 import pytest
-from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
+from django.db import DatabaseError, IntegrityError, close_old_connections, connection, connections, transaction
 
 from inbox import signals
 from inbox.errors import NotCallable
@@ -682,10 +682,42 @@ def test_handler_that_rolls_back_through_the_driver_and_goes_on_repeats_no_effec
 @pytest.mark.every_database
 def test_write_to_another_database_is_logged_as_a_warning(handles, caplog):
     with caplog.at_level(logging.WARNING, "inbox"):
-        assert deliver(handles(writes_to_the_other_database)) is Outcome.HANDLED
+        assert deliver(handles(writes_to_the_other_database, name="tests.elsewhere")) is Outcome.HANDLED
 
     (record,) = [record for record in caplog.records if "outside its transaction" in record.getMessage()]
     assert "'other'" in record.getMessage()
+
+
+@pytest.mark.every_database
+def test_write_to_another_database_is_logged_once_for_each_handler(handles, caplog):
+    names = ["tests.one elsewhere", "tests.other elsewhere"]
+    with caplog.at_level(logging.WARNING, "inbox"):
+        for handler in [handles(writes_to_the_other_database, name=name) for name in names]:
+            for _ in range(3):
+                assert deliver(handler) is Outcome.HANDLED
+
+    said = [record.getMessage() for record in caplog.records if "outside its transaction" in record.getMessage()]
+    assert [text.partition(":")[0] for text in said] == names
+    assert all("set using='other'" in text and "publish a message on 'default'" in text for text in said)
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize(
+    ("name", "statement"),
+    [
+        ("in lower case", "  delete from testapp_effect"),
+        ("with a subquery", "WITH one AS (SELECT 1) DELETE FROM testapp_effect"),
+    ],
+)
+def test_every_form_of_a_write_to_another_database_is_logged(handles, caplog, name, statement):
+    def handle(message):
+        with connections["other"].cursor() as cursor:
+            cursor.execute(statement)
+
+    with caplog.at_level(logging.WARNING, "inbox"):
+        assert deliver(handles(handle, name=f"tests.write {name}")) is Outcome.HANDLED
+
+    assert "outside its transaction" in caplog.text
 
 
 @pytest.mark.every_database

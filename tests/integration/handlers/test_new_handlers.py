@@ -96,7 +96,7 @@ class TestLocally:
         relay_all()
         Effect.objects.all().delete()
 
-        handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         published_many(6, since=15)
         relay_all()
 
@@ -117,7 +117,7 @@ class TestLocally:
         relay_all()
         Effect.objects.all().delete()
 
-        new = handles(notes, topic=TOPIC, name="new", start_from="first")
+        new = handles(notes, topic=TOPIC, name="new", start_from="beginning")
         monkeypatch.setattr(backfilling, "read_published", read_after_a_purge)
         relay_all()
 
@@ -132,7 +132,7 @@ class TestLocally:
         relay_all()
         Effect.objects.all().delete()
 
-        new = handles(notes, topic=[TOPIC, "shop.cancelled"], name="new", ordered=True, start_from="first")
+        new = handles(notes, topic=[TOPIC, "shop.cancelled"], name="new", ordered=True, start_from="beginning")
         relay_all()
 
         assert has_its_past(new)
@@ -155,7 +155,7 @@ class TestLocally:
         published()
         relay_all()
 
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="last")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="now")
         published()
         relay_all()
 
@@ -168,7 +168,7 @@ class TestLocally:
         relay_all()
         rename_messages(biz_id="another")
 
-        handler = handles(the_effect, topic=TOPIC, name="known", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="known", start_from="beginning")
         published()
         relay_all()
 
@@ -182,7 +182,7 @@ class TestLocally:
         relay_all()
         OutboxMessage.objects.filter(message_id=message.id).update(created_at=DatabaseTime(-2 * inbox_options().RETENTION))
 
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         relay_all()
 
         assert InboxMessage.objects.get(handler=handler.name).state == "done"
@@ -194,7 +194,7 @@ class TestLocally:
         dead = published()
         set_columns(dead, state=State.DEAD)
 
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         relay_all()
 
         assert has_its_past(handler)
@@ -207,7 +207,7 @@ class TestLocally:
         published_many(90)
         relay_all()
 
-        handler = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        handler = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         stop = StopRequest()
         with in_threads(*[partial(serve, "default", stop=stop)] * 2, stop=stop):
             for since in range(90, 180, 9):
@@ -219,7 +219,7 @@ class TestLocally:
 
     def test_without_history_it_gets_new_messages_at_once(self, handles, settings):
         settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         published()
 
         relay_all()
@@ -230,7 +230,7 @@ class TestLocally:
         assert "KEEP_HISTORY" in warning.msg
 
     def test_a_handler_that_waits_when_history_ends_loses_nothing_new(self, handles, settings):
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         assert waiting_among("default", [handler]) == {"new"}
         settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
         published()
@@ -240,13 +240,26 @@ class TestLocally:
         assert InboxMessage.objects.filter(handler=handler.name).count() == 1
 
     def test_status_lists_the_handlers_that_wait_for_their_past(self, handles):
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         assert waiting_among("default", [handler]) == {"new"}
 
         (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
 
         assert (shown["handler"], shown["topics"], shown["handed_over"]) == ("new", [TOPIC], 0)
+        assert shown["gets"] == "all messages of its topics in the outbox's history"
         assert "waits for its past" in status()
+
+    def test_check_and_status_say_in_words_what_a_handler_gets_since_an_instant(self, handles):
+        since = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from=since)
+        words = "all messages of its topics in the outbox's history since 2026-03-01 12:30:00+00:00"
+        assert waiting_among("default", [handler]) == {"new"}
+
+        with override_settings(OUTBOX={"BROKER_URL": "local://", "KEEP_HISTORY": None}):
+            (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
+
+        assert f"The handler new wants {words} (start_from), but" in warning.msg
+        assert words in status()
 
 
 def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolation_level(handles, monkeypatch):
@@ -265,7 +278,7 @@ def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolatio
     monkeypatch.setattr(backfilling, "stop_passes", stopped_late)
     repeatable = the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ})
     with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}), repeatable:
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         relay_all()
 
     assert InboxMessage.objects.filter(handler=handler.name).count() == 1
@@ -304,7 +317,7 @@ class TestFromABroker:
         published_many(60)
         relay_all()
 
-        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         stop = StopRequest()
         relays = [partial(serve, "default", stop=stop)] * 2
         with consuming([other, new], options), in_threads(*relays, stop=stop):
@@ -348,7 +361,7 @@ class TestFromABroker:
         published_many(6)
         relay_all()
         OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
-        new = handles(the_effect, topic=TOPIC, name="new", start_from="first")
+        new = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         waiting_among("default", [new])
         monkeypatch.setattr(backfilling, "read_past", read_while_others_publish)
         relay_all()
@@ -362,7 +375,7 @@ class TestFromABroker:
         published_many(3)
         relay_all()
 
-        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="first")
+        new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         with consuming([new], options):
             wait_until(lambda: starts.waiting("default") == ["new"])
             wait_until(lambda: "no relay has begun to hand over the past of new" in caplog.text)
@@ -423,7 +436,7 @@ def test_a_wrong_start_is_refused(start_from):
 
 def test_a_start_on_a_database_without_an_outbox_is_reported(handles, settings):
     settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "outbox"]
-    handles(the_effect, topic=TOPIC, name="tests.new", start_from="first")
+    handles(the_effect, topic=TOPIC, name="tests.new", start_from="beginning")
 
     (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
 

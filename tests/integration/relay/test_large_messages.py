@@ -106,7 +106,7 @@ def test_local_handlers_get_large_messages_whole_and_a_new_one_gets_its_past(han
     with override_settings(OUTBOX={"BROKER_URL": "local://", "BATCH_BYTES": 1000}):
         of_sizes(*GIVEN, key="k")
         call_command("outbox_relay", drain=True)
-        handles(lambda message: new.append(len(message.payload)), topic=TOPIC, name="new", ordered=True, start_from="first")
+        handles(lambda message: new.append(len(message.payload)), topic=TOPIC, name="new", ordered=True, start_from="beginning")
         call_command("outbox_relay", drain=True)
 
     assert first == new == GIVEN
