@@ -93,7 +93,8 @@ class Pair:
         self._stack.close()
 
     def _started(self, name, **environment):
-        process = Process({**self._environment, **environment}, self._directory / f"{name}.log", "inbox_consume")
+        environment = {**self._environment, **environment}
+        process = Process(environment, self._directory / f"{name}.log", "inbox_consume", "--handlers", HANDLER.name)
         self._stack.enter_context(process)
         process.until(lambda: "receiving from 1 queue at" in process.said())
         return process
