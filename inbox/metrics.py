@@ -10,6 +10,17 @@ DUPLICATES = counter("inbox_duplicates_total", "Duplicates that were suppressed.
 CONFLICTS = counter("inbox_conflicts_total", "Duplicates with the biz-id of a message and other content.", "handler")
 SHED = counter("inbox_shed_total", "Messages that were shed.", "handler")
 HANDLER_SECONDS = histogram("inbox_handler_seconds", "Seconds that one call of a handler took, successful or not.", "handler")
+BEGIN_SECONDS = histogram(
+    "inbox_begin_seconds",
+    "Seconds to begin the run of a message, with the wait for a concurrent duplicate.",
+    "handler",
+    "outcome",
+)
+LOCKING_SECONDS = histogram(
+    "inbox_locking_statement_seconds",
+    "Seconds of each statement of a handler that locks rows, with the wait for them.",
+    "handler",
+)
 LAG = histogram("inbox_lag_seconds", "Seconds from the time a message was due until its handler had returned.", "handler")
 BATCH_MESSAGES = histogram("inbox_batch_messages", "Messages in one call of a batch handler.", "handler", buckets=SIZES)
 

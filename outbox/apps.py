@@ -40,8 +40,8 @@ class OutboxConfig(AppConfig):
 
 def _partition(sender: Any, using: str, **kwargs: Any) -> None:
     """With `--nomigrations`, or without migrations in MIGRATION_MODULES, tests have a plain table."""
-    from outbox.migrations._partitions import partition_plain_table
+    from outbox.migrations._partitions import LAYOUT
     from outbox.models import OutboxMessage
 
     if connections[using].vendor == "postgresql" and router.allow_migrate_model(using, OutboxMessage):
-        partition_plain_table(connections[using], OutboxMessage._meta.db_table)
+        LAYOUT.partition_plain_table(connections[using], OutboxMessage._meta.db_table)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, IntegerField, JSONField, Q, Value, When
+from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, JSONField, Q, Value, When
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Coalesce
 
@@ -73,26 +73,6 @@ def same_time_to_expiry(due: Combinable) -> Case:
     again = ExpressionWrapper(due + (F("expires_at") - since), output_field=DateTimeField())
     # The database cannot calculate with the instants of a row that was damaged by hand, so its expiry is unchanged.
     return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
-
-
-DAY_OF_NOW = {
-    "postgresql": "CAST(floor(EXTRACT(EPOCH FROM statement_timestamp()) / 86400) AS int)",
-    "sqlite": "CAST(julianday('now') - 2440587.5 AS int)",
-}
-"""The present day, in days since 1970-01-01 UTC, by `connection.vendor`."""
-
-
-class Today(Func):
-    """The present day by the database's clock, in the form of `OutboxMessage.day`."""
-
-    output_field = IntegerField()
-    arity = 0
-
-    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return DAY_OF_NOW["postgresql"], []
-
-    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return DAY_OF_NOW["sqlite"], []
 
 
 class MarkedAsReplayed(Func):

@@ -7,10 +7,11 @@ from django.db.models import Q
 from django.db.models.functions import Cast
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.fields import InstantField, ReadableJSONField
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
-from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 
 SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""

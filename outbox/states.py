@@ -14,6 +14,7 @@ from typing import Any
 from django.db.models import Case, F, TextChoices, Value, When
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.days import LIVE, Today
 from outbox.expressions import (
     IS_AHEAD,
     NO_FAILURE,
@@ -21,7 +22,6 @@ from outbox.expressions import (
     NOW_SECONDARY,
     ONE_MORE_ATTEMPT,
     MarkedAsReplayed,
-    Today,
     after,
     failed,
     instant,
@@ -55,12 +55,6 @@ HOLDING_KEY = (*IN_TROUBLE, State.PAUSED, State.WAITING)
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
 """States without an automatic next step, whose messages are history. A transition into one of them sets `day` to the present
 day; a transition out of them sets it to `LIVE`."""
-
-LIVE = 0
-"""The `day` of a message that is not settled."""
-
-FIRST_DAY = LIVE + 1
-"""The first `day` of history. The planners of PostgreSQL and SQLite exclude live rows for `day >= 1`, but not for `day > 0`."""
 
 GIVEN_UP = (State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
 """States of a message that was not published, and is not published without an operator. Another message with its topic and

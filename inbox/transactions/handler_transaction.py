@@ -50,6 +50,8 @@ def transact(
         durable: refuse to run as a savepoint in a transaction of the caller.
         reruns: rerun it if its session is lost, see `run_with_reruns`.
     """
+    if metrics.BEGIN_SECONDS.is_attached:
+        begin = partial(_timed, handler, begin)
     if handler.collects_for:
         begin = partial(_read_committed, handler.using, begin)
     once = partial(in_transaction, handler, begin, run, of=of, attempt=attempt, durable=durable)
@@ -123,6 +125,17 @@ def _read_committed(alias: str, begin: Callable[[], Guard | None]) -> Guard | No
         with connection.cursor() as cursor:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
     return begin()
+
+
+def _timed(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:
+    """What `begin` returns; it waits for other transactions that handle the same message."""
+    began_at, outcome = monotonic(), "deferred"
+    try:
+        guard = begin()
+        outcome = "duplicate" if guard is None else "begun"
+        return guard
+    finally:
+        metrics.BEGIN_SECONDS.observe(monotonic() - began_at, handler.name, outcome)
 
 
 def _committed_by_itself(handler: Handler, guard: Guard, of: str) -> bool:

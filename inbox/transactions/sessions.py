@@ -26,9 +26,11 @@ from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.process.clock import monotonic
+from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
-from inbox.transactions.statements import controls_transaction, text_of, writes
+from inbox.transactions.statements import controls_transaction, locks, text_of, writes
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +158,13 @@ class Supervision(SessionChanges):
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         self.record(text, connection.alias)
-        return execute(sql, params, many, context)
+        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
+            return execute(sql, params, many, context)
+        began_at = monotonic()
+        try:
+            return execute(sql, params, many, context)
+        finally:
+            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, self._handler.name)
 
     def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]

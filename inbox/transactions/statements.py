@@ -21,6 +21,7 @@ _SKIPPED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _COMMENT = re.compile(r"/\*|\*/")
+_LOCKS = re.compile(r"\bfor\s+(?:(?:no\s+key\s+)?update|(?:key\s+)?share)\b", re.IGNORECASE)
 _WRITES = re.compile(
     r"\s*(?:insert|update|delete|merge|truncate|copy\b.*\bfrom|with\b.*(?<!for )(?<!key )\b(?:insert|update|delete))\b",
     re.IGNORECASE | re.DOTALL,
@@ -30,6 +31,11 @@ _WRITES = re.compile(
 def writes(text: str) -> bool:
     """Is this a statement that writes? Functions that write are not known."""
     return _WRITES.match(text) is not None
+
+
+def locks(text: str) -> bool:
+    """Is this a statement that locks rows?"""
+    return writes(text) or _LOCKS.search(text) is not None
 
 
 def controls_transaction(statement: object, connection: Any) -> str:

@@ -48,6 +48,7 @@ from exactly_once.display import (
 from exactly_once.operators.actions import Action, OperatedMessages, by_name, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.plurals import ngettext
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -70,7 +71,7 @@ from outbox.operators.operations import (
     notes,
 )
 from outbox.operators.replaying import REPLAY
-from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
+from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import operating, unique
 from outbox.store.heartbeats import relays
 

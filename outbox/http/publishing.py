@@ -16,10 +16,10 @@ from http import HTTPStatus
 from django.db import transaction
 
 from exactly_once.http.problems import Problem
+from exactly_once.sql.days import LIVE
 from outbox.api import PublishedMessage, publish_many
 from outbox.http.schemas import NewMessage
 from outbox.models import OutboxMessage
-from outbox.states import LIVE
 from outbox.store.unique import has_payload
 
 

@@ -12,6 +12,7 @@ from django.utils.translation import gettext as _
 from exactly_once.cli.parts import Part
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.plurals import ngettext
+from exactly_once.sql.days import date_of, day_of
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
@@ -57,9 +58,9 @@ class OutboxPart(Part):
             yield _calls(calls)
         if paused := list(pausing.paused_topics(alias)):
             yield _paused(paused)
-        if days := history.days_with_pending_callbacks(alias, history.day_of(alias, outbox_options().keeps) - 1):
+        if days := history.days_with_pending_callbacks(alias, day_of(alias, outbox_options().keeps) - 1):
             words = _("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.")
-            yield sentence(words % {"dates": ", ".join(str(history.date_of(day)) for day in days)})
+            yield sentence(words % {"dates": ", ".join(str(date_of(day)) for day in days)})
         if states[State.STUCK]:
             yield sentence(_stuck(states[State.STUCK]), RED)
         if unchecked := topics_unchecked(alias, checkers.topics()):

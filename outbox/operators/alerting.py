@@ -8,11 +8,12 @@ from __future__ import annotations
 from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
 from exactly_once.operators.alerts import Conditions, Key
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
-from outbox.states import LIVE, State
+from outbox.states import State
 from outbox.store.heartbeats import relays
 
 _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]

@@ -11,11 +11,12 @@ from django.db import connections
 from django.db.models import Count, Min, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.partitions import COUNTED_EXACTLY_BYTES
 from outbox.models import OutboxMessage
-from outbox.states import LIVE, SETTLED, UNDECIDED, State
+from outbox.states import SETTLED, UNDECIDED, State
 from outbox.store.dialect import HISTORY
-from outbox.store.history import COUNTED_EXACTLY_BYTES
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

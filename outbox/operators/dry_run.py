@@ -8,9 +8,9 @@ from django.db.models import Max
 
 from exactly_once.operators.dry_run import WouldPublish
 from exactly_once.sql.connections import with_table
+from exactly_once.sql.days import LIVE
 from exactly_once.wire.envelope import JSON
 from outbox.models import OutboxMessage
-from outbox.states import LIVE
 
 _MOST = 100
 

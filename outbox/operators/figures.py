@@ -10,9 +10,10 @@ from django.db import connections
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
+from exactly_once.sql.days import FIRST_DAY, LIVE, date_of
 from exactly_once.sql.now import now_after
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
-from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 from outbox.store import history
 from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
@@ -124,4 +125,4 @@ def oldest_settled(alias: str) -> datetime | None:
     else:
         settled = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).order_by("day")
         first = settled.values_list("day", flat=True).first()
-    return None if first is None else datetime.combine(history.date_of(first), time(), UTC)
+    return None if first is None else datetime.combine(date_of(first), time(), UTC)

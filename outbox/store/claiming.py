@@ -23,11 +23,12 @@ from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import FIRST_DAY
 from exactly_once.sql.now import NOW_AFTER, now
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, execute_script, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
-from outbox.states import FIRST_DAY, HOLDING_KEY
+from outbox.states import HOLDING_KEY
 from outbox.store.dialect import (
     DO_NOT_WAIT_FOR_THE_DISK,
     HISTORY,

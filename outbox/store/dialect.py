@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
-from outbox.expressions import DAY_OF_NOW
+from exactly_once.sql.days import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
 if TYPE_CHECKING:

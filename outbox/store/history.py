@@ -1,132 +1,51 @@
-"""History, the settled messages: partitions and deletion.
+"""History, the settled messages: the days that are dropped, and deletion.
 
-On PostgreSQL history has one partition for each day of settling. The relay's housekeeping creates partitions some days ahead
-and drops old ones; a row of a day without a partition is in the default partition. Creating or dropping one locks history
-exclusively for a moment. It waits for that lock for at most `_LONGEST_WAIT`, because settling waits behind it. Publishing does
-not wait, because the live partition has another parent.
-
-On SQLite history is the rows whose `day` is not `LIVE`. They are deleted in small transactions.
+On PostgreSQL history has one partition for each day of settling, see `exactly_once.sql.partitions`; a row of a day without a
+partition is in the default partition. On SQLite history is the rows whose `day` is not `LIVE`. They are deleted in small
+transactions.
 
 A message with a pending callback is not deleted, and its day is not dropped.
 """
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, time, timedelta
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime, time, timedelta
+from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, connections
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import FIRST_DAY, date_of, day_of
 from exactly_once.sql.faults import is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.partitions import INSUFFICIENT_PRIVILEGE, Days
 from exactly_once.sql.rows import delete_in_chunks
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.states import FIRST_DAY
-from outbox.store.dialect import HISTORY, TABLE
+from outbox.store.dialect import TABLE
 
-if TYPE_CHECKING:
-    pass
-
-_LONGEST_WAIT = timedelta(seconds=0.2)
-_LONGEST_READ = timedelta(seconds=2)
-_DEFAULT = f"{HISTORY}_default"
-_DAY = re.compile(rf"{TABLE}_(\d{{4}})_(\d\d)_(\d\d)")
-_EPOCH = date(1970, 1, 1)
 _PENDING = PendingCallback._meta.db_table
-_DAYS = f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{HISTORY}'::regclass"
-COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
-INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
-_ALONE = f"LOCK TABLE ONLY {HISTORY} IN ACCESS EXCLUSIVE MODE"
 _BEGINNING = uuid.UUID(int=0)
 
 
-def days(alias: str) -> list[int]:
-    """The days that have their own partition, the oldest first."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_DAYS)
-        named = [_DAY.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
-    return sorted((date(*map(int, match.groups())) - _EPOCH).days for match in named if match)
-
-
-def first_day(alias: str) -> int | None:
-    """The first day that has rows. A large default partition is left out, because it has no index to search."""
-    with connections[alias].cursor() as cursor:
-        found: list[int] = []
-        for day in days(alias):
-            cursor.execute(f"SELECT 1 FROM {_name(day)} LIMIT 1")
-            if cursor.fetchone():
-                found.append(day)
-                break
-        cursor.execute(f"SELECT pg_relation_size('{_DEFAULT}')")
-        if cursor.fetchone()[0] <= COUNTED_EXACTLY_BYTES:
-            cursor.execute(f"SELECT min(day) FROM {_DEFAULT}")
-            found += [day for (day,) in cursor.fetchall() if day is not None]
-    return min(found, default=None)
-
-
-def day_of(alias: str, ago: timedelta = timedelta()) -> int:
-    """The present day by the database's clock, or the day `ago` before now."""
-    connection = connections[alias]
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            cursor.execute(
-                "SELECT CAST(floor(EXTRACT(EPOCH FROM statement_timestamp() - make_interval(secs => %s)) / 86400) AS int)",
-                [ago.total_seconds()],
-            )
-        else:
-            cursor.execute("SELECT CAST(julianday('now') - 2440587.5 - %s AS int)", [ago / timedelta(days=1)])
-        day: int = cursor.fetchone()[0]
-    return day
-
-
-def date_of(day: int) -> date:
-    return _EPOCH + timedelta(days=day)
-
-
-def make_day(alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
-    """Create the partition of this day, unless it exists. True: it exists now.
-
-    Raises:
-        django.db.Error: history was locked for too long; the default partition is too large to be read in time; the user may
-            not create tables; or the default partition already has rows of this day, which stay there.
-    """
-    wait = longest_wait or _LONGEST_WAIT
-    with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
-        cursor.execute(_ALONE)  # two transactions that find no partition would both create one
-        # PostgreSQL reads the default partition, to check that it has no row of this day.
-        cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
-        cursor.execute(f"CREATE TABLE IF NOT EXISTS {_name(day)} PARTITION OF {HISTORY} FOR VALUES FROM ({day}) TO ({day + 1})")
-    return True
+_DAYS = Days(TABLE)
+days, first_day, make_day, may_make_days = _DAYS.existing, _DAYS.first, _DAYS.make, _DAYS.may_be_made
 
 
 def drop_day(alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
     """Drop the partition of this day. False: it does not exist, or one of its messages has a pending callback.
 
     Raises:
-        django.db.Error: history was locked for too long, or the user does not own the tables.
+        django.db.Error: see `Days.drop`.
     """
-    name, wait = _name(day), longest_wait or _LONGEST_WAIT
-    with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
-        # Parent before partition, as every statement locks them, and before the query: no message is restored meanwhile.
-        cursor.execute(_ALONE)
-        cursor.execute(f"SELECT to_regclass('{name}')")
-        if cursor.fetchone() == (None,):
-            return False
-        cursor.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-        cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {name} USING (message_id) LIMIT 1")
-        if cursor.fetchone():
-            return False
-        cursor.execute(f"DROP TABLE {name}")
-    return True
+    return _DAYS.drop(alias, day, longest_wait, keeps=_has_pending)
 
 
-def _name(day: int) -> str:
-    return f"{TABLE}_{date_of(day):%Y_%m_%d}"
+def _has_pending(cursor: Any, name: str) -> bool:
+    cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {name} USING (message_id) LIMIT 1")
+    return cursor.fetchone() is not None
 
 
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
@@ -155,7 +74,7 @@ def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
     if not is_postgresql(connections[alias]):
         yield from _deleted(rows, chunk)
         return
-    days_in_default = _in_default(alias, last)
+    days_in_default = _DAYS.in_default(alias, last)
     yield from _deleted(rows.filter(day__in=days_in_default), chunk) if days_in_default else ()
 
 
@@ -166,16 +85,6 @@ def days_with_pending_callbacks(alias: str, last: int) -> list[int]:
         return []
     pending = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY, day__lte=last).filter(_IS_PENDING)
     return sorted(set(pending.values_list("day", flat=True)))
-
-
-def may_make_days(alias: str) -> bool:
-    """May the user of this connection create and drop partitions?"""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_has_role(relowner, 'USAGE') AND has_schema_privilege(relnamespace, 'CREATE') FROM pg_class "
-            f"WHERE oid = '{HISTORY}'::regclass"
-        )
-        return bool(cursor.fetchone()[0])
 
 
 _IS_PENDING = Q(Exists(PendingCallback.objects.filter(message=OuterRef("message_id"))))
@@ -200,7 +109,7 @@ def _deleted(rows: QuerySet[OutboxMessage], chunk: int) -> Iterator[int]:
 def _dropped(alias: str, day: int) -> int:
     """Drop this day; the number of its rows. 0: it could not be dropped, so its rows have to be deleted."""
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {_name(day)}")
+        cursor.execute(f"SELECT count(*) FROM {_DAYS.name(day)}")
         count: int = cursor.fetchone()[0]
     try:
         return count if drop_day(alias, day) else 0
@@ -208,9 +117,3 @@ def _dropped(alias: str, day: int) -> int:
         if is_collision(error) or sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
             return 0
         raise
-
-
-def _in_default(alias: str, last: int) -> list[int]:
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT DISTINCT day FROM {_DEFAULT} WHERE day <= %s", [last])
-        return [day for (day,) in cursor.fetchall()]

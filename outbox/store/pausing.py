@@ -20,11 +20,12 @@ from django.db.models import BooleanField, Count, ExpressionWrapper, OuterRef, Q
 from django.db.models.functions import Coalesce
 
 from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.states import LIVE, PAUSE, RESUME, State
+from outbox.states import PAUSE, RESUME, State
 from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
 from outbox.store.transitions import count_moved

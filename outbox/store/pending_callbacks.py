@@ -18,6 +18,7 @@ from django.db import DatabaseError, connections, transaction
 from django.db.models import F
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now
 from exactly_once.sql.rows import value_of
@@ -26,7 +27,7 @@ from exactly_once.wire.formats import Wire
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from outbox.callbacks import SettledMessage, registry
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.states import LIVE, Transition
+from outbox.states import Transition
 from outbox.store.dialect import TABLE, some_uuids, today
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from datetime import timedelta
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.states import COMMIT, GIVE_UP, LIVE, RESUME_CHECKS, ROLL_BACK, SETTLED, UNDECIDED, State
+from outbox.states import COMMIT, GIVE_UP, RESUME_CHECKS, ROLL_BACK, SETTLED, UNDECIDED, State
 from outbox.store import operating
 from outbox.store.dialect import live
 from outbox.store.transitions import Found, move

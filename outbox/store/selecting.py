@@ -10,8 +10,9 @@ from typing import Any
 
 from django.db.models import QuerySet
 
+from exactly_once.sql.days import FIRST_DAY
 from outbox.models import OutboxMessage
-from outbox.states import FIRST_DAY, SETTLED
+from outbox.states import SETTLED
 
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 

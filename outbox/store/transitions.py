@@ -19,9 +19,10 @@ from django.db.models import Value
 from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.prepared_statements import PreparedStatement
 from outbox.models import OutboxMessage
-from outbox.states import LIVE, SETTLED, State, Transition
+from outbox.states import SETTLED, State, Transition
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
 from outbox.store.trail import is_recorded, record
 

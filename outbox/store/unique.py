@@ -24,8 +24,8 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 from django.db.models import Exists, OuterRef, Q
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import DAY_OF_NOW
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
-from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, array_of

@@ -18,10 +18,10 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_canceled
 from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
 from outbox.models import OutboxMessage
-from outbox.states import LIVE
 from outbox.store.dialect import TABLE, chunks
 from outbox.store.transitions import Found
 

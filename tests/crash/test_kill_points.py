@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from exactly_once.models import Lease
+from exactly_once.sql.days import day_of
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
 from tests.support.crash.points import (
@@ -74,7 +75,7 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
 
 @pytest.mark.parametrize("point", [f"{when} {step} 2" for step in (MAKE_DAY, DROP_DAY) for when in ("before", "after")])
 def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point):
-    today = history.day_of("default")
+    today = day_of("default")
     for day in history.days("default"):
         history.drop_day("default", day)  # an earlier test's
     for day in (today - 20, today - 19, today - 18):

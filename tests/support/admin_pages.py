@@ -16,10 +16,11 @@ from django.test import Client
 from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.days import LIVE
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from outbox.models import OutboxMessage
-from outbox.states import LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 from tests.support.inbox_rows import store_message
 
 LIST = "admin:outbox_outboxmessage_changelist"

@@ -13,15 +13,15 @@ from django.db import connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.sql.days import LIVE, Today
 from outbox import Draft, publish, publish_many
 from outbox.conf import OutboxOptions
-from outbox.expressions import Today
 from outbox.models import SHARDS, OutboxMessage
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
-from outbox.states import LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 from outbox.store import claiming
 from outbox.transports import amqp, open_transport
 from tests.support.waiting import wait_until

@@ -15,6 +15,7 @@ from django.test import override_settings
 from psycopg import IsolationLevel
 
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
@@ -22,7 +23,6 @@ from inbox.models import HandlerStart, InboxMessage
 from inbox.receiving.past import waiting_among
 from inbox.store import starts
 from outbox import Draft, publish_many
-from outbox.expressions import Today
 from outbox.models import OutboxMessage
 from outbox.relay import starting
 from outbox.relay.service import serve

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import urllib.request
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import connection, transaction
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,14 +20,18 @@ import outbox.metrics
 from exactly_once.metrics import MOST_SERIES, OTHER, Instrument
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry import prometheus
-from inbox import RetryLater
+from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
+from inbox.outcome import Outcome
+from inbox.receiving.in_hand import InHand
 from outbox import monitoring as outbox_tables
 from outbox.states import State
-from tests.support.deliveries import an_envelope, deliver, the_effect
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, an_envelope, deliver, options, the_effect
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import drained, published, set_columns
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -130,6 +136,67 @@ class TestCounting:
         [(handler, _cause)] = recorded(inbox.metrics.DUPLICATES)
         assert handler == "good"
         assert set(recorded(inbox.metrics.HANDLER_SECONDS)) == {("good",), ("bad",), ("late",)}
+
+
+class TestWaiting:
+    """How long handlers wait for locks, and deliveries for concurrent duplicates. (PostgreSQL: SQLite has one writer.)"""
+
+    WAIT_SECONDS = 0.3
+
+    def has_waited(self):
+        """Has a session waited for a lock for so long?"""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT EXTRACT(EPOCH FROM max(clock_timestamp() - waitstart)) FROM pg_locks WHERE NOT granted "
+                "AND pid IN (SELECT pid FROM pg_stat_activity WHERE datname = current_database())"
+            )
+            return (cursor.fetchone()[0] or 0) > self.WAIT_SECONDS
+
+    def test_wait_of_a_handler_for_a_locked_row_is_measured(self, handles, recorded):
+        row = Effect.objects.create(name="account")
+
+        def handle(message):
+            Effect.objects.count()
+            Effect.objects.select_for_update().get(pk=row.pk)
+            the_effect(message)
+
+        handler = handles(handle, name="waits")
+        with ExitStack() as stack, transaction.atomic():
+            Effect.objects.filter(pk=row.pk).update(detail="locked")
+            first = stack.enter_context(InAThread(lambda: deliver(handler)))
+            wait_until(self.has_waited)
+        assert first.answer is Outcome.HANDLED
+
+        waited, inserted = recorded(inbox.metrics.LOCKING_SECONDS)[("waits",)]  # the count locks nothing
+        assert self.WAIT_SECONDS < waited < 60
+        assert 0 <= inserted < 60
+
+    @pytest.mark.parametrize("outcome", ["deferred", "duplicate", "begun"])
+    def test_wait_for_a_concurrent_duplicate_is_measured_by_its_outcome(self, handles, recorded, monkeypatch, outcome):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def handle(message):
+            if not begun.is_set():
+                begun.set()
+                assert go_on.wait(30)
+                if outcome == "begun":
+                    raise Reject("the first one fails")
+
+        handler, envelope = handles(handle, name="waits"), an_envelope()
+        long = options(DUPLICATE_TIMEOUT=timedelta(seconds=30 if outcome != "deferred" else self.WAIT_SECONDS))
+        with InAThread(lambda: deliver(handler, envelope)):
+            assert begun.wait(30)
+            monkeypatch.setattr("inbox.receiving.execute.in_hand", InHand())  # the copy is in another process
+            with InAThread(lambda: deliver(handler, envelope, given=long)) as second:
+                if outcome == "deferred":
+                    wait_until(lambda: ("waits", outcome) in recorded(inbox.metrics.BEGIN_SECONDS))
+                else:
+                    wait_until(self.has_waited)
+                go_on.set()
+
+        answers = {"deferred": Outcome.DEFERRED, "duplicate": Outcome.DUPLICATE, "begun": Outcome.HANDLED}
+        assert second.answer is answers[outcome]
+        assert max(recorded(inbox.metrics.BEGIN_SECONDS)[("waits", outcome)]) >= self.WAIT_SECONDS * 0.9
 
 
 def test_label_sets_of_an_instrument_are_bounded():

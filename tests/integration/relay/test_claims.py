@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, pause, publish, publish_many, publish_now, resume
-from outbox.expressions import DAY_OF_NOW, Today
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.states import LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
 from outbox.store.claiming import Bounds, BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE

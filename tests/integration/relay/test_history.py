@@ -15,15 +15,15 @@ from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.days import FIRST_DAY, LIVE, Today, date_of, day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, on_published, publish, publish_many, publish_now, restore
 from outbox.callbacks import registry
 from outbox.decisions import Outcome
-from outbox.expressions import Today
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.operators.counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
-from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.states import SETTLED, State
 from outbox.store import claiming, history, operating, preparing, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
@@ -140,12 +140,12 @@ def _no_days():
 def without_days():
     if connection.vendor == "postgresql":
         for day in history.days("default"):
-            execute(f"DROP TABLE {TABLE}_{history.date_of(day):%Y_%m_%d}")
+            execute(f"DROP TABLE {TABLE}_{date_of(day):%Y_%m_%d}")
 
 
 @pytest.fixture
 def today():
-    return history.day_of("default")
+    return day_of("default")
 
 
 class TestWhereAMessageIs:
@@ -173,7 +173,7 @@ class TestWhereAMessageIs:
         assert part_of(message) == LIVE_PART
 
         cancel(message.id)
-        assert part_of(message) == f"{TABLE}_{history.date_of(today):%Y_%m_%d}"
+        assert part_of(message) == f"{TABLE}_{date_of(today):%Y_%m_%d}"
         restore(message.id)
         assert part_of(message) == LIVE_PART
 
@@ -275,13 +275,13 @@ class TestWhoWaits:
                 done.set()
 
     def test_publisher_does_not_wait_while_making_a_day_waits_for_a_reader_of_history(self, today, monkeypatch):
-        monkeypatch.setattr(history, "_LONGEST_WAIT", timedelta(seconds=60))
+        monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
         with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: history.make_day("default", today)):
-            wait_until(lambda: a_session_waits_for(HISTORY))
+            wait_until(lambda: a_session_waits_for(f"{HISTORY}_default"))
             published()
             with transaction.atomic():
                 publish_many([Draft(TOPIC, {})] * 20)
-            assert a_session_waits_for(HISTORY)
+            assert a_session_waits_for(f"{HISTORY}_default")
             reader.rollback()
         assert history.days("default") == [today]
 
@@ -646,7 +646,7 @@ class TestHousekeeping:
 
         keeping = housekeeper()
         with monkeypatch.context() as patch:
-            patch.setattr(history, "day_of", fail)
+            patch.setattr("outbox.relay.housekeeping.day_of", fail)
             keeping.drain(StopRequest())
             keeping.drain(StopRequest())
         keeping.drain(StopRequest())
@@ -772,6 +772,4 @@ class TestMidnight:
             OutboxMessage.objects.filter(message_id=first.id).update(day=today - 1)  # before midnight
             settling.settle("default", Settlement(published=[second.position]))
 
-        assert [part_of(message)[-2:] for message in (first, second)] == [
-            f"{history.date_of(day):%d}" for day in (today - 1, today)
-        ]
+        assert [part_of(message)[-2:] for message in (first, second)] == [f"{date_of(day):%d}" for day in (today - 1, today)]

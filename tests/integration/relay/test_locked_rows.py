@@ -15,9 +15,9 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
-from outbox.expressions import Today
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import backfilling

@@ -10,10 +10,10 @@ from django.db import connection, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, TopicState, cancel, pause, publish_many, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
-from outbox.expressions import Today
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.relay import breaker
 from outbox.states import State

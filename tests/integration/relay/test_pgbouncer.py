@@ -15,6 +15,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.sql.days import day_of
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
 from outbox import doorbell
@@ -213,7 +214,7 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
 
 
 def test_housekeeping_makes_and_drops_days_and_leaves_no_session_state(pgbouncer):
-    today = history.day_of("default")
+    today = day_of("default")
     history.make_day("default", today - 20)
 
     Housekeeper("default", OutboxOptions()).drain(StopRequest())

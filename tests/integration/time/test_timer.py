@@ -11,9 +11,9 @@ from django.db import transaction
 from exactly_once.models import Lease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, reschedule
-from outbox.expressions import Today
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer

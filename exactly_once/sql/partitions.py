@@ -1,0 +1,215 @@
+"""Tables of messages in partitions: those that are not settled in one, and history with one for each day of settling.
+
+    outbox_outboxmessage                      all messages, by the column `day`
+      outbox_outboxmessage_live               day 0: messages that are not settled; Django's own table, with all its indexes
+      outbox_outboxmessage_history            settled messages
+        outbox_outboxmessage_2026_11_22       one day of them, created and dropped by housekeeping
+        outbox_outboxmessage_history_default  days without their own partition
+
+History is partitioned again, so that creating and dropping a day locks neither the table nor the live partition. Creating one
+locks the default partition for a moment, dropping one all of history. Both wait for that lock for at most `LONGEST_WAIT`,
+because settling waits behind them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, migrations, transaction
+
+from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.days import date_of, number_of
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+LONGEST_WAIT = timedelta(seconds=0.2)
+COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
+INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
+_LONGEST_READ = timedelta(seconds=2)
+
+
+@dataclass(frozen=True)
+class Days:
+    """The partitions of the history of a table."""
+
+    table: str
+
+    @property
+    def history(self) -> str:
+        return f"{self.table}_history"
+
+    @property
+    def default(self) -> str:
+        return f"{self.table}_history_default"
+
+    def name(self, day: int) -> str:
+        """The table of a day."""
+        return f"{self.table}_{date_of(day):%Y_%m_%d}"
+
+    def existing(self, alias: str) -> list[int]:
+        """The days that have their own partition, the oldest first."""
+        pattern = re.compile(rf"{self.table}_(\d{{4}})_(\d\d)_(\d\d)")
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{self.history}'::regclass"  # noqa: S608
+            )
+            named = [pattern.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
+        return sorted(number_of(date(*map(int, match.groups()))) for match in named if match)
+
+    def first(self, alias: str) -> int | None:
+        """The first day that has rows. A large default partition is left out, because it has no index to search."""
+        with connections[alias].cursor() as cursor:
+            found: list[int] = []
+            for day in self.existing(alias):
+                cursor.execute(f"SELECT 1 FROM {self.name(day)} LIMIT 1")  # noqa: S608 - our own names
+                if cursor.fetchone():
+                    found.append(day)
+                    break
+            cursor.execute(f"SELECT pg_relation_size('{self.default}')")
+            if cursor.fetchone()[0] <= COUNTED_EXACTLY_BYTES:
+                cursor.execute(f"SELECT min(day) FROM {self.default}")  # noqa: S608 - our own names
+                found += [day for (day,) in cursor.fetchall() if day is not None]
+        return min(found, default=None)
+
+    def in_default(self, alias: str, last: int) -> list[int]:
+        """The days up to `last` that have rows in the default partition. It reads all of it."""
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"SELECT DISTINCT day FROM {self.default} WHERE day <= %s", [last])  # noqa: S608 - our own names
+            return [day for (day,) in cursor.fetchall()]
+
+    def make(self, alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
+        """Create the partition of this day, unless it exists. True: it exists now.
+
+        Raises:
+            django.db.Error: the default partition was locked for too long, or is too large to be read in time; the user may not
+                create tables; or the default partition already has rows of this day, which stay there.
+        """
+        name, wait = self.name(day), longest_wait or LONGEST_WAIT
+        with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
+            # Two transactions that find no partition would both create one. Writers of history do not wait for this lock.
+            cursor.execute(f"LOCK TABLE ONLY {self.history} IN SHARE UPDATE EXCLUSIVE MODE")
+            cursor.execute(f"SELECT to_regclass('{name}') IS NOT NULL")
+            if cursor.fetchone()[0]:
+                return True
+            # PostgreSQL reads the default partition, to check that it has no row of this day.
+            cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
+            cursor.execute(f"CREATE TABLE {name} (LIKE {self.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+            cursor.execute(f"ALTER TABLE {self.history} ATTACH PARTITION {name} FOR VALUES FROM ({day}) TO ({day + 1})")
+        return True
+
+    def drop(
+        self, alias: str, day: int, longest_wait: timedelta | None = None, *, keeps: Callable[[Any, str], bool] | None = None
+    ) -> bool:
+        """Drop the partition of this day. False: it does not exist, or is not to be dropped.
+
+        Args:
+            keeps: asked with a cursor and the name of the locked table whether it is to be kept.
+
+        Raises:
+            django.db.Error: history was locked for too long, or the user does not own the tables.
+        """
+        name, wait = self.name(day), longest_wait or LONGEST_WAIT
+        with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
+            # Parent before partition, as every statement locks them, and before the question: no row is moved meanwhile.
+            cursor.execute(f"LOCK TABLE ONLY {self.history} IN ACCESS EXCLUSIVE MODE")
+            cursor.execute(f"SELECT to_regclass('{name}')")
+            if cursor.fetchone() == (None,):
+                return False
+            cursor.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+            if keeps is not None and keeps(cursor, name):
+                return False
+            cursor.execute(f"DROP TABLE {name}")
+        return True
+
+    def may_be_made(self, alias: str) -> bool:
+        """May the user of this connection create and drop partitions?"""
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_has_role(relowner, 'USAGE') AND has_schema_privilege(relnamespace, 'CREATE') FROM pg_class "
+                "WHERE oid = %s::regclass",
+                [self.history],
+            )
+            return bool(cursor.fetchone()[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a table is partitioned, for its migration.
+
+    Attributes:
+        prefix: of the names of constraints and indexes.
+        settled: the condition of settled rows.
+        storage: storage parameters of the live partition.
+        indexes: of history; each is what follows the name of the index and the table.
+        is_numbered: its `id` has an identity, which a partition cannot have before PostgreSQL 17.
+    """
+
+    prefix: str
+    settled: str
+    storage: str
+    indexes: Sequence[str]
+    is_numbered: bool = False
+
+    def statements(self, table: str) -> list[str]:
+        """The statements that make Django's table the live partition of a partitioned table."""
+        live, history, sequence = f"{table}_live", f"{table}_history", f"{table}_id_seq"
+        is_settled, days = f"{self.prefix}_history_is_settled CHECK ({self.settled})", "FROM (1) TO (MAXVALUE)"
+        numbering = [
+            f"ALTER TABLE {live} ALTER COLUMN id DROP IDENTITY",
+            f"CREATE SEQUENCE {sequence} AS bigint",
+            f"ALTER TABLE {live} ALTER COLUMN id SET DEFAULT nextval('{sequence}')",
+        ]
+        return [
+            *(numbering if self.is_numbered else []),
+            f"CREATE TABLE {table} (LIKE {live} INCLUDING DEFAULTS INCLUDING CONSTRAINTS) PARTITION BY RANGE (day)",
+            *([f"ALTER SEQUENCE {sequence} OWNED BY {table}.id"] if self.is_numbered else []),
+            f"ALTER TABLE {table} ATTACH PARTITION {live} FOR VALUES FROM (0) TO (1)",
+            f"ALTER TABLE {live} SET ({self.storage})",
+            # Because of this constraint a query for other states excludes history, and a settled row that is made open by hand
+            # without its day is refused, instead of never being found.
+            f"CREATE TABLE {history} PARTITION OF {table} (CONSTRAINT {is_settled}) FOR VALUES {days} PARTITION BY RANGE (day)",
+            *(index.format(history=history) for index in self.indexes),
+            f"CREATE TABLE {history}_default PARTITION OF {history} DEFAULT",
+        ]
+
+    def partition_plain_table(self, connection: BaseDatabaseWrapper, table: str) -> None:
+        """Partition a table that Django has created without migrations, for example for tests that run without them."""
+        with connection.cursor() as cursor, transaction.atomic(using=connection.alias):
+            cursor.execute("SELECT relkind = 'r' FROM pg_class WHERE oid = to_regclass(%s)", [table])
+            if cursor.fetchone() == (True,):
+                for statement in (f"ALTER TABLE {table} RENAME TO {table}_live", *self.statements(table)):
+                    cursor.execute(statement)
+
+
+class CreatePartitioned(migrations.CreateModel):
+    """Create the table of a model, on PostgreSQL in partitions. A subclass has the layout."""
+
+    layout: Layout
+
+    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        model = to_state.apps.get_model(app_label, self.name)
+        alias = schema_editor.connection.alias
+        if schema_editor.connection.vendor != "postgresql" or not self.allow_migrate_model(alias, model):
+            super().database_forwards(app_label, schema_editor, from_state, to_state)
+            return
+        table = model._meta.db_table
+        with _called(model, f"{table}_live"):
+            schema_editor.create_model(model)
+        for statement in self.layout.statements(table):
+            schema_editor.execute(statement, params=None)
+
+
+@contextmanager
+def _called(model: Any, table: str) -> Iterator[None]:
+    ours = model._meta.db_table
+    model._meta.db_table = table
+    try:
+        yield
+    finally:
+        model._meta.db_table = ours
