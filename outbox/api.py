@@ -177,7 +177,8 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
     """
     drafts = list(drafts)
-    rows = list(map(new_row, drafts, new_message_ids(len(drafts))))
+    create = tracing.creating()
+    rows = [new_row(draft, name, create) for draft, name in zip(drafts, new_message_ids(len(drafts)), strict=True)]
     _require_transaction(using)
     writing.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
@@ -267,8 +268,11 @@ def _published(row: writing.NewRow, position: int) -> PublishedMessage:
     )
 
 
-def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
+def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str], str] | None = None) -> writing.NewRow:
     """The draft, checked and serialised.
+
+    Args:
+        create: `tracing.creating()`, if several messages share it.
 
     Raises:
         InvalidMessage, PayloadTooLarge: with the value and the remedy.
@@ -282,7 +286,7 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
         traceparent = draft.headers.get(TRACEPARENT)
     topic, correlation_id = _name("topic", draft.topic), cause.correlation_id or name
     if traceparent is None:
-        traceparent = tracing.created(topic, name, correlation_id)
+        traceparent = (create or tracing.creating())(topic, name, correlation_id)
     return writing.NewRow(
         message_id=message_id,
         topic=topic,

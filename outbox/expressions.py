@@ -22,10 +22,6 @@ _MOST_ATTEMPTS = 2**31 - 2
 
 NOW = DatabaseTime()
 
-NOW_SECONDARY = DatabaseTime(timedelta(milliseconds=1))
-"""The due time of a message that becomes ready now. It must differ from `created_at`, because a message with equal instants is
-in the stream, where the floor of a relay may be above it. SQLite stores milliseconds."""
-
 IS_AHEAD = Q(deliver_at__gt=NOW)
 """Its delivery time is in the future."""
 

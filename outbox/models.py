@@ -17,9 +17,9 @@ SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
 
 
-STREAM = Q(state="ready", priority=0, available_at=models.F("created_at"))
+STREAM = Q(state="ready", is_secondary=False)
 """Ready messages that have been ready since their insert, and have no priority."""
-SECONDARY = Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at")))
+SECONDARY = Q(state="ready", is_secondary=True)
 """All other ready messages: prioritised, once delayed, retried, released."""
 
 CHAINED = ~Q(correlation_id=Cast("message_id", models.CharField()))
@@ -44,6 +44,8 @@ class OutboxMessage(models.Model):
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
     priority = models.PositiveSmallIntegerField(_("priority"), default=0)
     state = models.CharField(max_length=12, choices=State, default=State.READY)
+    # Which of the two indexes of ready messages it is in when it is ready.
+    is_secondary = models.BooleanField(default=False, db_default=False, editable=False)
     body = models.BinaryField()
     headers = ReadableJSONField(default=dict)
     wire = models.TextField(_("wire format"), null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format

@@ -19,7 +19,6 @@ from outbox.expressions import (
     IS_AHEAD,
     NO_FAILURE,
     NOW,
-    NOW_SECONDARY,
     ONE_MORE_ATTEMPT,
     MarkedAsReplayed,
     after,
@@ -92,7 +91,7 @@ class Transition:
 
 
 _SCHEDULED_OR_READY = Case(When(IS_AHEAD, then=Value(State.SCHEDULED.value)), default=Value(State.READY.value))
-_DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_SECONDARY)
+_DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW)
 
 
 # By the relay, for messages that it has claimed.
@@ -172,7 +171,7 @@ RESUME = Transition(
     sources=(State.PAUSED,),
     targets=(State.READY,),
     when="its topic is resumed, or it is a probe of its topic",
-    columns=lambda: {"available_at": NOW_SECONDARY},
+    columns=lambda: {"available_at": NOW},
     recorded=False,
 )
 RELEASE = Transition(

@@ -14,6 +14,7 @@ import re
 import select
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _MISSING, _EXISTS = "26000", "42P05"
-_AT_HAND = "_statements_at_hand"
+_AT_HAND, _ASKED = "_statements_at_hand", "_statements_asked_for"
 _TEXT, _BINARY = 0, 1
 _BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
 _BINARY_TYPES = {"bytea", "bytea[]"}
@@ -35,6 +36,8 @@ _OID_OF_BYTEA = 17
 _PIPELINE_SYNC = 10
 """libpq's PGRES_PIPELINE_SYNC, the answer to a pipeline's end."""
 _MOST_RUNS = 1000
+_SELDOM_AT_MOST = 5
+"""As psycopg's `prepare_threshold`."""
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
 
@@ -296,6 +299,28 @@ def is_usable(connection: BaseDatabaseWrapper) -> bool:
         return False
     connection.ensure_connection()
     return _at_hand(connection).may_prepare
+
+
+def numbered(statement: str) -> str:
+    """A statement with Django's placeholders (`%s`) as one with PostgreSQL's (`$1`, `$2`, …)."""
+    first, *others = statement.split("%s")
+    return first + "".join(f"${number}{part}" for number, part in enumerate(others, 1))
+
+
+def is_worthwhile(connection: BaseDatabaseWrapper) -> bool:
+    """May prepared statements be used, and has this connection executed some statements that it could have prepared?
+
+    A connection that a request opens and closes executes only a few, and preparing takes two round trips.
+    """
+    raw: Any = connection.connection
+    if connection.vendor != "postgresql" or raw is None or connection.needs_rollback:
+        return False
+    asked: int = getattr(raw, _ASKED, 0)
+    if asked < _SELDOM_AT_MOST:
+        with suppress(AttributeError):  # psycopg 2
+            setattr(raw, _ASKED, asked + 1)
+        return False
+    return is_usable(connection)
 
 
 def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:

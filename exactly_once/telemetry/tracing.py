@@ -10,8 +10,9 @@ Names and attributes are those of the semantic conventions for messaging. Withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from exactly_once.broker import scheme_of, speaks_amqp
@@ -57,20 +58,27 @@ def system_of(url: str) -> str:
     return "rabbitmq" if speaks_amqp(url) else _SYSTEMS.get(scheme, scheme)
 
 
-def created(topic: str, message_id: str, correlation_id: str) -> str:
-    """The traceparent of a message that is published now: that of its create span.
+def creating() -> Callable[[str, str, str], str]:
+    """How to get the traceparent of a message that is published now: that of its create span.
 
     The span is a child of the current span; else of the message whose handler publishes. Without OpenTelemetry, and if
     neither exists and no SDK is configured, it is the traceparent of the message being handled, or "".
+
+    Returns:
+        a function of topic, message id and correlation id.
     """
-    cause = current_cause()
+    traceparent = current_cause().traceparent
     if otel is None:
-        return cause.traceparent
+        return lambda *_: traceparent
     current = otel.get_current_span()
     is_inside = current.get_span_context().is_valid
     if not is_recording():
-        return _traceparent(current) if is_inside else cause.traceparent
-    parent = None if is_inside else _context(cause.traceparent)
+        inherited = _traceparent(current) if is_inside else traceparent
+        return lambda *_: inherited
+    return partial(_created, None if is_inside else _context(traceparent), traceparent)
+
+
+def _created(parent: Any, inherited: str, topic: str, message_id: str, correlation_id: str) -> str:
     attributes = {
         "messaging.operation.name": "publish",
         "messaging.operation.type": "create",
@@ -80,7 +88,7 @@ def created(topic: str, message_id: str, correlation_id: str) -> str:
     }
     span = _tracer().start_span(f"create {topic}", parent, otel.SpanKind.PRODUCER, attributes)
     span.end()
-    return _traceparent(span) or cause.traceparent
+    return _traceparent(span) or inherited
 
 
 @contextmanager

@@ -21,6 +21,8 @@ _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
     """Why `text` cannot be a name on the wire and in every database, or None if it can."""
+    if len(text) <= limit and text.isascii() and text.isprintable():  # most are
+        return None
     if unfit := _UNFIT.search(text):
         return f"it contains the control or surrogate character {unfit.group()!r}"
     if (length := len(text.encode())) > limit:

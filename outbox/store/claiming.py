@@ -46,8 +46,8 @@ from outbox.store.dialect import (
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
-SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+STREAM = "m.state = 'ready' AND NOT m.is_secondary"
+SECONDARY = "m.state = 'ready' AND m.is_secondary"
 _IS_BLOCKED = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
@@ -73,6 +73,7 @@ class RelayedMessage(NamedTuple):
         wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
         version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
+        place: where the database has stored this version of the row; "" on SQLite.
     """
 
     position: int
@@ -96,6 +97,7 @@ class RelayedMessage(NamedTuple):
     wire: str | None = None
     unread_bytes: int | None = None
     version: str = ""
+    place: str = ""
 
     @property
     def message_id(self) -> uuid.UUID:
@@ -160,13 +162,14 @@ _READ_AS = {
     "deliver": "CAST(m.deliver_at AS text)",
     "expires_in_seconds": "{expires_in}",
     "is_blocked": _IS_BLOCKED,
-    "is_secondary": "{{is_secondary}}",
     "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
     "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
     "version": "{{version}}",
+    "place": "{{place}}",
 }
 _VERSION = "CAST(m.xmin AS text)"
 """The transaction that has written this version of the row."""
+_PLACE = "CAST(m.ctid AS text)"
 _SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
 """The fields of a `RelayedMessage`: columns of that name, or an expression."""
 _EXPIRES_IN_SECONDS = (
@@ -205,12 +208,12 @@ def _of_a_shard(
     Bodies of more than `small` bytes are not read.
     """
     select = _SELECT.format(expires_in=expires_in, live=table, small=small)
-    version = _VERSION if table == LIVE_PART else "''"
-    stream, secondary = (select.format(is_secondary=is_secondary, version=version) for is_secondary in ("false", "true"))
+    version, place = (_VERSION, _PLACE) if table == LIVE_PART else ("''", "''")
+    select = select.format(version=version, place=place)
     of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{secondary} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{stream} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{select} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
@@ -236,12 +239,12 @@ _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
     f"{_RELAY_COMMENT}SELECT m.id, {_VERSION}, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
-    "WHERE m.id = ANY({positions}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
+    "WHERE m.ctid = ANY({places}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 )
 _LOCK_ROWS_PREPARED = PreparedStatement(
     "outbox_lock_rows",
-    ["bigint[]", "bigint[]"],
-    _LOCK_ROWS.format(unread="$1", positions="$2"),
+    ["bigint[]", "tid[]"],
+    _LOCK_ROWS.format(unread="$1", places="$2"),
 )
 _LOCKERS = (
     # The row's xmax is the transaction that has locked or changed it, unless several transactions have locked it.
@@ -477,7 +480,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
     select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES)
-    select = select.format(is_secondary="false", version="''")
+    select = select.format(version="''", place="''")
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
@@ -567,15 +570,16 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
             return dict.fromkeys(positions) | {position: _bytes(body) for position, body in cursor.fetchall()}
     if not positions:
         return {}
-    given = [array_of(unread), array_of(positions)]
+    # A row that has changed is elsewhere, so it need not be searched for; another one may be in its place.
+    given = [array_of(unread), "{" + ",".join(f'"{row.place}"' for row in rows) + "}"]
     if is_usable(connection):
         found = _LOCK_ROWS_PREPARED.fetch(connection, given)
     else:
         with connection.cursor() as cursor:
-            cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", positions="%s::bigint[]"), given)
+            cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)
             found = cursor.fetchall()
     versions = {row.position: row.version for row in rows}
-    return {position: body for position, version, body in found if version == versions[position]}
+    return {position: body for position, version, body in found if version == versions.get(position)}
 
 
 def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:

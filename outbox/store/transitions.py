@@ -8,10 +8,8 @@ the row, but raise an error in the statements that wait for it.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
@@ -20,7 +18,7 @@ from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.prepared_statements import PreparedStatement
+from exactly_once.sql.prepared_statements import PreparedStatement, numbered
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State, Transition
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
@@ -144,10 +142,8 @@ def move_and_commit(alias: str, transition: Transition, rows: Sequence[int], *, 
     statement, parameters = _statement(connection, transition, source, rows, {})
     prepared = _prepared.get(transition.name)
     if prepared is None:
-        numbers = count(1)
-        text = re.sub("%s", lambda _: f"${next(numbers)}", statement)
         name = f"outbox_{transition.name.replace(' ', '_')}"
-        prepared = _prepared[transition.name] = PreparedStatement(name, ["unknown"] * len(parameters), text)
+        prepared = _prepared[transition.name] = PreparedStatement(name, ["unknown"] * len(parameters), numbered(statement))
     return prepared.execute_and_commit(connection, parameters, before=[each.encode() for each in before])
 
 
@@ -222,6 +218,8 @@ def _what(
         return _written[known]
     state = transition.targets[0].value if transition.state is None else transition.state
     values = {"state": state, **transition.columns(**given)}
+    if State.READY in transition.targets:
+        values["is_secondary"] = True  # the floor of a relay may be above it in the stream
     query = UpdateQuery(OutboxMessage)
     compiler = query.get_compiler(connection=connection)
     written = write({name: _value(query, compiler, name, value) for name, value in values.items()})

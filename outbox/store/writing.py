@@ -18,6 +18,7 @@ from django.db import connections
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now, now_after
+from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
@@ -64,6 +65,10 @@ class NewRow(NamedTuple):
         return shard_of(self.key, self.message_id)
 
     @property
+    def is_secondary(self) -> bool:
+        return self.priority > 0
+
+    @property
     def state(self) -> str:
         """The state in which it is inserted, unless it is prepared."""
         return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
@@ -82,6 +87,7 @@ _GIVEN = {
     "causation_id": "varchar",
     "traceparent": "varchar",
     "is_unique": "bool",
+    "is_secondary": "bool",
 }
 """The columns that a `NewRow` has a value for, with the PostgreSQL type in which a COPY encodes each."""
 _COMPUTED = {
@@ -125,14 +131,26 @@ def insert(alias: str, row: NewRow) -> int | None:
     """Insert one message; its position, or None if it conflicts with another unique message, see `find_unique`."""
     connection = connections[alias]
     values, parameters = _values(connection, row)
-    with connection.cursor() as cursor:
-        unless = UNLESS_FOUND[connection.vendor] if row.is_unique else ""
-        cursor.execute(f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id", parameters)
-        found = cursor.fetchone()
+    unless = UNLESS_FOUND[connection.vendor] if row.is_unique else ""
+    statement = f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id"
+    if is_worthwhile(connection):
+        found = next(iter(_prepared(statement).fetch(connection, parameters)), None)
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute(statement, parameters)
+            found = cursor.fetchone()
     if found and row.is_unique and is_published_already(alias, found):
         _take_back(connection, found)
         return None
     return _begun(alias, found)
+
+
+@lru_cache(maxsize=64)
+def _prepared(statement: str) -> PreparedStatement:
+    """Prepared for its parameters: first the given columns, then instants or seconds."""
+    types = list((_GIVEN | {"headers": "jsonb"}).values())
+    types += ["unknown"] * (statement.count("%s") - len(types))
+    return PreparedStatement(f"outbox_insert_{zlib.crc32(statement.encode())}", types, numbered(statement))
 
 
 def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:

@@ -62,6 +62,14 @@ def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fail
     assert [(label, count) for label, count, _url in found[CHARGE]["failing"]] == [("dead", "1")]
 
 
+def test_a_handler_of_several_topics_is_shown_with_all_of_them(handles):
+    handles(print, name=RESERVE, topic=[PLACED, SMS])
+
+    shown = Text(rows(opened())[RESERVE]["topics"]).text
+
+    assert "".join(shown.split()) == f"{PLACED},{SMS}"
+
+
 def test_rate_and_percentiles_are_those_of_the_last_ten_minutes():
     now = utcnow()
     for ago, count in ((2, 30), (3, 20), (11, 4_000)):

@@ -514,3 +514,50 @@ def test_stored_instants_can_be_compared_by_the_orm():
     later = OutboxMessage.objects.filter(available_at__gt=row.created_at + timedelta(minutes=59))
     assert later.exists()
     assert not later.filter(available_at__gt=row.created_at + timedelta(minutes=61)).exists()
+
+
+@pytest.mark.skipif("connection.vendor != 'postgresql'")
+@committed
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"unique": True},
+        {"delay": timedelta(hours=1), "expires_in": timedelta(hours=2)},
+        {"deliver_at": timezone.now().astimezone(timezone.get_fixed_timezone(90)) + timedelta(days=3), "key": "k"},
+        {"priority": 3, "expires_in": timedelta(seconds=0.5), "headers": {"tenant": "Zoë 100 %s", "n": 2, "vip": True}},
+    ],
+    ids=["plain", "unique", "delay", "deliver_at", "priority"],
+)
+def test_prepared_insert_writes_the_same_row_as_a_plain_one(options):
+    """The first messages of a connection are inserted by a cursor, later ones by a prepared statement."""
+    connection.close()
+    biz_ids = [f"Zoë's \\ {number}" for number in range(9)]
+    messages = [published(payload={"text": "\x00ë ☃ %s"}, biz_id=biz_id, **options) for biz_id in biz_ids]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'outbox_insert%%'")
+        assert cursor.fetchone() == (1,)
+
+    def written(message):
+        row = OutboxMessage.objects.values().get(message_id=message.id)
+        own = {name: row.pop(name) for name in ("id", "message_id", "biz_id", "correlation_id", "shard")}
+        assert own["correlation_id"] == str(own["message_id"])
+        created_at = row.pop("created_at")
+        instants = {name: row.pop(name) for name in ("available_at", "deliver_at", "expires_at")}
+        if "deliver_at" not in options:
+            instants = {name: instant and instant - created_at for name, instant in instants.items()}
+        return {**row, **instants, "body": bytes(row["body"]), "biz_id": own["biz_id"][:-1]}
+
+    first, *others = map(written, messages)
+    assert all(other == first for other in others)
+    assert [message.position for message in messages] == sorted(message.position for message in messages)
+
+
+@pytest.mark.skipif("connection.vendor != 'postgresql'")
+@committed
+def test_prepared_insert_of_a_unique_message_finds_the_earlier_one():
+    connection.close()
+    messages = [published(biz_id="order-1", unique=True) for _ in range(9)]
+
+    assert [message.created for message in messages] == [True] + [False] * 8
+    assert len({message.id for message in messages}) == 1

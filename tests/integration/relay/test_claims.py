@@ -417,7 +417,7 @@ class TestIndexes:
         with transaction.atomic():
             looking, reading, locking = explained(lambda: in_hand(500))
 
-        assert "outbox_outboxmessage_live_pkey" in locking
+        assert "Tid Scan" in locking
         assert "Seq Scan on outbox_outboxmessage" not in locking
         for plan in (looking, reading):
             assert "outbox_stream" in plan
@@ -529,7 +529,7 @@ class TestIndexes:
     def test_pages_read_per_statement_do_not_grow_with_a_table_of_over_a_million_rows(self):
         """The cost of a pass depends on the messages it publishes and not on the other rows."""
         filled("ready", 2_000, key="'key-' || n % 500")
-        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("ready", 200, is_secondary=True)
         filled("scheduled", 200, due="now() - interval '1 s'")
         analyse()
         small = pages_by_statement()
@@ -540,7 +540,7 @@ class TestIndexes:
         filled("ready", OF_EACH_KIND, key="CASE WHEN n % 2 = 0 THEN 'key-' || n % 5000 ELSE '' END")
         filled("dead", 20, key="'key-' || n")
         filled("waiting", 200, key="'key-' || n % 20 + 1")
-        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("ready", 200, is_secondary=True)
         filled("scheduled", 200, due="now() - interval '1 s'")
         analyse()
         large = pages_by_statement(by_index=True)
@@ -554,7 +554,7 @@ OF_EACH_KIND = 400_000
 """Enough rows that a statement which reads all rows of one state, or all of one index, reads more than a thousand pages."""
 
 
-def filled(state, count, *, key="''", due="now()"):
+def filled(state, count, *, key="''", due="now()", is_secondary=False):
     """Insert this many rows by one statement in the server."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT COALESCE(max(id), 0) FROM outbox_outboxmessage")
@@ -562,9 +562,10 @@ def filled(state, count, *, key="''", due="now()"):
         cursor.execute(
             "INSERT INTO outbox_outboxmessage (message_id, topic, biz_id, is_unique, key, shard, priority, state, body, "
             "headers, correlation_id, causation_id, traceparent, attempts, last_error, created_at, available_at, settled_at, "
-            "day) "
+            "is_secondary, day) "
             f"SELECT lpad(to_hex({already} + n), 32, '0')::uuid, '{TOPIC}', n::text, false, {key}, n % 64, 0, '{state}', "
             f"'{{}}', '{{}}', '', '', '', 0, '', now(), {due}, {'now()' if state in SETTLED else 'NULL'}, "
+            f"{is_secondary}, "
             f"{DAY_OF_NOW['postgresql'] if state in SETTLED else LIVE} "
             f"FROM generate_series(1, {count}) n"
         )

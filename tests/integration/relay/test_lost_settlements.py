@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from django.core.management import call_command
@@ -62,11 +63,22 @@ def lost(mortal_database, mortal_postgres):
         mortal_postgres.kill()
         mortal_postgres.start()
 
+    wait_until(stop_the_walwriter)
+    return kill
+
+
+def stop_the_walwriter():
+    """Without it only a commit that waits, or a full buffer, flushes the log. False: it may hold a lock, so it continues."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'")
         (walwriter,) = cursor.fetchone()
-    os.kill(walwriter, signal.SIGSTOP)  # without it only a commit that waits, or a full buffer, flushes the log
-    return kill
+        os.kill(walwriter, signal.SIGSTOP)
+        wait_until(lambda: ") T " in Path(f"/proc/{walwriter}/stat").read_text())
+        cursor.execute("SELECT wait_event FROM pg_stat_activity WHERE pid = %s", [walwriter])
+        if cursor.fetchone() == ("WalWriterMain",):
+            return True
+    os.kill(walwriter, signal.SIGCONT)
+    return False
 
 
 @pytest.fixture

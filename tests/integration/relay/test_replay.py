@@ -22,7 +22,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered
 from inbox.conf import inbox_options
 from inbox.consumer.topology import declare, queue_name
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Receipt
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.replaying import Replay, executor, plan
 from outbox.pausing import pause
@@ -166,7 +166,8 @@ class TestLocally:
             published(payload={"n": n}, biz_id=f"order-{n}")
         drained("local://")
         drain()
-        InboxMessage.objects.filter(biz_id="order-1").delete()
+        for kept in (InboxMessage, Receipt):
+            kept.objects.filter(biz_id="order-1").delete()
 
         replayed()
         drain()
