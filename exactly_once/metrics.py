@@ -32,6 +32,7 @@ class Instrument:
         help: one line.
         labels: names of its labels.
         buckets: upper bounds of a histogram.
+        is_attached: the figure is exported; else its computation can be saved.
     """
 
     name: str
@@ -39,18 +40,14 @@ class Instrument:
     help: str
     labels: Sequence[str] = ()
     buckets: Sequence[float] = ()
+    is_attached: bool = False
     _metric: Any = None
     _series: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def is_attached(self) -> bool:
-        """Is the figure exported? Else its computation can be saved."""
-        return self._metric is not None
 
     def attach(self, metric: Any) -> None:
         """Let this prometheus_client metric count."""
         self._series.clear()
-        self._metric = metric
+        self._metric, self.is_attached = metric, metric is not None
 
     def add(self, amount: float, *values: str) -> None:
         """Add to a counter, or to a gauge."""

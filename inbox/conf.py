@@ -149,12 +149,12 @@ class InboxOptions(AppOptions):
     def group(self) -> str:
         return self.GROUP or str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0] or "django"
 
-    @property
+    @cached_property
     def longest_silence(self) -> float:
         """Seconds after which a waiting delivery is stored and acknowledged: half of ACK_TIMEOUT, to leave time for its run."""
         return self.ACK_TIMEOUT.total_seconds() / 2
 
-    @property
+    @cached_property
     def oldest_run(self) -> timedelta:
         """The maximum message age: an older delivery is not run."""
         return self.RETENTION - self.MAX_AGE_MARGIN

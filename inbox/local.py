@@ -22,6 +22,7 @@ from inbox.conf import inbox_options, keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
@@ -29,7 +30,6 @@ from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import Arrival, read_body
-from inbox.runner import Runner
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.persistence import DatabaseUnavailable
 

@@ -25,13 +25,13 @@ from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception, envelope_of
+from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 
 WARM_UP, TRACED = 3, 5
 GROUP, BATCH = 50, 100

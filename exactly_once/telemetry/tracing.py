@@ -48,8 +48,8 @@ class Traced(Protocol):
 
 
 def is_recording() -> bool:
-    """Is OpenTelemetry installed and configured? Else no span is recorded."""
-    return otel is not None and not _has_no_sdk()
+    """Is OpenTelemetry installed and configured? With only its API, as a dependency of another package, no span is recorded."""
+    return otel is not None and not isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
 
 
 def system_of(url: str) -> str:
@@ -72,7 +72,7 @@ def creating() -> Callable[[str, str, str], str]:
         return lambda *_: traceparent
     current = otel.get_current_span()
     is_inside = current.get_span_context().is_valid
-    if _has_no_sdk():
+    if not is_recording():
         inherited = _traceparent(current) if is_inside else traceparent
         return lambda *_: inherited
     return partial(_created, None if is_inside else _context(traceparent), traceparent)
@@ -163,11 +163,6 @@ def processing(
                 span.record_exception(error)
                 failed(span, type(error).__name__)
             raise
-
-
-def _has_no_sdk() -> bool:
-    """Is only the API installed, as a dependency of another package? Then no span is recorded."""
-    return isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
 
 
 def _tracer() -> Any:

@@ -60,7 +60,8 @@ def inflated(body: bytes, compression: str, limit: int = BODY_LIMIT_BYTES) -> by
         OverLimit: the compressed or the inflated body has more bytes than the limit allows.
         Undecodable: it does not have this compression, or this process cannot inflate it.
     """
-    _refuse_too_long(body, limit)
+    if len(body) > limit:
+        raise _too_long(body, limit)
     try:
         inflate = _INFLATERS[compression.lower()]
     except KeyError:
@@ -85,15 +86,15 @@ def _not_unpacked(compression: str, why: str) -> Undecodable:
 
 
 def _refuse_over_limit(body: bytes, limit: int) -> None:
-    _refuse_too_long(body, limit)
+    if len(body) > limit:
+        raise _too_long(body, limit)
     most = limit // BYTES_PER_VALUE
     if len(body) > most and sum(map(body.count, _BEGINS_A_VALUE)) > most:
         raise OverLimit(f"The body ({len(body)} bytes) has more than {most} values.")
 
 
-def _refuse_too_long(body: bytes, limit: int) -> None:
-    if len(body) > limit:
-        raise OverLimit(f"The body has {len(body)} bytes, more than {limit}.")
+def _too_long(body: bytes, limit: int) -> OverLimit:
+    return OverLimit(f"The body has {len(body)} bytes, more than {limit}.")
 
 
 _Inflate = Callable[[bytes, int], tuple[bytes, bool]]

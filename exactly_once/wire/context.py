@@ -26,18 +26,18 @@ class Cause:
     traceparent: str = ""
 
 
-_current: ContextVar[Cause | None] = ContextVar("message being handled", default=None)
+handled: ContextVar[Cause | None] = ContextVar("message being handled", default=None)
 _NO_CAUSE = Cause()
 
 
 def current_cause() -> Cause:
-    return _current.get() or _NO_CAUSE
+    return handled.get() or _NO_CAUSE
 
 
 @contextmanager
 def caused_by(cause: Cause) -> Iterator[None]:
-    token = _current.set(cause)
+    token = handled.set(cause)
     try:
         yield
     finally:
-        _current.reset(token)
+        handled.reset(token)

@@ -68,6 +68,8 @@ def is_reserved(header: str) -> bool:
 
 def headers_as_json(headers: Mapping[str, HeaderValue]) -> str:
     """Text for a jsonb column. jsonb turns a float in the form 1e+16 into a whole number, so such floats are written out."""
+    if not headers:
+        return "{}"
     return f"{{{', '.join(f'{json.dumps(name)}: {_as_json(value)}' for name, value in headers.items())}}}"
 
 

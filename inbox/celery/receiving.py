@@ -1,6 +1,6 @@
 """One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-The pipeline (`inbox.receiving.run`) runs a task as it runs a message. This policy differs in four ways:
+The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This policy differs in four ways:
 
 - A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
 - An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
@@ -15,11 +15,10 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import repeat
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
@@ -38,9 +37,10 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
+from inbox.receiving.claimed import run_claimed
+from inbox.receiving.outcomes import Policy, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.reading import Arrival
-from inbox.receiving.run import Policy, run_claimed, run_fresh
+from inbox.receiving.receive import run_fresh
 from inbox.states import DUE, State
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
@@ -124,23 +124,22 @@ class TaskPolicy(Policy):
             return self._run_open_row() or received
         return received
 
-    def messages_of(self, arrival: Arrival) -> Iterator[Message]:
-        return repeat(self.call.message)
+    def message_for_run(self, arrival: Arrival) -> Message:
+        return self.call.message
 
     def encode_result(self, returned: object) -> str | None:
         self.returned = returned
         return encode_result(returned)
 
-    def settle_success(self, message: Message) -> Outcome:
+    def settle_success(self, messages: Sequence[Message]) -> None:
         # An eager task may be part of its caller's transaction; otherwise this is called at once.
         if connections[self.handler.using].in_atomic_block:
-            transaction.on_commit(partial(self._announce_success, message), using=self.handler.using)
+            transaction.on_commit(partial(self._announce_success, messages), using=self.handler.using)
         else:
-            self._announce_success(message)
-        return Outcome.HANDLED
+            self._announce_success(messages)
 
-    def _announce_success(self, message: Message) -> None:
-        super().settle_success(message)
+    def _announce_success(self, messages: Sequence[Message]) -> None:
+        super().settle_success(messages)
         self._time()
 
     def settle_fresh_failure(self, row: NewRow, error: BaseException) -> NoReturn:
@@ -178,7 +177,7 @@ class TaskPolicy(Policy):
         if stored is None:
             return None
         exhausted = fail_exhausted(self.handler, stored, self.options)
-        return exhausted or run_claimed(self, stored, self.call.arrival.envelope, repeat(self.call.message))
+        return exhausted or run_claimed(self, stored, self.call.arrival.envelope, lambda: self.call.message)
 
     def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
         ended = isinstance(error, TransactionEnded)
@@ -203,8 +202,8 @@ class TaskPolicy(Policy):
         request, seconds = self.call.task.request, monotonic() - self._began_at
         if self.attempt == 1 and not request.retries:
             due = maybe_iso8601(request.eta) or self.call.message.created_at
-            statistics.time_received(self.handler.using, self.handler.name, due, seconds)
-        statistics.time_effect(self.handler.using, self.handler.name, seconds)
+            statistics.time_received(self.handler.using, self.handler.name, [(due, seconds)])
+        statistics.time_effects(self.handler.using, self.handler.name, [seconds])
 
 
 def _celery_retries(task: Any, error: Exception) -> bool:

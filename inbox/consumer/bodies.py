@@ -10,8 +10,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import kombu
-
 from exactly_once.wire.envelope import COMPRESSION
 
 
@@ -21,16 +19,6 @@ def receiving_bodies_as_sent(channel: Any) -> Any:
     if hasattr(channel, "auto_decode"):
         channel.auto_decode = False
     return channel
-
-
-def body_of(message: kombu.Message) -> bytes:
-    """The body as bytes; a virtual transport may return text.
-
-    Raises:
-        TypeError: it is neither bytes nor text.
-    """
-    body: Any = message.body
-    return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
 
 
 @cache

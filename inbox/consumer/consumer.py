@@ -48,12 +48,12 @@ from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Pool, RunningLoad
 from inbox.consumer.reception import Reception
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
-from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECO
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.connections import drop_unusable_connections
 from inbox.conf import inbox_options
+from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat as lease_heartbeat
-from inbox.runner import Runner
 from inbox.store import statistics
 from inbox.store.heartbeats import consumers, running_handlers
 

@@ -35,6 +35,7 @@ class Delivery:
         at: when it arrived (monotonic).
         refused: why kombu could not decode the delivery, or "".
         arrival: its content, once a worker has read it.
+        redelivered: the broker has delivered it before.
         is_acknowledged: it was acknowledged before its handler ended. The broker must not be answered twice.
     """
 
@@ -44,11 +45,11 @@ class Delivery:
     at: float
     refused: str = ""
     arrival: Arrival = field(init=False)
+    redelivered: bool = field(init=False)
     is_acknowledged: bool = False
 
-    @property
-    def redelivered(self) -> bool:
-        return bool(self.message.delivery_info.get("redelivered"))
+    def __post_init__(self) -> None:
+        self.redelivered = bool(self.message.delivery_info.get("redelivered"))
 
     @property
     def size(self) -> int:

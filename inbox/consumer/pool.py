@@ -20,9 +20,9 @@ from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.limits import slots
-from inbox.runner import Runner
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import kombu
 from django.db import connections
@@ -19,7 +19,6 @@ from exactly_once.process.logs import Reminder
 from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Unanswered
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
@@ -27,11 +26,11 @@ from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park, read_counted
 from inbox.receiving.reading import Arrival, Unidentifiable, can_wait, message_of, read
+from inbox.receiving.receive import receive
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
@@ -91,11 +90,12 @@ class Reception:
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
-        parts = self._parts(handler, self._read_all(handler, [delivery for delivery in load if self._is_wanted(delivery)]))
+        parts = self._parts(handler, self._read_all(handler, load))
         while parts:
             part, run = parts.popleft()
-            if self._is_late(part):
-                run = self._later(handler)
+            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence:
+                # It must be stored and not run, before the broker's `consumer_timeout`.
+                run = self._store
             halve = bool(handler.batch)
             try:
                 ended = self._run_part(part, run)
@@ -104,14 +104,9 @@ class Reception:
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts)), outage) from outage
                 ended, halve = self._defer_unstored(part, outage), True
             if not ended:
-                for one in part:
-                    # A new message for another run: the handler may have changed the payload of this one.
-                    one.arrival = replace(one.arrival, message=None)
                 half = len(part) // 2
                 smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
-                parts.extendleft(
-                    (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
-                )
+                parts.extendleft((some, self._receive) for some in reversed(smaller))
 
     def store(self, load: list[Delivery]) -> None:
         """Store deliveries of one lane that have waited here too long to stay unanswered.
@@ -123,7 +118,7 @@ class Reception:
         to_store = deque(self._read_all(handler, load))
         while to_store:
             try:
-                self._run_part([to_store[0]], self._later(handler))
+                self._run_part([to_store[0]], self._store)
             except DatabaseUnavailable as outage:
                 if not self._is_only_this_refused(handler, outage):
                     raise self._unanswered(handler, to_store, outage) from outage
@@ -147,7 +142,7 @@ class Reception:
         while shed:
             reason = next(iter(shed))
             try:
-                self._run_part(shed[reason], self._shed(handler, reason))
+                self._run_part(shed[reason], partial(self._shed, reason))
             except DatabaseUnavailable as outage:
                 if not self._is_only_this_refused(handler, outage):
                     raise self._unanswered(handler, chain(to_handle, *shed.values()), outage) from outage
@@ -164,36 +159,29 @@ class Reception:
     def _parts(self, handler: Handler, load: list[Delivery]) -> deque[tuple[list[Delivery], _Run]]:
         """Split the load into parts that run the same way."""
         if handler.is_stored_first:
-            return deque([(load, self._later(handler))] if load else [])
+            return deque([(load, self._store)] if load else [])
         parts: deque[tuple[list[Delivery], _Run]] = deque()
         together: list[Delivery] = []
         for one in load:
             if one.arrival.refused or one.redelivered or handler.lease:
-                parts.append(([one], self._singly(handler)))
+                parts.append(([one], self._receive))
             else:
                 together.append(one)
         if together:
-            parts.appendleft((together, self._together(handler) if len(together) > 1 else self._singly(handler)))
+            parts.appendleft((together, self._receive))
         return parts
 
-    def _singly(self, handler: Handler) -> _Run:
-        return lambda part: [
-            receive(handler, one.arrival, self._options, acknowledge=partial(self._acknowledge, one)) for one in part
-        ]
+    def _receive(self, part: list[Delivery]) -> list[Outcome] | None:
+        handler, arrivals = part[0].handler, [one.arrival for one in part]
+        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]))
 
-    def _together(self, handler: Handler) -> _Run:
-        return lambda part: receive_together(handler, [one.arrival for one in part], self._options)
+    def _store(self, part: list[Delivery]) -> list[Outcome]:
+        stored = admit(part[0].handler, [one.arrival for one in part], self._options)
+        self._ring()
+        return stored
 
-    def _later(self, handler: Handler) -> _Run:
-        def run(part: list[Delivery]) -> list[Outcome]:
-            stored = admit(handler, [one.arrival for one in part], self._options)
-            self._ring()
-            return stored
-
-        return run
-
-    def _shed(self, handler: Handler, reason: str) -> _Run:
-        return lambda part: admit(handler, [one.arrival for one in part], self._options, shed=reason)
+    def _shed(self, reason: str, part: list[Delivery]) -> list[Outcome]:
+        return admit(part[0].handler, [one.arrival for one in part], self._options, shed=reason)
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)
@@ -201,13 +189,8 @@ class Reception:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
-    def _is_late(self, part: list[Delivery]) -> bool:
-        """Did the load take so long that this part must be stored and not run, before the broker's `consumer_timeout`?"""
-        first = part[0]
-        return not first.handler.ordered and monotonic() - first.at > self._options.longest_silence
-
-    def _is_wanted(self, delivery: Delivery) -> bool:
-        return not self._closing and self._is_current(delivery.epoch)
+    def _is_unwanted(self, delivery: Delivery) -> bool:
+        return self._closing or not self._is_current(delivery.epoch)
 
     def _run_part(self, part: list[Delivery], run: _Run) -> bool:
         """Run a part and answer its deliveries. False: it must be run in smaller parts.
@@ -216,10 +199,25 @@ class Reception:
             DatabaseUnavailable: no outcome was stored.
         """
         handler = part[0].handler
-        if not self._is_wanted(part[0]):
+        if self._is_unwanted(part[0]):
             return True
+        if (outcomes := self._run(part, run)) is None:
+            return False
+        with self._counting:
+            self.received.update(outcomes)
+        _time(part, outcomes)
+        for one, received in zip(part, outcomes, strict=True):
+            if handler.ordered and received is Outcome.STORED:
+                self._check_order(one)
+            if not one.is_acknowledged:
+                self._answer(one, received)
+        return True
+
+    def _run(self, part: list[Delivery], run: _Run) -> list[Outcome] | None:
+        handler = part[0].handler
         try:
-            self._refunds.settle(handler.using)
+            if self._refunds.pending:
+                self._refunds.settle(handler.using)
             outcomes = run(part)
         except DatabaseUnavailable:
             raise
@@ -231,24 +229,12 @@ class Reception:
             connections.close_all()
             if handler.ordered:
                 raise DatabaseUnavailable(f"the deliveries of {handler.name} cannot be stored: {describe(error)}") from error
-            outcomes = [self._failed(one, error) for one in part]
-        else:
+            return [self._failed(one, error) for one in part]
+        if self._outages.items:
             self._outages.end(handler.name)
-            if outcomes is None:
-                return False
-            outcomes = [
-                self._deferred(one) if received is Outcome.DEFERRED else received
-                for one, received in zip(part, outcomes, strict=True)
-            ]
-        with self._counting:
-            self.received.update(outcomes)
-        for one, received in zip(part, outcomes, strict=True):
-            _time(one, received)
-            if handler.ordered and received is Outcome.STORED:
-                self._check_order(one)
-            if not one.is_acknowledged:
-                self._answer(one, received)
-        return True
+        if outcomes is not None and Outcome.DEFERRED in outcomes:
+            return [self._deferred(one) if was is Outcome.DEFERRED else was for one, was in zip(part, outcomes, strict=True)]
+        return outcomes
 
     def _check_order(self, delivery: Delivery) -> None:
         """Report a message that the broker has returned to its queue only after it had delivered a later one of its key."""
@@ -342,13 +328,13 @@ class Reception:
         return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[Delivery]:
-        """Read the deliveries; returns those that could be read.
+        """Read the deliveries of the current connection; returns those that could be read.
 
         Raises:
             Unanswered: see `receive`.
         """
-        left = list(load)
-        for delivery in load:
+        left = [delivery for delivery in load if not self._is_unwanted(delivery)]
+        for delivery in [*left]:
             try:
                 delivery.arrival = self._read(delivery)
             except DatabaseUnavailable as outage:
@@ -375,15 +361,19 @@ class Reception:
             return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
 
 
-def _time(one: Delivery, received: Outcome) -> None:
-    """Count the latencies of a first delivery. The effect of a stored message is timed where it is run."""
-    handler, envelope = one.handler, one.arrival.envelope
-    if one.redelivered or received not in _TIMED:
+def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
+    """Count the latencies of first deliveries. The effect of a stored message is timed where it is run."""
+    handler, now = part[0].handler, monotonic()
+    timed = [(one, outcome) for one, outcome in zip(part, outcomes, strict=True) if outcome in _TIMED and not one.redelivered]
+    if not timed:
         return
-    seconds = monotonic() - one.at
-    statistics.time_received(handler.using, handler.name, envelope.deliver_at or envelope.created_at, seconds)
-    if received is Outcome.HANDLED:
-        statistics.time_effect(handler.using, handler.name, seconds)
+    received = []
+    for one, _ in timed:
+        envelope = one.arrival.envelope
+        received.append((envelope.deliver_at or envelope.created_at, now - one.at))
+    statistics.time_received(handler.using, handler.name, received)
+    if effects := [now - one.at for one, outcome in timed if outcome is Outcome.HANDLED]:
+        statistics.time_effects(handler.using, handler.name, effects)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:
@@ -392,8 +382,18 @@ def envelope_of(message: kombu.Message) -> Envelope:
         properties={**message.properties, "content_type": message.content_type},
         headers=message.headers or {},
         body=body_of(message),
-        routing_key=_routing_key(message),
+        routing_key=str(message.delivery_info.get("routing_key") or ""),
     )
+
+
+def body_of(message: kombu.Message) -> bytes:
+    """The body as bytes; a virtual transport may return text.
+
+    Raises:
+        TypeError: it is neither bytes nor text.
+    """
+    body: Any = message.body
+    return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
 
 
 def _opaque(message: kombu.Message) -> Envelope:
@@ -403,8 +403,6 @@ def _opaque(message: kombu.Message) -> Envelope:
         body = body_of(message)
     except TypeError:
         body = str(message.body).encode("utf-8", "surrogatepass")
-    return from_delivery(properties=properties, headers={}, body=body, routing_key=_routing_key(message))
-
-
-def _routing_key(message: kombu.Message) -> str:
-    return str(message.delivery_info.get("routing_key") or "")
+    return from_delivery(
+        properties=properties, headers={}, body=body, routing_key=str(message.delivery_info.get("routing_key") or "")
+    )

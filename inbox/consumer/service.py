@@ -22,12 +22,12 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.pool import Pool
+from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.slots import limited_by_default
 from inbox.operators.operations import executor
-from inbox.runner import Runner
 
 logger = logging.getLogger(__name__)
 

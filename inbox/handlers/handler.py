@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -86,7 +87,7 @@ class Handler:
         """The instant since which it wants them; None for the first one."""
         return self.start_from if isinstance(self.start_from, datetime) else None
 
-    @property
+    @cached_property
     def is_stored_first(self) -> bool:
         """Are its messages stored before they are handled?"""
         return self.ordered is not None or self.pulled

@@ -26,7 +26,7 @@ from inbox.handlers.message import Message
 from inbox.leases.stores import LeaseRequest, stored_row
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.execute import open_claimed
+from inbox.receiving.claimed import open_claimed
 from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handled, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
@@ -88,7 +88,7 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
     def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
         done = committed(partial(leases.consume, handler.using, stored.pk, stored.fence, request.order), handler.using)
         if done and stored.state == State.RUNNING:
-            handled(handler, _message(stored, options))
+            handled(handler, [_message(stored, options)])
             statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
         return done
 

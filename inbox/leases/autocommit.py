@@ -9,7 +9,7 @@ from django.db import connections
 
 from exactly_once.sql.connections import has_begun
 from inbox.errors import TransactionBroken
-from inbox.transactions.atomic_guard import NoneLeftOpen, abandon
+from inbox.transactions.sessions import NoneLeftOpen, abandon
 
 
 def is_inside_a_transaction(alias: str) -> bool:

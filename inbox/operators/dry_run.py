@@ -194,7 +194,7 @@ class _Run:
             wrappers.append(self._watch)
         try:
             with self._others_read_only():
-                call(self._handler, message, envelope)
+                call(self._handler, [(message, envelope)])
         finally:
             for wrappers in watched:
                 wrappers.remove(self._watch)

@@ -18,12 +18,12 @@ from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import leave_pools
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.consumer.runner import Runner
 from inbox.consumer.service import run_on_threads
 from inbox.handlers.handler import Handler
 from inbox.outgoing_webhooks.delivering import handler_of
 from inbox.outgoing_webhooks.endpoints import next_due, resume_due
 from inbox.outgoing_webhooks.models import Endpoint
-from inbox.runner import Runner
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,20 @@ logger = logging.getLogger(__name__)
 
 
 class AttemptRefunds:
-    """The pending refunds of many threads, by database."""
+    """The refunds of many threads.
+
+    Attributes:
+        pending: by database; empty if there has been none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self.pending: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
     def add(self, alias: str, outage: DatabaseUnavailable) -> None:
         if outage.refund is not None:
             with self._lock:
-                self._pending[alias].append(outage.refund)
+                self.pending[alias].append(outage.refund)
 
     def settle(self, alias: str) -> None:
         """Make the pending refunds of this database.
@@ -35,7 +39,7 @@ class AttemptRefunds:
                 committed(refund, alias)
             except DatabaseUnavailable as outage:
                 with self._lock:
-                    self._pending[alias].appendleft(refund)
+                    self.pending[alias].appendleft(refund)
                 outage.refused = False  # the next message is not the cause
                 raise
             except Exception:
@@ -45,5 +49,5 @@ class AttemptRefunds:
 
     def _next(self, alias: str) -> Callable[[], None] | None:
         with self._lock:
-            refund = self._pending.get(alias)
+            refund = self.pending.get(alias)
             return refund.popleft() if refund else None

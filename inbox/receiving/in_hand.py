@@ -20,10 +20,7 @@ _REMEMBERED_WAITS = 5
 """A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""
 
 _Name = tuple[str, str, str]
-
-
-def _name(row: NewRow) -> _Name:
-    return row.handler, row.topic, row.biz_id
+"""Handler, topic and biz-id."""
 
 
 class InHand:
@@ -35,20 +32,32 @@ class InHand:
         self._after: defaultdict[_Name, list[Callable[[], object]]] = defaultdict(list)
         self._elsewhere: dict[_Name, float] = {}
 
-    @contextmanager
-    def holding(self, rows: Iterable[NewRow]) -> Iterator[bool]:
-        """Handle these messages in the block; False if this process is already handling one of them."""
-        names = {_name(row) for row in rows}
+    def take(self, rows: Iterable[NewRow]) -> set[_Name] | None:
+        """Hold these messages while they are handled, until `end` is called with the result. None: one of them is being handled
+        by this process, or was recently found to be handled by another one.
+        """
+        names = {(row.handler, row.topic, row.biz_id) for row in rows}
         with self._lock:
-            free = self._holders.keys().isdisjoint(names)
-            if free:
-                for name in names:
-                    self._holders[name] = 1
-        try:
-            yield free
-        finally:
-            if free:
-                self._end(names)
+            if not self._holders.keys().isdisjoint(names):
+                return None
+            if self._elsewhere and any(self._elsewhere.get(name, 0.0) > monotonic() for name in names):
+                return None
+            for name in names:
+                self._holders[name] = 1
+        return names
+
+    def end(self, names: Iterable[_Name]) -> None:
+        """Their run has ended."""
+        callbacks: list[Callable[[], object]] = []
+        with self._lock:
+            for name in names:
+                self._holders[name] -= 1
+                if not self._holders[name]:
+                    del self._holders[name]
+                    if self._after:
+                        callbacks += self._after.pop(name, [])
+        for callback in callbacks:
+            callback()
 
     @contextmanager
     def running(self, stored: InboxMessage) -> Iterator[None]:
@@ -59,39 +68,24 @@ class InHand:
         try:
             yield
         finally:
-            self._end({name})
+            self.end({name})
 
     def holds(self, row: NewRow) -> bool:
         """Is this process handling that message?"""
-        return _name(row) in self._holders
+        return (row.handler, row.topic, row.biz_id) in self._holders
 
     def after(self, row: NewRow, callback: Callable[[], object]) -> None:
         """If this process is handling that message, call `callback` at its end; `callback` must not raise."""
         with self._lock:
-            if _name(row) in self._holders:
-                self._after[_name(row)].append(callback)
+            if self.holds(row):
+                self._after[row.handler, row.topic, row.biz_id].append(callback)
 
     def remember_elsewhere(self, row: NewRow, waited: timedelta) -> None:
         """Record that another process is handling this message and did not end within `waited`."""
         now = monotonic()
         with self._lock:
             self._elsewhere = {name: until for name, until in self._elsewhere.items() if until > now}
-            self._elsewhere[_name(row)] = now + _REMEMBERED_WAITS * waited.total_seconds()
-
-    def is_elsewhere(self, row: NewRow) -> bool:
-        """Was another process recently found to handle this message?"""
-        return bool(self._elsewhere) and self._elsewhere.get(_name(row), 0.0) > monotonic()
-
-    def _end(self, names: Iterable[_Name]) -> None:
-        callbacks: list[Callable[[], object]] = []
-        with self._lock:
-            for name in names:
-                self._holders[name] -= 1
-                if not self._holders[name]:
-                    del self._holders[name]
-                    callbacks += self._after.pop(name, [])
-        for callback in callbacks:
-            callback()
+            self._elsewhere[row.handler, row.topic, row.biz_id] = now + _REMEMBERED_WAITS * waited.total_seconds()
 
 
 in_hand = InHand()

@@ -29,8 +29,8 @@ from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, LeaseStoreUnavailable, store_as_owner, stored_row
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.outcomes import announce, defer_locked, duplicate, failure_of, handled
-from inbox.receiving.reading import Arrival, message_of, messages_of
+from inbox.receiving.outcomes import Policy, announce, defer_locked, duplicate, failure_of, handled
+from inbox.receiving.reading import Arrival, message_of
 from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
@@ -69,7 +69,7 @@ def receive(
     if lease is None:
         due = committed(partial(store_due, handler.using, row, options.DUPLICATE_TIMEOUT), handler.using)
         return Outcome.STORED if due else duplicate(handler, row)
-    message = next(messages_of(arrival, options))
+    message = Policy(handler, options).message_for_run(arrival)
     if acknowledge is None or lease.pk is None:
         return _run(store, lease, message, envelope, options)
     acknowledge()
@@ -138,7 +138,8 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
         store.leave(lease)
         return Outcome.STORED
     if failure is None:
-        return handled(handler, message)
+        handled(handler, [message])
+        return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
         store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
@@ -155,7 +156,7 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
-            call(handler, message, envelope)
+            call(handler, [(message, envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):

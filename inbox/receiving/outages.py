@@ -22,12 +22,16 @@ from inbox.transactions.sessions import end_session
 
 
 class Outages:
-    """Called by any thread with a database connection."""
+    """Called by any thread with a database connection.
+
+    Attributes:
+        items: by its description, what could not be stored while its database could store; it may have been stored since.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._databases: dict[str, Outage] = {}
-        self._items: dict[str, Outage] = {}
+        self.items: dict[str, Outage] = {}
 
     def is_ongoing(self, alias: str) -> bool:
         outage = self._databases.get(alias)
@@ -38,7 +42,7 @@ class Outages:
         problem = self._problem(alias)
         with self._lock:
             if problem is None:
-                return self._items.setdefault(what, Outage(f"the store of {what}")).record(error, error.remedy), False
+                return self.items.setdefault(what, Outage(f"the store of {what}")).record(error, error.remedy), False
             outage = self._database(alias)
             # If several threads detect the outage, only the first extends the pause; otherwise each would count as a try.
             return 0.0 if outage.ongoing else outage.record(*problem), True
@@ -58,9 +62,9 @@ class Outages:
 
     def end(self, what: str) -> None:
         """`what` has been stored."""
-        if what in self._items:
+        if what in self.items:
             with self._lock:
-                self._items[what].over()
+                self.items[what].over()
 
     def _database(self, alias: str) -> Outage:
         return self._databases.setdefault(alias, Outage(f"the database {alias!r}"))

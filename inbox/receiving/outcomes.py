@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.reading import Arrival
+from inbox.receiving.reading import Arrival, message_of
 from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
@@ -294,12 +295,14 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def handled(handler: Handler, message: Message) -> Outcome:
-    statistics.count_handled(handler.using, handler.name)
-    logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
-    metrics.HANDLED.add(1, handler.name)
-    _send(signals.message_handled, message=message, handler=handler.name)
-    return Outcome.HANDLED
+def handled(handler: Handler, messages: Sequence[Message]) -> None:
+    statistics.count_handled(handler.using, handler.name, len(messages))
+    if metrics.HANDLED.is_attached:
+        metrics.HANDLED.add(len(messages), handler.name)
+    for message in messages:
+        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+        if signals.message_handled.receivers:
+            _send(signals.message_handled, message=message, handler=handler.name)
 
 
 def _send(signal: Signal, **arguments: Any) -> None:
@@ -308,3 +311,45 @@ def _send(signal: Signal, **arguments: Any) -> None:
     except BaseException:
         # send_robust lets SystemExit through, and the state is committed.
         logger.exception("inbox: a signal receiver raised an exception that would end the process; it is ignored.")
+
+
+class Policy:
+    """What differs between kinds of work. This is the policy of messages: a failure is stored, and a runner retries it.
+
+    A delivery may be acknowledged when the policy's method has returned an `Outcome`, except DEFERRED.
+
+    Attributes:
+        attempt: the number of a fresh delivery's attempt.
+        durable: the transaction must not be a savepoint of the caller's.
+        reruns: if its session is lost, the first attempt may be run once more.
+        default_result: the JSON that a fresh row is inserted with as its handler's result.
+        encode_result: returns the JSON that is stored with the row as the handler's result; None: no result is stored.
+    """
+
+    attempt = 1
+    durable = True
+    reruns = True
+    default_result: str | None = None
+    encode_result: Callable[[object], str | None] | None = None
+
+    def __init__(self, handler: Handler, options: InboxOptions) -> None:
+        self.handler, self.options = handler, options
+
+    def message_for_run(self, arrival: Arrival) -> Message:
+        """The handler's argument for one run: a new object for each, because a handler may change its payload."""
+        message, arrival.message = arrival.message, None
+        return message or message_of(arrival.envelope, self.options, biz_id=arrival.row.biz_id)
+
+    def settle_success(self, messages: Sequence[Message]) -> None:
+        handled(self.handler, messages)
+
+    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> Outcome:
+        return store_failure(self.handler, row, failure_of(self.handler, error, self.attempt, self.options), self.options)
+
+    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> Outcome:
+        failure = failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
+        return fail_stored(self.handler, stored, failure)
+
+    def settle_duplicate(self, row: NewRow) -> Outcome:
+        """A row of this name exists."""
+        return duplicate(self.handler, row)

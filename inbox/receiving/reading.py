@@ -10,7 +10,6 @@ counted, because reading it may have ended the process before. See `parking`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -21,8 +20,8 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
 from exactly_once.wire.envelope import (
+    COMPRESSION,
     Envelope,
-    compression_of,
     from_delivery,
     headers_as_json,
     is_structured,
@@ -50,12 +49,12 @@ class Unidentifiable(DatabaseUnavailable):
     """This message cannot be identified now, others can. Its reading or its attempt counts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Arrival:
     """A delivery that was read: its row and its message.
 
     Attributes:
-        message: the handler's argument; None if it is refused, undecoded, or stored before it is run.
+        message: the handler's argument in its first run; None if it is refused, undecoded, or stored before it is run.
         refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
         quarantined: the maximum message age is the only reason for refusing it.
         undecoded: its body has not been read.
@@ -114,12 +113,11 @@ def read_body(
     row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
     if message is not None:
         # It is read again when it is run. Many are stored at once, so keeping them would take memory.
-        message = None if handler.is_stored_first else _named(message, row.biz_id)
+        if handler.is_stored_first:
+            message = None
+        elif message.biz_id != row.biz_id:
+            message = replace(message, biz_id=row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
-
-
-def _named(message: Message, biz_id: str) -> Message:
-    return message if message.biz_id == biz_id else replace(message, biz_id=biz_id)
 
 
 def can_wait(handler: Handler, envelope: Envelope) -> bool:
@@ -138,8 +136,7 @@ def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions)
         return Arrival(row=parked_row(handler, envelope, redelivered=True), envelope=envelope, undecoded=True)
     biz_id = refused = outside = ""
     try:
-        _refuse_by_headers(envelope, options)
-        biz_id = _of_this_queue(handler, envelope.topic, envelope.dedup_id)
+        biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope, options))
         refused = outside = outside_window(envelope, options)
     except Undecodable as error:
         refused = str(error)
@@ -185,11 +182,13 @@ def identify(handler: Handler, message: Message) -> str:
         DatabaseUnavailable: `biz_id` queries a database that does not answer.
         Unidentifiable: its query fails as in an outage, and all databases that this thread uses answer.
     """
-    _of_this_queue(handler, message.topic, message.biz_id)
+    if handler.biz_id is None:
+        return _of_this_queue(handler, message.topic, message.biz_id)
+    _of_this_queue(handler, message.topic, "")
     for on_new_session in (False, True):
         try:
             return _not_ours(handler.identify(message))
-        except BaseException as error:  # the user's code, see run.run_fresh
+        except BaseException as error:  # the user's code, see receive.run_fresh
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
             if not is_outage(error):
                 raise Undecodable(reason) from error
@@ -256,13 +255,14 @@ def message_of(
     """
     limit = options.BODY_LIMIT_BYTES
     envelope = opened(envelope, limit)
-    _refuse_by_headers(envelope, options, needs_id=needs_id)
-    payload = decode_payload(envelope.body, envelope.content_type, compression=compression_of(envelope), limit=limit)
+    dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
+    compression = str(envelope.headers.get(COMPRESSION, ""))
+    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=limit)
     return Message(
         id=envelope.id,
         topic=envelope.topic,
         key=envelope.key,
-        biz_id=biz_id or envelope.dedup_id,
+        biz_id=biz_id or dedup_id,
         payload=payload,
         headers=dict(envelope.headers),
         created_at=envelope.created_at,
@@ -273,22 +273,21 @@ def message_of(
     )
 
 
-def _refuse_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> None:
-    if needs_id and not envelope.dedup_id:
+def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> str:
+    """The message's own biz-id, else its id; "" if it has neither.
+
+    Raises:
+        Undecodable: it has no identity, or its content type is not accepted.
+    """
+    dedup_id = envelope.dedup_id
+    if needs_id and not dedup_id:
         raise Undecodable("It has no identity: no readable CloudEvents id, bizid or AMQP message_id.")
     kind = media_type(envelope.content_type)
     if kind not in options.ACCEPT and not kind.endswith("+json"):
         raise Undecodable(
             f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
         )
-
-
-def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
-    """The message for the first run, and a new object for every rerun, because a handler may change its payload."""
-    if arrival.message is not None:
-        yield arrival.message
-    while True:
-        yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+    return dedup_id
 
 
 def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bool = False) -> NewRow:

@@ -7,6 +7,7 @@ was counted; in any other process it is never written.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from datetime import datetime
 
 from exactly_once.operators.minutes import MinuteWriter
@@ -35,8 +36,8 @@ def writer(alias: str) -> MinuteWriter:
     return MinuteWriter("inbox", alias, tallies[alias])
 
 
-def count_handled(alias: str, handler: str) -> None:
-    tallies[alias].count(handler, "handled")
+def count_handled(alias: str, handler: str, amount: int) -> None:
+    tallies[alias].count(handler, "handled", amount)
 
 
 def count_failure(alias: str, handler: str, failure: Failure) -> None:
@@ -54,16 +55,16 @@ def count_duplicate(alias: str, handler: str, cause: DuplicateCause) -> None:
     tallies[alias].count(handler, _CAUSES[cause])
 
 
-def time_received(alias: str, handler: str, due: datetime | None, seconds_ago: float) -> None:
-    """Count how long after its due time a message was received, `seconds_ago`; nothing if that is unknown."""
+def time_received(alias: str, handler: str, received: Iterable[tuple[datetime | None, float]]) -> None:
+    """Count how long after their due times messages were received, which was so many seconds ago; not if that is unknown."""
     tally = tallies[alias]
-    if due is not None and (now := tally.now()) is not None:
-        tally.time(handler, "to_inbox", [(now - due).total_seconds() - seconds_ago])
+    if (now := tally.now()) is not None:
+        tally.time(handler, "to_inbox", [(now - due).total_seconds() - ago for due, ago in received if due is not None])
 
 
-def time_effect(alias: str, handler: str, seconds: float) -> None:
-    """Count how long after it was received the effect of a message was committed."""
-    tallies[alias].time(handler, "to_effect", [seconds])
+def time_effects(alias: str, handler: str, seconds: Iterable[float]) -> None:
+    """Count how long after they were received the effects of messages were committed."""
+    tallies[alias].time(handler, "to_effect", seconds)
 
 
 def time_stored_effect(alias: str, handler: str, received_at: datetime) -> None:

@@ -11,6 +11,7 @@ from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
 from inbox.consumer.lanes import Delivery, Unanswered, size_of
 from inbox.consumer.reception import Reception
+from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
@@ -18,7 +19,6 @@ from inbox.leases.autocommit import is_inside_a_transaction
 from inbox.local import LocalTransport
 from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages
-from inbox.runner import Runner
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
 

@@ -78,7 +78,7 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
         Exception: the transaction's error, at its last try.
     """
     drop_unusable_connections()
-    session = _Session(alias, reruns=reruns)
+    session: _Session | None = None
     collisions = 0
     while True:
         try:
@@ -88,10 +88,13 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
                 collisions += 1
                 if collisions == TRIES_AT_ONCE:
                     raise
-            elif not session.is_replaced_after(error):
-                raise
+            else:
+                session = session or _Session(alias, reruns=reruns)
+                if not session.is_replaced_after(error):
+                    raise
         else:
-            session.report()
+            if session is not None:
+                session.report()
             return done
         time.sleep(random.uniform(0, 0.02 * (collisions + 1)))
 

@@ -8,18 +8,31 @@ under a lease or on another database, are undone by a separate statement.
 
 Only statements through Django's cursors are detected. If a database function or a cursor of the driver changes the session, the
 session is ended after the first statement that fails because of it.
+
+A handler must also close the `atomic()` blocks that it opens. Django keeps a stack of blocks for each connection, and leaving
+a block leaves the topmost one. With a block left open, leaving the inbox's own block would only release a savepoint: nothing
+would be committed, and all later work of this thread would be part of a transaction that never ends. So such blocks are
+removed, and the handler fails.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from inbox.transactions.statements import text_of
+from exactly_once.process.clock import monotonic
+from inbox import metrics
+from inbox.errors import TransactionBroken, TransactionControl
+from inbox.handlers.handler import Handler
+from inbox.transactions.statements import controls_transaction, locks, text_of, writes
+
+logger = logging.getLogger(__name__)
 
 _COMMENTS = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
 _CHANGE = rf"{_COMMENTS}(?:set\s+(?!(?:local|transaction|constraints)\b)|(?:reset|discard|pragma)\b)"
@@ -29,15 +42,22 @@ _CALL = re.compile(r"\bset_config\s*\((?![^()]*,\s*(?:true|'t'|'true'|'on')\s*\)
 _NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_][\w.]*)\s*(?:=|to\b)", re.IGNORECASE)
 _NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
 
+_reported: set[tuple[str, str]] = set()
+"""Handlers, each with a database outside of its transaction to which it has written."""
+
 _RIGHTS = ("session_authorization", "role")
 """RESET ALL does not reset these. They are reset first, because permissions for other resets depend on them."""
 
 
 class SessionChanges:
-    """The settings that one run of a handler changes on any database. As a context, it watches the statements itself."""
+    """The settings that one run of a handler changes on any database. As a context, it watches the statements.
+
+    Attributes:
+        names: by database, the names of the settings that are known; empty if nothing was changed.
+    """
 
     def __init__(self) -> None:
-        self._names: defaultdict[str, set[str]] = defaultdict(set)
+        self.names: defaultdict[str, set[str]] = defaultdict(set)
         self._unnamed: set[str] = set()
         self._undone: set[str] = set()
 
@@ -45,7 +65,7 @@ class SessionChanges:
         for alias in connections:
             connections[alias].execute_wrappers.append(self._watch)
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for alias in connections:
             connections[alias].execute_wrappers.remove(self._watch)
 
@@ -54,17 +74,17 @@ class SessionChanges:
         calls = len(_CALL.findall(text)) if "set_config" in text.lower() else 0
         if changes := calls + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
             named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
-            self._names[alias].update(named)
+            self.names[alias].update(named)
             # For example SESSION CHARACTERISTICS, or a name in a parameter.
             if len(named) < changes:
                 self._unnamed.add(alias)
 
     def undo(self, alias: str) -> None:
         """Inside the handler's transaction, as its next statement: reset the settings to the session's first values."""
-        if alias not in self._names or (connection := connections[alias]).vendor != "postgresql":
+        if alias not in self.names or (connection := connections[alias]).vendor != "postgresql":
             return
         self._undone.add(alias)
-        names = {name.lower() for name in self._names[alias]}
+        names = {name.lower() for name in self.names[alias]}
         if alias in self._unnamed:
             # The session is ended next, so Django's own settings may be reset, too.
             names = {"all", *_RIGHTS}
@@ -78,7 +98,7 @@ class SessionChanges:
 
     def end_sessions(self) -> None:
         """Outside transactions: undo all changes that are left."""
-        for alias in self._names:
+        for alias in self.names:
             if alias not in self._undone and connections[alias].connection is not None:
                 self.undo(alias)
             end_session(alias)
@@ -93,3 +113,120 @@ def end_session(alias: str) -> None:
     """Close this thread's connection, unless an enclosing transaction is using it; its next use reconnects."""
     if not connections[alias].in_atomic_block:
         connections[alias].close()
+
+
+class Supervision(SessionChanges):
+    """The context of a handler's run in its transaction.
+
+    It refuses SQL that begins or ends a transaction, warns about writes to other databases, and records changes of the session.
+
+    Raises:
+        TransactionBroken: see `NoneLeftOpen`.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self._watched: list[tuple[list[Any], Any]] = []
+
+    def __enter__(self) -> None:
+        handler = self._handler
+        # First, because it may fail while there is nothing to undo.
+        if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
+            with connections[handler.using].cursor() as cursor:
+                cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
+        self._open = _open_blocks()
+        for alias in connections:
+            connection = connections[alias]
+            watch = self._refuse_transaction_control if alias == handler.using else self._warn_of_writes
+            connection.execute_wrappers.append(watch)
+            self._watched.append((connection.execute_wrappers, watch))
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for wrappers, watch in self._watched:
+            wrappers.remove(watch)
+        _close_left_open(self._open, error)
+        if self.names and error is None:
+            self.undo(self._handler.using)
+
+    def _refuse_transaction_control(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        connection = context["connection"]
+        text = text_of(sql, connection)
+        if statement := controls_transaction(text, connection):
+            raise TransactionControl(
+                f"The handler {self._handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
+                "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
+            )
+        self.record(text, connection.alias)
+        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
+            return execute(sql, params, many, context)
+        began_at = monotonic()
+        try:
+            return execute(sql, params, many, context)
+        finally:
+            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, self._handler.name)
+
+    def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        connection = context["connection"]
+        text = text_of(sql, connection)
+        write = self._handler.name, connection.alias
+        if writes(text) and write not in _reported:
+            _reported.add(write)
+            logger.warning(
+                "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice, or "
+                "without the other effects. If it is the only effect, set using=%r. If not, publish a message on %r and write "
+                "in a handler of that message with using=%r. This is reported once.",
+                *(*write, self._handler.using, connection.alias, self._handler.using, connection.alias),
+            )
+        self.record(text, connection.alias)
+        return execute(sql, params, many, context)
+
+
+class NoneLeftOpen:
+    """A context: at its exit, close the blocks that were opened on the connections of this thread.
+
+    Raises:
+        TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
+    """
+
+    def __enter__(self) -> None:
+        self._open = _open_blocks()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        _close_left_open(self._open, error)
+
+
+def _open_blocks() -> dict[str, tuple[int, int]]:
+    """By database, how many blocks and savepoints are open on the connections of this thread."""
+    used = connections.all(initialized_only=True)
+    return {connection.alias: (len(connection.atomic_blocks), len(connection.savepoint_ids)) for connection in used}
+
+
+def _close_left_open(before: Mapping[str, tuple[int, int]], error: BaseException | None) -> None:
+    left_open = []
+    for connection in connections.all(initialized_only=True):
+        blocks, savepoints = before.get(connection.alias, (0, 0))
+        # A handler that times out inside atomic() may leave only one of the two, or only the flag.
+        higher = len(connection.atomic_blocks) > blocks or len(connection.savepoint_ids) > savepoints
+        if not higher and (blocks or not connection.in_atomic_block):
+            continue
+        left_open.append(connection.alias)
+        if blocks:
+            # The caller rolls back the enclosing block, including this one.
+            del connection.atomic_blocks[blocks:], connection.savepoint_ids[savepoints:]
+        else:
+            abandon(connection)
+    if left_open and error is None:
+        raise TransactionBroken(
+            f"The handler returned with an open transaction on {', '.join(map(repr, left_open))}, so its writes in it were "
+            "rolled back. Use `with transaction.atomic():`."
+        )
+
+
+def abandon(connection: Any) -> None:
+    """Close a connection and any transaction that it is in; its next use reconnects."""
+    connection.in_atomic_block = False
+    connection.atomic_blocks, connection.savepoint_ids = [], []
+    connection.close()
+    # Django keeps the driver's connection if it was closed inside a transaction, which would then never end.
+    connection.connection = None

@@ -6,8 +6,8 @@ import pytest
 
 from inbox.operators import accounting
 from inbox.outcome import Outcome
-from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
+from inbox.receiving.receive import receive
 from inbox.states import State
 from inbox.store import admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
@@ -33,13 +33,13 @@ def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process
 def test_batch_whose_commit_was_not_confirmed_is_done(handles, process_environment):
     handler = handles(lambda messages: [the_effect(message) for message in messages] and None, size=10)
 
-    def receive(names):
-        return receive_together(handler, [read(handler, an_envelope(biz_id=name), OPTIONS) for name in names], OPTIONS)
+    def receive_together(names):
+        return receive(handler, [read(handler, an_envelope(biz_id=name), OPTIONS) for name in names], OPTIONS)
 
     losing_the_answer(
         process_environment,
-        before=lambda: receive("xyz"),
-        call=lambda: receive("abc"),
+        before=lambda: receive_together("xyz"),
+        call=lambda: receive_together("abc"),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'a'",
         after=(sentinel, "can_commit"),
     )

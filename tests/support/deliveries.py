@@ -16,10 +16,10 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
+from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
-from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
-from inbox.runner import Runner
+from inbox.receiving.receive import receive
 from inbox.states import DUE
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE
@@ -56,7 +56,7 @@ def an_envelope(payload=None, *, body=None, **attributes):
 def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
     """What the consumer does with one delivery, between taking it from the broker and answering."""
     arrival = read(handler, envelope or an_envelope(), given, redelivered=redelivered)
-    return receive(handler, arrival, given)
+    return receive(handler, [arrival], given)[0]
 
 
 def as_redelivered(arrival, redelivered=True):

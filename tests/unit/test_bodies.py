@@ -5,7 +5,8 @@ from __future__ import annotations
 import kombu
 import pytest
 
-from inbox.consumer.bodies import body_of, receiving_bodies_as_sent
+from inbox.consumer.bodies import receiving_bodies_as_sent
+from inbox.consumer.reception import body_of
 
 BODY = '{"a": "ä"}'
 

@@ -24,17 +24,17 @@ from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Unanswered
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import parking
-from inbox.receiving.execute import receive
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
 from inbox.receiving.reading import parked_row, read
-from inbox.runner import Runner
+from inbox.receiving.receive import receive
 from inbox.states import State
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
@@ -146,6 +146,14 @@ def store(handler, name):
     """Have a message of `handler` in the table, due now."""
     arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
     assert arrivals.store_due("default", arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
+
+
+@contextmanager
+def held_in_hand(row):
+    """This process is handling that message."""
+    held = in_hand.take([row])
+    yield
+    in_hand.end(held)
 
 
 @contextmanager
@@ -448,9 +456,9 @@ class TestAcknowledging:
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
 
-        with in_hand.holding([arrival.row]):
+        with held_in_hand(arrival.row):
             assert parking.park(handler, arrival, OPTIONS) is Outcome.STORED
-            assert receive(handler, arrival, OPTIONS) is Outcome.DEFERRED
+            assert receive(handler, [arrival], OPTIONS) == [Outcome.DEFERRED]
             assert drain() == 0
         assert drain() == 2, "it was admitted, and run"
 
@@ -462,7 +470,7 @@ class TestAcknowledging:
         arrival = read(handler, envelope, OPTIONS)
         assert arrivals.store_due("default", parked_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)
 
-        with in_hand.holding([arrival.row]):
+        with held_in_hand(arrival.row):
             assert drain() == 1
             assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         make_due()

@@ -14,12 +14,12 @@ from django.db import connections, transaction
 
 from inbox import Lease
 from inbox.consumer.pool import Pool
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from inbox.store import arrivals
 from outbox import publish

@@ -76,7 +76,7 @@ def test_unexpected_error_after_the_commit_changes_nothing(handles, breaks):
 
 def test_unexpected_error_in_a_load_stores_every_delivery(handles, breaks):
     handler = handles(the_effect, group_commit=5)
-    breaks("receive_together")
+    breaks("receive")
 
     load = [a_delivery(handler, an_envelope(biz_id=name)) for name in "abc"]
 

@@ -621,7 +621,7 @@ def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, han
     """If this fails, something other than the sentinel keeps the messages, and the test above proves little."""
     monkeypatch.setattr(sentinel, "finish", lambda *args, **kwargs: None)
     # The second check, which detects those that Django rolls back without running the on_commit hooks.
-    monkeypatch.setattr(handler_transaction, "refuse_if_uncommitted", lambda alias, committed: None)
+    monkeypatch.setattr(handler_transaction, "refuse_if_uncommitted", lambda alias: None)
 
     received = deliver(handles(bad_handler.handle))
 

@@ -11,11 +11,11 @@ from django.db import connection, connections, transaction
 
 from exactly_once.process.loop import StopRequest
 from inbox import Lease
+from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving import execute
+from inbox.receiving import claimed
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from inbox.store import arrivals
 from tests.support.aliases import the_default_at
@@ -326,7 +326,7 @@ class TestLockedRows:
         params = connection.get_connection_params()
         names = ("dbname", "user", "host", "port")
         operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
-        stored_envelope = execute.stored_envelope
+        stored_envelope = claimed.stored_envelope
 
         def lock_first(stored):
             if not operator.info.transaction_status:
@@ -335,9 +335,9 @@ class TestLockedRows:
 
         @contextmanager
         def lock():
-            monkeypatch.setattr(execute, "stored_envelope", lock_first)
+            monkeypatch.setattr(claimed, "stored_envelope", lock_first)
             yield
-            monkeypatch.setattr(execute, "stored_envelope", stored_envelope)
+            monkeypatch.setattr(claimed, "stored_envelope", stored_envelope)
             operator.rollback()
 
         with operator:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions
+from inbox.consumer.runner import Runner
 from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, TokenBucket
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens

@@ -13,12 +13,12 @@ from django.core.management import CommandError, call_command
 from django.urls import reverse
 
 from exactly_once.process.loop import StopRequest
+from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.http import subscribe
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.outgoing_webhooks.service import EndpointHandlers
-from inbox.runner import Runner
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
 from tests.support.admin_pages import Page, act, staff_client

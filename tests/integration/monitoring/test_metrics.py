@@ -186,7 +186,7 @@ class TestWaiting:
         long = options(DUPLICATE_TIMEOUT=timedelta(seconds=30 if outcome != "deferred" else self.WAIT_SECONDS))
         with InAThread(lambda: deliver(handler, envelope)):
             assert begun.wait(30)
-            monkeypatch.setattr("inbox.receiving.execute.in_hand", InHand())  # the copy is in another process
+            monkeypatch.setattr("inbox.receiving.receive.in_hand", InHand())  # the copy is in another process
             with InAThread(lambda: deliver(handler, envelope, given=long)) as second:
                 if outcome == "deferred":
                     wait_until(lambda: ("waits", outcome) in recorded(inbox.metrics.BEGIN_SECONDS))

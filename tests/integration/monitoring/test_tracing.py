@@ -14,8 +14,8 @@ import outbox
 from exactly_once.telemetry import tracing
 from inbox import RetryLater
 from inbox.models import InboxMessage
-from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
+from inbox.receiving.receive import receive
 from outbox.models import OutboxMessage
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain
 from tests.support.relaying import drained, published, row_of
@@ -115,7 +115,7 @@ def test_batch_call_is_linked_to_its_messages(spans, handles):
     handler = handles(lambda messages: None, size=10)
     traceparents = [f"00-{'a' * 32}-{'1' * 16}-01", f"00-{'b' * 32}-{'2' * 16}-01"]
     arrivals = [read(handler, an_envelope(traceparent=one), OPTIONS) for one in traceparents]
-    receive_together(handler, arrivals, OPTIONS)
+    receive(handler, arrivals, OPTIONS)
 
     [process] = of_kind(spans, trace.SpanKind.CONSUMER)
     assert [link.context.span_id for link in process.links] == [0x1111111111111111, 0x2222222222222222]

@@ -22,6 +22,7 @@ from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered, RetryLater
+from inbox.consumer.runner import Runner
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -29,7 +30,6 @@ from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from inbox.store import admitting, claims, dialect, due, inserting, ordering, sentinel
 from inbox.transactions.persistence import DatabaseUnavailable

@@ -23,7 +23,7 @@ from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.execute import claim_next, run_stored
+from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel

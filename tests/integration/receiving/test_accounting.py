@@ -23,8 +23,8 @@ from inbox.operators import accounting, decisions, purging
 from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.execute import receive_together
 from inbox.receiving.reading import read
+from inbox.receiving.receive import receive
 from inbox.states import SETTLED, State
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -148,7 +148,7 @@ class World:
     def together(self, facts, way):
         plain = self.handlers["plain"]
         arrivals = self._arrivals(plain, facts, way)
-        received = receive_together(plain, arrivals, OPTIONS)
+        received = receive(plain, arrivals, OPTIONS)
         if received is None:  # one of them failed, so that nothing has happened
             received = [deliver(plain, arrival.envelope) for arrival in arrivals]
         for one in received:

@@ -12,9 +12,9 @@ from django.db import DatabaseError, connection, transaction
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, Receipt
 from inbox.outcome import Outcome
-from inbox.receiving.execute import receive, receive_together
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
+from inbox.receiving.receive import receive
 from inbox.states import State
 from inbox.store import arrivals, sentinel
 from inbox.store.rows import ABANDONED
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.django_db(transaction=True)]
 
 def received(handler, envelope=None, *, redelivered=False):
     arrival = read(handler, envelope or an_envelope(), OPTIONS, redelivered=redelivered)
-    return receive(handler, arrival, OPTIONS)
+    return receive(handler, [arrival], OPTIONS)[0]
 
 
 def commits_by_the_driver(message):
@@ -127,7 +127,7 @@ class TestTransactionThatEnded:
 
         handler = handles(commits, **option)
         arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
-        assert receive_together(handler, arrivals_, OPTIONS) == [Outcome.DEAD] * 3
+        assert receive(handler, arrivals_, OPTIONS) == [Outcome.DEAD] * 3
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
 
 

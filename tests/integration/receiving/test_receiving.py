@@ -29,8 +29,8 @@ from inbox.models import InboxMessage, Receipt
 from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
-from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
+from inbox.receiving.receive import receive
 from inbox.states import DUE, State
 from inbox.store import arrivals, claims, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
@@ -1058,7 +1058,7 @@ class TestForeignProducers:
         )
         handler = handles(the_effect)
 
-        received = receive(handler, read(handler, envelope_of(message), OPTIONS), OPTIONS)
+        (received,) = receive(handler, [read(handler, envelope_of(message), OPTIONS)], OPTIONS)
 
         assert received is Outcome.DEAD
         assert bytes(the_row().body) == body
@@ -1190,7 +1190,7 @@ class TestArbitraryDelivery:
         )
         arrival = read(handler, envelope_of(message), OPTIONS)
 
-        received = receive(handler, arrival, OPTIONS)
+        (received,) = receive(handler, [arrival], OPTIONS)
 
         assert received in {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.STORED, Outcome.DEAD}
         row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)

@@ -9,10 +9,10 @@ import pytest
 from django.db import connection, transaction
 
 from exactly_once.process.loop import StopRequest
+from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, make_due, the_effect

@@ -12,13 +12,13 @@ from django.db import OperationalError, connections, transaction
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
 from inbox import signals
+from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.runner import Runner
 from inbox.states import State
 from inbox.store import arrivals, claims, due, rows
 from tests.support.apps.effects.models import Effect

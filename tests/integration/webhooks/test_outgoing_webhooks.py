@@ -19,13 +19,13 @@ from django.test.utils import CaptureQueriesContext
 import inbox.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
+from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.decisions import retry
 from inbox.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
 from inbox.outgoing_webhooks.fanning_out import send_test
 from inbox.outgoing_webhooks.service import EndpointHandlers, serve
-from inbox.runner import Runner
 from inbox.testing import deliver, make_message, run_handler, travel
 from outbox import publish
 from outbox.incoming_webhooks import InvalidSignature, StandardWebhooks

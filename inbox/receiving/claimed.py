@@ -1,17 +1,13 @@
-"""Deliveries and claimed messages, each from its beginning to its outcome.
+"""Stored messages whose attempt has been claimed, each from its beginning to its outcome: retries, handed-over messages, the
+careful path.
 
-*Fast path*, for fresh deliveries: they are handled in one transaction (`run`); then the caller acknowledges. *Careful path*,
-for a delivery that the broker has made before: store it first, so that the attempt is counted in its own commit before the
-handler runs; a message that kills its process then runs out of attempts. Failed messages are also stored and acknowledged:
-their retries are visible in the database.
-
-Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
+A run takes the same steps as that of a fresh delivery (`receive`), but begins with the lock of its row.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -26,13 +22,11 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased
-from inbox.receiving.admit import admit
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
+from inbox.receiving.outcomes import Policy, defer_locked, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.parking import admit_again, admit_parked
 from inbox.receiving.reading import (
-    Arrival,
     Unidentifiable,
     identify_late,
     is_parked,
@@ -41,61 +35,17 @@ from inbox.receiving.reading import (
     stored_envelope,
     why_undecodable,
 )
-from inbox.receiving.run import Policy, run_claimed, run_fresh
 from inbox.states import State
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Successor, business_id
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, KeyBusy, OrderedKey, Successor, business_id
+from inbox.transactions.handler_transaction import call, transact
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 
 _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
-
-
-def receive(
-    handler: Handler, arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None
-) -> Outcome:
-    """Process one delivery to its outcome.
-
-    Args:
-        acknowledge: called if the delivery may be acknowledged before the handler runs: under a lease in the database, its row
-            and body are committed, and the run may take longer than the broker waits for an acknowledgement.
-
-    Raises:
-        DatabaseUnavailable: the database does not answer; nothing was decided.
-    """
-    if arrival.refused or handler.pulled:
-        return admit(handler, [arrival], options)[0]
-    if handler.lease:
-        try:
-            return leased.receive(handler, arrival, options, acknowledge=acknowledge)
-        except ConcurrentDuplicate:
-            in_hand.remember_elsewhere(arrival.row, options.DUPLICATE_TIMEOUT)
-            return Outcome.DEFERRED
-    return (receive_together(handler, [arrival], options) or [Outcome.DEFERRED])[0]
-
-
-def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Outcome] | None:
-    """Process deliveries, none of them refused, in one transaction; returns the outcome of each, in their order.
-
-    None: several have failed together, without any effect, and are to be run in smaller parts; or the single one is being
-    handled elsewhere.
-
-    Raises:
-        DatabaseUnavailable: the database does not answer; nothing was decided.
-    """
-    rows = [arrival.row for arrival in arrivals]
-    with in_hand.holding(rows) as free:
-        if not free or any(map(in_hand.is_elsewhere, rows)):
-            return None
-        if rows[0].redelivered:
-            return [_receive_carefully(handler, arrival, options) for arrival in arrivals]
-        try:
-            return run_fresh(Policy(handler, options), arrivals)
-        except ConcurrentDuplicate:
-            in_hand.remember_elsewhere(rows[0], options.DUPLICATE_TIMEOUT)
-            return None
+_KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 
 
 def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> tuple[Handler, InboxMessage] | None:
@@ -157,8 +107,10 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     with in_hand.running(stored):
         if handler.lease:
             return leased.run_stored(handler, stored, envelope, options)
-        messages = _stored_messages(stored, envelope, options)
-        return run_claimed(Policy(handler, options), stored, envelope, messages, successor)
+        message = partial(
+            message_of, envelope, options, needs_id=False, attempt=stored.attempts, biz_id=business_id(stored.biz_id)
+        )
+        return run_claimed(Policy(handler, options), stored, envelope, message, successor)
 
 
 def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
@@ -198,15 +150,48 @@ def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str
     return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
 
 
-def _stored_messages(stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Iterator[Message]:
-    biz_id = business_id(stored.biz_id)
-    while True:
-        yield message_of(envelope, options, needs_id=False, attempt=stored.attempts, biz_id=biz_id)
+def run_claimed(
+    policy: Policy,
+    stored: InboxMessage,
+    envelope: Envelope,
+    message_for_run: Callable[[], Message],
+    successor: Successor | None = None,
+) -> Outcome:
+    """Run a stored message whose attempt has been claimed. If it is handled, `successor` has claimed the next message.
 
+    Args:
+        message_for_run: returns the handler's argument, a new one for each run.
 
-def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
-    (became,) = admit(handler, [arrival], options)
-    if became is not Outcome.STORED:
-        return became
-    claimed = claim_next([handler], handler.using, options)
-    return run_stored(*claimed, options) if claimed else became
+    Raises:
+        DatabaseUnavailable: the database does not answer; its `refund` is of this attempt.
+    """
+    handler, attempt = policy.handler, stored.attempts
+    exclusive_key = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
+    refund = partial(claims.give_back, handler.using, stored)
+    longest_wait = policy.options.DUPLICATE_TIMEOUT
+    begin = partial(claims.begin_stored, handler.using, stored, exclusive_key, successor, longest_wait=longest_wait)
+    ran: list[Message] = []
+
+    def run() -> str | None:
+        ran[:] = [message_for_run()]
+        returned = call(handler, [(ran[0], envelope)])
+        return policy.encode_result(returned) if policy.encode_result else None
+
+    # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
+    reruns = policy.reruns and attempt == 1
+    try:
+        transact(handler, begin, run, of=stored.message_id, attempt=attempt, durable=policy.durable, reruns=reruns)
+    except DatabaseUnavailable as outage:
+        outage.refund = refund
+        raise
+    except KeyBusy:
+        committed(partial(refund, _KEY_BUSY_BACKOFF), handler.using)
+        return Outcome.STORED
+    except ConcurrentDuplicate:
+        return defer_locked(handler, stored)
+    except BaseException as error:  # noqa: BLE001 - see receive.run_fresh
+        return policy.settle_stored_failure(stored, error)
+    if not ran:
+        return Outcome.DUPLICATE
+    policy.settle_success(ran)
+    return Outcome.HANDLED

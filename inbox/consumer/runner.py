@@ -29,7 +29,7 @@ from inbox.models import InboxMessage
 from inbox.operators.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import AttemptRefunds
-from inbox.receiving.execute import claim_next, run_stored
+from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import announce_dead_letter
 from inbox.receiving.past import has_outbox, waiting_among
