@@ -14,7 +14,8 @@ from psycopg import IsolationLevel
 from exactly_once.process.clock import utcnow
 from exactly_once.sql import prepared_statements
 from exactly_once.sql.prepared_statements import PreparedStatement
-from inbox import Lease, runner
+from inbox import Lease
+from inbox.consumer import runner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
