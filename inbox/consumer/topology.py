@@ -218,6 +218,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
         with connection.channel() as channel:
             queue(channel).queue_declare(passive=True)
             for binding in queue.bindings:
+                binding.declare(channel)
                 binding.bind(queue(channel))
         return (
             f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used with these. To declare it "
