@@ -116,4 +116,4 @@ class TaskNotSent(InboxError):
 
 
 class UnknownHandler(InboxError):
-    """Neither this project nor the table of messages knows a handler of this name."""
+    """No handler has this name. To pause or resume one, it is enough that a stored message has it."""

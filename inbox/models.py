@@ -10,7 +10,10 @@ from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.wire.text import NAME_LENGTH
-from inbox.states import CHAINED, State
+from inbox.states import State
+
+CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
+"""Messages of a chain but for its first, whose correlation id is its own message id."""
 
 
 class Receipt(models.Model):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from django.db.models import F, Q, TextChoices
+from django.db.models import F, TextChoices
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.now import DatabaseTime
@@ -205,6 +205,3 @@ TRANSITIONS = (
     OVERRIDE,
     SKIP,
 )
-
-CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=F("message_id"))
-"""Messages of a chain but for its first, whose correlation id is its own message id."""

@@ -1,6 +1,6 @@
 """How many calls of Python functions, modules, moves between modules and round trips to PostgreSQL does a message take?
 
-Counts, not times: they are the same on every machine and in every run, so each way is traced once. The handlers do nothing.
+Counts, not times: they are the same on every machine, so one run of the benchmark is enough. The handlers do nothing.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOp
     if len(handler.topics) == 1 or not speaks_amqp(options.broker_url):
         return ""
     alone = [broker.queue_name(f"{options.group}.{handler.name}", topic) for topic in handler.topics]
-    found = [name for queue in alone for name in (queue, fit(f"{queue}.0")) if _exists(connection, kombu.Queue(name))]
+    found = [name for queue in alone for name, count in _consumers_by_queue(connection, queue).items() if count is not None]
     if not found:
         return ""
     queues = f"The handler {handler.name} has several topics, and the broker has queues of when it had one: {', '.join(found)}."
@@ -311,13 +311,18 @@ def _consumers_of(connection: kombu.Connection, queue: kombu.Queue) -> int | Non
     return int(declared.consumer_count)
 
 
+def _consumers_by_queue(connection: kombu.Connection, name: str) -> dict[str, int | None]:
+    """As `_consumers_of`, of the queue of this name and of its first partition."""
+    return {queue: _consumers_of(connection, kombu.Queue(queue)) for queue in (name, fit(f"{name}.0"))}
+
+
 def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxOptions) -> str:
     """A warning if a handler without code for a topic still has a queue of it from which no process receives; else ""."""
     known = registry.get(old.name)
     former = {(old.topic,), old.topics, (*old.topics, *(known.topics if known else ()))}
     for queue in {broker.queue_name(f"{options.group}.{old.name}", *{*topics}) for topics in former}:
         try:
-            found = [_consumers_of(connection, kombu.Queue(name)) for name in (queue, fit(f"{queue}.0"))]
+            found = _consumers_by_queue(connection, queue).values()
         except AccessRefused:
             continue
         if 0 in found and not any(found):

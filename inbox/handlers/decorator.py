@@ -86,7 +86,7 @@ def idempotent_handler(
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
-        ValueError: there is no topic, one is invalid or given twice, another handler has the name, an option is out of range,
+        ValueError: there is no topic, a topic is invalid or repeated, another handler has the name, an option is out of range,
             or two options contradict each other.
     """
     require_count("group_commit", group_commit)

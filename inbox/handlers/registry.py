@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from exactly_once.wire.formats import RUN_ELSEWHERE
+from inbox.errors import UnknownHandler
 from inbox.handlers.handler import Handler
 
 
@@ -37,14 +38,14 @@ class Registry:
         """The handlers with these names, separated by commas; a join with the handlers that collect its messages.
 
         Raises:
-            LookupError: there is no such handler; the text names similar ones.
+            UnknownHandler: there is no such handler; the error suggests similar names.
         """
         chosen = [name.strip() for name in names.split(",")]
         for name in chosen:
             if name not in self._handlers:
                 close = " or ".join(map(repr, difflib.get_close_matches(name, self._handlers)))
                 known = f"did you mean {close}?" if close else f"known: {', '.join(self._handlers) or 'none'}."
-                raise LookupError(f"No handler is called {name!r}; {known}")
+                raise UnknownHandler(f"No handler is called {name!r}; {known}")
         return [handler for handler in self.all() if {handler.name, handler.collects_for} & {*chosen}]
 
     def topics_of(self, name: str) -> tuple[str, ...]:

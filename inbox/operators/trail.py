@@ -13,8 +13,8 @@ from exactly_once.failures import DEFERRED
 from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
-from inbox.models import InboxMessage, TrailEntry
-from inbox.states import CHAINED, DUE, State
+from inbox.models import CHAINED, InboxMessage, TrailEntry
+from inbox.states import DUE, State
 from inbox.store.dialect import RECEIPTS
 
 ENTRIES = TrailEntry

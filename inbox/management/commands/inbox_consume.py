@@ -13,6 +13,7 @@ from exactly_once.sql.schema import require_schema
 from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
+from inbox.errors import UnknownHandler
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.monitoring import table_gauges
@@ -50,7 +51,7 @@ def _chosen(names: str | None, excepted: str | None) -> list[Handler]:
     try:
         chosen = registry.all() if names is None else registry.selected(names)
         left_out = [] if excepted is None else registry.selected(excepted)
-    except LookupError as error:
+    except UnknownHandler as error:
         raise CommandError(str(error)) from error
     handlers = [handler for handler in registry.all() if handler in chosen and handler not in left_out]
     if left_out and not handlers:

@@ -124,7 +124,7 @@ def test_each_missing_table_is_named_once():
 
 @pytest.mark.parametrize("name", ["exactly_once_status", "exactly_once_processes", "exactly_once_alerts"])
 def test_command_reports_an_unavailable_database_in_one_sentence(command, process_environment, name):
-    process_environment["DATABASE_URL"] = "postgresql://nobody@127.0.0.1:1/nowhere"
+    process_environment["DATABASE_URL"] = "postgresql://unknown@127.0.0.1:1/nowhere"
 
     line = refusal(command(name))
 
