@@ -1,4 +1,7 @@
+from typing import Any
+
 from django.apps import AppConfig
+from django.db.models.signals import post_migrate
 from django.utils.module_loading import autodiscover_modules
 
 from exactly_once.apps import require_installed
@@ -28,4 +31,12 @@ class InboxConfig(AppConfig):
         register_process_kind(CONSUMERS)
         register_conditions("inbox", CONDITIONS)
 
+        post_migrate.connect(_partition, sender=self)
         autodiscover_modules("handlers")
+
+
+def _partition(sender: Any, using: str, **kwargs: Any) -> None:
+    from inbox.migrations._partitions import LAYOUT
+    from inbox.models import InboxMessage
+
+    LAYOUT.partition_plain_table(InboxMessage, using)

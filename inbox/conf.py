@@ -49,9 +49,11 @@ class InboxOptions(AppOptions):
             process begins one in this time.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
-        RETENTION: how long handled rows are stored, which is the deduplication window.
+        RETENTION: how long receipts are stored, which is the deduplication window.
+        KEEP_HISTORY: how long settled messages stay, with body and outcome, for operators. Later duplicates are found by the
+            receipt.
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
-        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its row may already be purged.
+        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its receipt may already be deleted.
         AROUND: dotted paths of functions that take a message and return a context manager, which is entered around each call
             of a handler, inside its transaction.
         WEBHOOK_TIMEOUT: longest duration of a request to a webhook endpoint.
@@ -73,7 +75,8 @@ class InboxOptions(AppOptions):
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
-    RETENTION: timedelta = timedelta(days=30)
+    RETENTION: timedelta = timedelta(days=365)
+    KEEP_HISTORY: timedelta = timedelta(days=7)
     KEEP_BODIES: str = "all"
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     AROUND: tuple[str, ...] = ()

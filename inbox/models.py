@@ -1,4 +1,4 @@
-"""The inbox's tables: a receipt of every message that a handler has accepted, and the message with its outcome."""
+"""The inbox's tables: receipts, which make a message handled once, and messages: open work, and history."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from django.db.models import Q
 from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.wire.text import NAME_LENGTH
-from inbox.states import State
+from inbox.states import SETTLED, State
 
 CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
 """Messages of a chain but for its first, whose correlation id is its own message id."""
@@ -19,7 +20,8 @@ CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
 class Receipt(models.Model):
     """A message that one handler has accepted. It makes the message handled once, and is stored for `RETENTION`.
 
-    It is inserted with its message, in one statement, and not updated. A message that leaves no trace is deleted with it.
+    It is inserted with its message, in one statement, and not updated. It outlives its message, whose history is dropped after
+    `KEEP_HISTORY`. A message that leaves no trace is deleted with it.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -39,7 +41,11 @@ class Receipt(models.Model):
 
 
 class InboxMessage(models.Model):
-    """One message in one handler, and its outcome."""
+    """One message in one handler, and its outcome: open until it is settled, history from then on.
+
+    On PostgreSQL the table is partitioned by `day`, as the outbox's: one partition for open messages, and one for each day of
+    history, see `exactly_once.sql.partitions`. On SQLite it is a plain table.
+    """
 
     # That of its receipt, so that ids are in the order of arrival.
     id = models.BigIntegerField(primary_key=True)
@@ -50,8 +56,8 @@ class InboxMessage(models.Model):
     key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="")
     # Its position in the order of its key is its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
-    # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
-    # before this one, so the reference has no constraint. A full index would cost an entry for every message.
+    # The dead message whose payload an operator has corrected here, and its place in the order of its key. Its history may be
+    # dropped before that of this one, so the reference has no constraint. A full index would cost an entry for every message.
     replaces = models.ForeignKey(
         "self", null=True, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="replacements"
     )
@@ -103,6 +109,8 @@ class InboxMessage(models.Model):
     # key, and in settled states. While it runs under a lease: when the lease ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
+    # The day on which it was settled, or had its latest conflict since, in days since 1970-01-01 UTC; LIVE until it is settled.
+    day = models.PositiveIntegerField(default=LIVE, db_default=LIVE, editable=False)
 
     class Meta:
         verbose_name = _("inbox message")
@@ -119,7 +127,11 @@ class InboxMessage(models.Model):
             ("export_inboxmessage", "Can export dead letters with their content"),
         )
         constraints = (
-            models.UniqueConstraint(fields=["replaces"], name="inbox_replaces", condition=Q(replaces__isnull=False)),
+            # A state that is changed by hand must match the day, which determines the partition of the row.
+            models.CheckConstraint(
+                condition=Q(day=LIVE) & ~Q(state__in=SETTLED) | Q(day__gte=FIRST_DAY, state__in=SETTLED),
+                name="inbox_settled_has_day",
+            ),
         )
         indexes = (
             models.Index(
@@ -134,12 +146,14 @@ class InboxMessage(models.Model):
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
-            models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
+            # For SQLite. On PostgreSQL it is empty: the live partition has no such row, and history is partitioned by day.
+            models.Index(fields=["day"], name="inbox_day", condition=Q(day__gte=FIRST_DAY)),
+            models.Index(fields=["replaces"], name="inbox_replaces", condition=Q(replaces__isnull=False)),
             # The rare settled states, for searches in the admin.
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
-            models.Index(fields=["handler", "topic"], name="inbox_handler"),
+            models.Index(fields=["handler", "id"], name="inbox_handler"),
             models.Index(fields=["correlation_id", "id"], name="inbox_chain", condition=CHAINED),
             models.Index(
                 "handler",
@@ -165,7 +179,10 @@ class InboxMessage(models.Model):
 class Step(models.Model):
     """The result of a named step of a message, so that a retry does not run it again."""
 
-    message = models.ForeignKey(InboxMessage, on_delete=models.CASCADE, related_name="steps")
+    # Deleted when its message is gone. A partitioned table has no constraint that this could refer to.
+    message = models.ForeignKey(
+        InboxMessage, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="steps"
+    )
     name = models.CharField(max_length=NAME_LENGTH)
     result = models.JSONField(null=True)
     taken_at = models.DateTimeField()

@@ -14,6 +14,7 @@ from typing import Any
 from django.db.models import F, TextChoices
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.days import LIVE, Today
 from exactly_once.sql.now import DatabaseTime
 
 
@@ -68,7 +69,8 @@ class Transition:
         return {"state": self.targets[0], **self.sets}
 
 
-_SETTLES: Mapping[str, Any] = {"settled_at": DatabaseTime(), "next_attempt_at": None}
+_DIES: Mapping[str, Any] = {"settled_at": DatabaseTime(), "next_attempt_at": None}
+_SETTLES: Mapping[str, Any] = {**_DIES, "day": Today()}
 _NEXT_FENCE = {"fence": F("fence") + 1}
 
 # New messages.
@@ -97,7 +99,7 @@ REFUSE = Transition(
     sources=(),
     targets=(State.DEAD,),
     when="it cannot be read, has no identity, is too old (quarantined), or was rejected",
-    sets=_SETTLES,
+    sets=_DIES,
 )
 SHED = Transition(
     name="shed",
@@ -145,14 +147,21 @@ DIE = Transition(
     sources=DUE,
     targets=(State.DEAD,),
     when="attempts used up, or rejected",
-    sets=_SETTLES,
+    sets=_DIES,
 )
 ABANDON = Transition(
     name="abandon",
     sources=(State.RECEIVED, State.DONE),
     targets=(State.DEAD,),
     when="its handler ended the inbox's transaction by itself",
-    sets={**_SETTLES, "error_place": "", "failing_since": DatabaseTime(), "failed_at": DatabaseTime(), "result": None},
+    sets={
+        **_DIES,
+        "day": LIVE,
+        "error_place": "",
+        "failing_since": DatabaseTime(),
+        "failed_at": DatabaseTime(),
+        "result": None,
+    },
 )
 SKIP_COPY = Transition(
     name="skip a copy",

@@ -1,7 +1,6 @@
 from typing import Any
 
 from django.apps import AppConfig
-from django.db import connections, router
 from django.db.models.signals import post_migrate
 from django.utils.module_loading import autodiscover_modules
 
@@ -39,9 +38,7 @@ class OutboxConfig(AppConfig):
 
 
 def _partition(sender: Any, using: str, **kwargs: Any) -> None:
-    """With `--nomigrations`, or without migrations in MIGRATION_MODULES, tests have a plain table."""
     from outbox.migrations._partitions import LAYOUT
     from outbox.models import OutboxMessage
 
-    if connections[using].vendor == "postgresql" and router.allow_migrate_model(using, OutboxMessage):
-        LAYOUT.partition_plain_table(connections[using], OutboxMessage._meta.db_table)
+    LAYOUT.partition_plain_table(OutboxMessage, using)

@@ -97,7 +97,7 @@ def check_history(
 
 def _lacks_rights(alias: str) -> bool:
     try:
-        return claiming.claims_by_locks(alias) and not history.may_make_days(alias)
+        return claiming.claims_by_locks(alias) and not history.HISTORY.days.may_be_made(alias)
     except (DatabaseError, InterfaceError):
         return False  # not migrated, which another check says, or unavailable
 

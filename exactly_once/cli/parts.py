@@ -25,6 +25,7 @@ from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import BOLD, RED, Line, Table, age
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
+from exactly_once.operators.history import History
 from exactly_once.operators.operation_rows import OperationTable
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.labels import label_of
@@ -61,7 +62,8 @@ class Part:
         processes: its kind of processes.
         kind: their name in the checks of health, "relay".
         letters: its dead letters.
-        store: the module with `purgeable` and `purge_settled`.
+        history: of its messages.
+        remains: what is deleted besides, each with `name`, `rows` and `deletions`.
         trail: the model of the trail's entries.
         operations: its bulk operations.
         options: returns its settings.
@@ -70,7 +72,8 @@ class Part:
     processes: ProcessKind
     kind: str
     letters: Letters
-    store: Any
+    history: History
+    remains: Sequence[Any] = ()
     trail: type[Model]
     operations: OperationTable
     options: Callable[[], Any]
@@ -83,10 +86,6 @@ class Part:
     def retention(self) -> timedelta:
         """How long settled messages are kept."""
         raise NotImplementedError
-
-    def why_too_young(self, older_than: timedelta) -> str:
-        """Why messages of this age must not be deleted, or "" if they may be."""
-        return ""
 
     def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
         """For `--json`."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from math import inf
 
-from django.db import DatabaseError
+from django.db import DatabaseError, connections
 
+from exactly_once.operators.history import History
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
-from exactly_once.sql.days import date_of
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import date_of, day_of
 from exactly_once.sql.faults import is_canceled, is_collision, sqlstate_of
 from exactly_once.sql.partitions import CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
 
-Change = Callable[[str, int, timedelta | None], bool]
 _DAYS_AHEAD = 3
 _BETWEEN_WAITS_SECONDS = 3600.0
 _OWNER = (
@@ -29,33 +30,43 @@ _OWNER = (
 
 
 class DayKeeper:
-    """The days of one table in one database.
+    """The days of one history in one database.
 
     Args:
-        make, drop: change the partition of a day; False: it was left as it is.
         longest_wait: for a lock, if a change is urgent. Others wait meanwhile, so a wait in vain, as behind a backup, is not
             repeated for an hour. None: no change waits for longer than `partitions.LONGEST_WAIT`.
     """
 
-    def __init__(self, app: str, alias: str, make: Change, drop: Change, longest_wait: timedelta | None = None) -> None:
+    def __init__(self, app: str, alias: str, history: History, longest_wait: timedelta | None = None) -> None:
         self._app, self._alias = app, alias
-        self._make, self._drop = make, drop
+        self._history = history
         self._longest_wait = longest_wait
         self._refusals = Reminder()
         self._wait_again_at = -inf
         self._unmakeable: set[int] = set()
+        self._deleted_until = 0
 
-    def make(self, existing: Collection[int], today: int) -> None:
+    def keep(self, last: int) -> None:
+        """Make the partitions of the days ahead, and drop those of the days up to `last`. SQLite has none."""
+        if not is_postgresql(connections[self._alias]):
+            return
+        days, today = self._history.days, day_of(self._alias)
+        existing = days.existing(self._alias)
         for day in range(today, today + _DAYS_AHEAD + 1):
             if day not in {*existing} | self._unmakeable:
-                self._attempt(self._make, day, is_urgent=day <= today + 1)
-
-    def drop(self, existing: Collection[int], last: int) -> None:
+                self._attempt(days.make, day, is_urgent=day <= today + 1)
         for day in existing:
-            if day <= last and self._attempt(self._drop, day, is_urgent=day < last):
+            if day <= last and self._attempt(self._history.drop_day, day, is_urgent=day < last):
                 logger.info("Dropped the history of the %s of %s.", self._app, date_of(day))
 
-    def _attempt(self, change: Change, day: int, *, is_urgent: bool) -> bool:
+    def deletions(self, last: int, *, chunk: int) -> Iterator[int]:
+        """Delete the rows up to the day `last` whose days could not be dropped, once for each day; see `History`."""
+        if last != self._deleted_until:
+            yield from self._history.delete_days(self._alias, last, chunk=chunk)
+            # Rows of a default partition are read all, so they are read once. On SQLite a row of an old day may be added.
+            self._deleted_until = last if is_postgresql(connections[self._alias]) else 0
+
+    def _attempt(self, change: Callable[[str, int, timedelta | None], bool], day: int, *, is_urgent: bool) -> bool:
         """Make or drop the partition of a day. If that is impossible now, log why; the next round tries again."""
         waits = self._longest_wait is not None and is_urgent and monotonic() >= self._wait_again_at
         try:

@@ -1,5 +1,7 @@
 """Tables of messages in partitions: those that are not settled in one, and history with one for each day of settling.
 
+For example that of the outbox; the inbox's is the same.
+
     outbox_outboxmessage                      all messages, by the column `day`
       outbox_outboxmessage_live               day 0: messages that are not settled; Django's own table, with all its indexes
       outbox_outboxmessage_history            settled messages
@@ -20,18 +22,25 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, migrations, transaction
+from django.db import connections, migrations, router, transaction
+from django.db.models import Model
 
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.days import date_of, number_of
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+    pass
 
 LONGEST_WAIT = timedelta(seconds=0.2)
 COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
 INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
 _LONGEST_READ = timedelta(seconds=2)
+LIVE_STORAGE = (
+    "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0, "
+    "autovacuum_analyze_scale_factor = 0.05"
+)
+"""Storage parameters of a live partition, into which every open message is inserted, and from which it is deleted. It needs a
+vacuum after a number of dead rows, not after a fraction of its size; and at full speed, because its readers read dead rows."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,12 @@ class Days:
         return True
 
     def drop(
-        self, alias: str, day: int, longest_wait: timedelta | None = None, *, keeps: Callable[[Any, str], bool] | None = None
+        self, alias: str, day: int, longest_wait: timedelta | None = None, *, keeps: Callable[[], bool] | None = None
     ) -> bool:
         """Drop the partition of this day. False: it does not exist, or is not to be dropped.
 
         Args:
-            keeps: asked with a cursor and the name of the locked table whether it is to be kept.
+            keeps: asked whether it is to be kept, when it is locked.
 
         Raises:
             django.db.Error: history was locked for too long, or the user does not own the tables.
@@ -122,7 +131,7 @@ class Days:
             if cursor.fetchone() == (None,):
                 return False
             cursor.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            if keeps is not None and keeps(cursor, name):
+            if keeps is not None and keeps():
                 return False
             cursor.execute(f"DROP TABLE {name}")
         return True
@@ -178,9 +187,12 @@ class Layout:
             f"CREATE TABLE {history}_default PARTITION OF {history} DEFAULT",
         ]
 
-    def partition_plain_table(self, connection: BaseDatabaseWrapper, table: str) -> None:
-        """Partition a table that Django has created without migrations, for example for tests that run without them."""
-        with connection.cursor() as cursor, transaction.atomic(using=connection.alias):
+    def partition_plain_table(self, model: type[Model], using: str) -> None:
+        """Partition a table that Django has created without migrations, as for tests that run with `--nomigrations`."""
+        connection, table = connections[using], model._meta.db_table
+        if connection.vendor != "postgresql" or not router.allow_migrate_model(using, model):
+            return
+        with connection.cursor() as cursor, transaction.atomic(using=using):
             cursor.execute("SELECT relkind = 'r' FROM pg_class WHERE oid = to_regclass(%s)", [table])
             if cursor.fetchone() == (True,):
                 for statement in (f"ALTER TABLE {table} RENAME TO {table}_live", *self.statements(table)):

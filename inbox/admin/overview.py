@@ -43,6 +43,7 @@ from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
 from inbox.operators.operations import groups
+from inbox.operators.purging import HISTORY
 from inbox.states import State
 from inbox.store.heartbeats import consumers
 
@@ -129,7 +130,7 @@ def _leased(alias: str, most: int) -> list[LeasedRun]:
 def _oldest(alias: str) -> list[OldestRow]:
     options = inbox_options()
     return [
-        OldestRow(name=_("Settled messages"), at=accounting.oldest_settled(alias), kept=options.RETENTION),
+        OldestRow(name=_("History"), at=HISTORY.oldest(alias), kept=options.KEEP_HISTORY),
         OldestRow(name=_("Trail"), at=accounting.oldest_entry(alias), kept=options.TRAIL_RETENTION),
     ]
 

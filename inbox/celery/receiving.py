@@ -240,8 +240,9 @@ def _earlier_result(call: Call, received: Outcome) -> object:
         )
     if earlier.result is None and call.awaited:
         raise NotRun(
-            f"{name} has had its effect for the business id {biz_id!r}, but its result was not JSON and was not stored, so the "
-            "task that needs the result is not called. Return JSON from tasks that others wait for."
+            f"{name} has had its effect for the business id {biz_id!r}, but its result is not stored, so the task that needs "
+            "it is not called: it was not JSON, or is older than INBOX['KEEP_HISTORY']. Return JSON from tasks that others "
+            "wait for."
         )
     return None if earlier.result is None else decode_result(earlier.result)
 

@@ -1,30 +1,26 @@
-"""Housekeeping beside a process that runs handlers: delete what `exactly_once_purge` deletes, see `operators.housekeeping`."""
+"""Housekeeping beside a process that runs handlers: the days of history, and what `operators.purging` deletes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from hashlib import sha256
-from math import inf
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from exactly_once.operators.day_keeper import DayKeeper
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.operators.leases import TableLease
-from exactly_once.operators.minutes import database_time
-from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.days import day_of
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import TrailEntry
 from inbox.operators.operations import operations
-from inbox.operators.purging import purge_settled
-
-_READ_ALL_SECONDS = 3600.0
+from inbox.operators.purging import HISTORY, Walk, remains
 
 
 class Housekeeper(Housekeeping):
-    """Deletes settled messages of one database that are older than `RETENTION`, and old entries.
+    """Makes and drops the days of history of one database, and deletes what is older than its retention.
 
     One process of each service does so, because it keeps the messages of the others. Services may have the same GROUP, such as
     the default "config". So the lease's name is a digest of the handlers, too, and fits its column.
@@ -36,19 +32,16 @@ class Housekeeper(Housekeeping):
         super().__init__(alias)
         service = [inbox_options().group, *sorted(handler.name for handler in registry.all())]
         self._lease = TableLease(alias, f"inbox: housekeeping {sha256(repr(service).encode()).hexdigest()[:32]}")
-
-        self._purged_until: datetime | None = None
-        self._read_all_at = -inf
+        self._days = DayKeeper("inbox", alias, HISTORY)
+        self._walks = {one.name: Walk() for one in remains}
 
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
-        # Those that stay, as another service's, may be many, so they are read once an hour and not in each round.
-        since = None if (now := monotonic()) >= self._read_all_at else self._purged_until
-        until = database_time(self._alias) - options.RETENTION
-        if self._delete(purge_settled(self._alias, options.RETENTION, chunk=CHUNK, since=since), stop):
-            self._purged_until = until
-            if since is None:
-                self._read_all_at = now + _READ_ALL_SECONDS
+        last = day_of(self._alias, options.KEEP_HISTORY) - 1
+        self._days.keep(last)
+        self._delete(self._days.deletions(last, chunk=CHUNK), stop)
+        for one in remains:
+            self._delete(one.deletions(self._alias, chunk=CHUNK, walk=self._walks[one.name]), stop)
         self._delete_entries(TrailEntry, operations, options, stop)
 
 

@@ -10,7 +10,7 @@ class JoinsConfig(AppConfig):
 
     def ready(self) -> None:
         from inbox.joins import checks  # noqa: F401 - importing it registers the checks
-        from inbox.joins.store import delete_runs
-        from inbox.operators.purging import deleted_together
+        from inbox.joins.models import Run
+        from inbox.operators.purging import Remains, of_history, remains
 
-        deleted_together.append(delete_runs)
+        remains.append(Remains(name="runs", model=Run, message="row_id", at="opened_at", kept=of_history))

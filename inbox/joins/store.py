@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import connections, router
+from django.db import connections
 from django.db.models import Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
@@ -28,14 +28,14 @@ from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage, Receipt
 from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
+from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import with_body_only
 from inbox.store.trail import record
 
-_RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
-_DUE = "state IN ('received', 'retrying')"
+_RUNS = Run._meta.db_table
+_DUE = f"{IS_OPEN} AND state IN ('received', 'retrying')"
 _WAITING = f"attempts = 0 AND {_DUE}"
 """The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
 _MOST_NAMED = 5
@@ -152,7 +152,7 @@ def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> b
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {MESSAGES} SET {written} "
-            f"WHERE id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {condition} {skip_locked})",
+            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {condition} {skip_locked})",
             [run.row],
         )
         return bool(cursor.rowcount)
@@ -213,13 +213,3 @@ def empty_parts(alias: str, handler: str, run_id: str) -> None:
     """Remove the payloads of a run that is done."""
     parts = Part.objects.using(alias).filter(run__handler=handler, run__run_id=run_id)
     parts.update(body=b"", headers={})
-
-
-def delete_runs(alias: str, rows: Sequence[int]) -> None:
-    """Delete the runs of inbox rows that are being purged."""
-    if not rows or not router.allow_migrate_model(alias, Run):
-        return
-    places = ", ".join(["%s"] * len(rows))
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {_PARTS} WHERE run_id IN (SELECT id FROM {_RUNS} WHERE row_id IN ({places}))", list(rows))
-        cursor.execute(f"DELETE FROM {_RUNS} WHERE row_id IN ({places})", list(rows))

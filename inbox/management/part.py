@@ -34,19 +34,11 @@ _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAI
 
 class InboxPart(Part):
     processes, kind = CONSUMERS, "consumer"
-    letters, store, trail, operations, options = letters, purging, TrailEntry, operations, staticmethod(inbox_options)
+    letters, history, trail, operations, options = letters, purging.HISTORY, TrailEntry, operations, staticmethod(inbox_options)
+    remains = purging.remains
 
     def retention(self) -> timedelta:
-        return inbox_options().RETENTION
-
-    def why_too_young(self, older_than: timedelta) -> str:
-        if older_than >= self.retention():
-            return ""
-        return (
-            f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({self.retention()}): a "
-            "redelivered copy of a deleted message would still be younger than the maximum message age, and its effect "
-            "would happen again. Shorten RETENTION instead, or choose --app outbox."
-        )
+        return inbox_options().KEEP_HISTORY
 
     def life_signs(self) -> list[LifeSign]:
         signs = life_signs(self.kind)

@@ -5,6 +5,7 @@ import django.db.models.functions.comparison
 from django.db import migrations, models
 
 from exactly_once.sql.labels import label_of
+from inbox.migrations._partitions import CreateMessages
 
 LABEL = label_of('inbox')
 
@@ -89,7 +90,7 @@ class Migration(migrations.Migration):
                 'constraints': [models.UniqueConstraint(fields=('handler', 'topic', 'biz_id'), name='inbox_once')],
             },
         ),
-        migrations.CreateModel(
+        CreateMessages(
             name='InboxMessage',
             fields=[
                 ('id', models.BigIntegerField(primary_key=True, serialize=False)),
@@ -134,6 +135,7 @@ class Migration(migrations.Migration):
                 ('received_at', models.DateTimeField()),
                 ('next_attempt_at', models.DateTimeField(null=True)),
                 ('settled_at', models.DateTimeField(null=True)),
+                ('day', models.PositiveIntegerField(db_default=0, default=0, editable=False)),
                 ('replaces', models.ForeignKey(db_constraint=False, db_index=False, null=True, on_delete=django.db.models.deletion.DO_NOTHING, related_name='replacements', to=f'{LABEL}.inboxmessage')),
             ],
             options={
@@ -141,8 +143,8 @@ class Migration(migrations.Migration):
                 'verbose_name_plural': 'inbox messages',
                 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('edit_inboxmessage', 'Can correct the payload of a dead message and run it'), ('unredacted_inboxmessage', 'Can see a payload unredacted to correct it'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back'), ('run_conflicting_inboxmessage', 'Can run a message with the biz-id of an earlier one and other content'), ('dry_run_inboxmessage', 'Can run a handler without its effect, in the web process'), ('export_inboxmessage', 'Can export dead letters with their content')),
                 'default_permissions': ('view',),
-                'indexes': [models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'running'])), fields=['handler', 'next_attempt_at'], name='inbox_due'), models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'waiting', 'running', 'dead'])), fields=['state'], name='inbox_open'), models.Index(condition=models.Q(('state__in', ['done', 'skipped', 'shed'])), fields=['settled_at'], name='inbox_settled'), models.Index(condition=models.Q(('state__in', ['skipped', 'shed'])), fields=['state', 'id'], name='inbox_unhandled'), models.Index(condition=models.Q(('duplicates__gt', 0)), fields=['id'], name='inbox_duplicates'), models.Index(fields=['message_id'], name='inbox_message_id'), models.Index(fields=['handler', 'topic'], name='inbox_handler'), models.Index(condition=models.Q(models.Q(('correlation_id', ''), _negated=True), models.Q(('correlation_id', models.F('message_id')), _negated=True)), fields=['correlation_id', 'id'], name='inbox_chain'), models.Index(models.F('handler'), models.F('key'), django.db.models.functions.comparison.Coalesce('place', 'id', output_field=models.BigIntegerField()), condition=models.Q(('ordered', True), models.Q(('state__in', ['done', 'skipped', 'shed']), _negated=True)), name='inbox_order'), models.Index(condition=models.Q(('conflicts__gt', 0)), fields=['handler', 'id'], name='inbox_conflicts'), models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'error_place', 'failing_since'], name='inbox_failures')],
-                'constraints': [models.UniqueConstraint(condition=models.Q(('replaces__isnull', False)), fields=('replaces',), name='inbox_replaces')],
+                'indexes': [models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'running'])), fields=['handler', 'next_attempt_at'], name='inbox_due'), models.Index(condition=models.Q(('state__in', ['received', 'retrying', 'waiting', 'running', 'dead'])), fields=['state'], name='inbox_open'), models.Index(condition=models.Q(('day__gte', 1)), fields=['day'], name='inbox_day'), models.Index(condition=models.Q(('replaces__isnull', False)), fields=['replaces'], name='inbox_replaces'), models.Index(condition=models.Q(('state__in', ['skipped', 'shed'])), fields=['state', 'id'], name='inbox_unhandled'), models.Index(condition=models.Q(('duplicates__gt', 0)), fields=['id'], name='inbox_duplicates'), models.Index(fields=['message_id'], name='inbox_message_id'), models.Index(fields=['handler', 'id'], name='inbox_handler'), models.Index(condition=models.Q(models.Q(('correlation_id', ''), _negated=True), models.Q(('correlation_id', models.F('message_id')), _negated=True)), fields=['correlation_id', 'id'], name='inbox_chain'), models.Index(models.F('handler'), models.F('key'), django.db.models.functions.comparison.Coalesce('place', 'id', output_field=models.BigIntegerField()), condition=models.Q(('ordered', True), models.Q(('state__in', ['done', 'skipped', 'shed']), _negated=True)), name='inbox_order'), models.Index(condition=models.Q(('conflicts__gt', 0)), fields=['handler', 'id'], name='inbox_conflicts'), models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'error_place', 'failing_since'], name='inbox_failures')],
+                'constraints': [models.CheckConstraint(condition=models.Q(models.Q(('day', 0), models.Q(('state__in', ('done', 'skipped', 'shed')), _negated=True)), models.Q(('day__gte', 1), ('state__in', ('done', 'skipped', 'shed'))), _connector='OR'), name='inbox_settled_has_day')],
             },
         ),
         migrations.CreateModel(
@@ -152,7 +154,7 @@ class Migration(migrations.Migration):
                 ('name', models.CharField(max_length=255)),
                 ('result', models.JSONField(null=True)),
                 ('taken_at', models.DateTimeField()),
-                ('message', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='steps', to=f'{LABEL}.inboxmessage')),
+                ('message', models.ForeignKey(db_constraint=False, db_index=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='steps', to=f'{LABEL}.inboxmessage')),
             ],
             options={
                 'default_permissions': ('view',),

@@ -1,6 +1,6 @@
 """What is in the tables of the inbox: counts by state and by handler, the oldest rows, and the balance of all deliveries.
 
-The balance counts one row for the first delivery of a message, and one duplicate for each further one. Most rows are settled.
+The balance counts one row for the first delivery of a message, and one duplicate for each further one. Most rows are history.
 They are counted without being read: each count and sum has a partial index.
 """
 
@@ -14,21 +14,24 @@ from django.db import connections
 from django.db.models import Count, Min
 
 from exactly_once.sql import counts as counting
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import FIRST_DAY
 from inbox.models import InboxMessage, TrailEntry
+from inbox.operators.purging import HISTORY
 from inbox.states import SETTLED, State
-from inbox.store.dialect import RECEIPTS, TABLE
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
 from inbox.store.due import longest_due
 
 _OPEN = tuple(state for state in State if state not in SETTLED)
 _RARE = (State.SKIPPED, State.SHED)
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays", "conflicts")
 _INDEXES = {
-    **dict.fromkeys(State, "state IN ('received', 'retrying', 'waiting', 'running', 'dead')"),
-    State.DONE: "state IN ('done', 'skipped', 'shed')",
-    State.SKIPPED: "state IN ('skipped', 'shed')",
-    State.SHED: "state IN ('skipped', 'shed')",
+    **dict.fromkeys(State, f"state IN ('received', 'retrying', 'waiting', 'running', 'dead') AND {IS_OPEN}"),
+    State.DONE: f"day >= {FIRST_DAY}",
+    State.SKIPPED: f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}",
+    State.SHED: f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}",
 }
-"""The condition of the index of each state."""
+"""The condition of the index of each state, on SQLite and on PostgreSQL."""
 _PAIRS = {
     "postgresql": (
         "WITH RECURSIVE pairs AS ("
@@ -81,16 +84,18 @@ class Balance:
 def balance(alias: str) -> Balance:
     """Read all counts in one statement, so that no message is counted twice or missed while it changes its state.
 
-    It reads the whole index of the settled rows: about 50 ms for a million rows on PostgreSQL.
+    It reads a whole index of history: about 50 ms for a million rows on PostgreSQL.
     """
     zeros = ", 0" * (len(_COUNTS) - 1)
+    # The table of history, because its partitions have no index of the day.
+    history = f"{HISTORY.days.history}" if is_postgresql(connections[alias]) else f"{TABLE} WHERE day >= {FIRST_DAY}"
     sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in _COUNTS)
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_OPEN)}) GROUP BY state "
-            f"UNION ALL SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
-            f"UNION ALL SELECT 'settled', COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
-            f"UNION ALL SELECT 'quarantined', COUNT(*){zeros} FROM {TABLE} WHERE state = 'dead' AND quarantined "
+            f"SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE state IN ({_listed(_OPEN)}) AND {IS_OPEN} GROUP BY state "
+            f"UNION ALL SELECT state, COUNT(*){zeros} FROM {TABLE} WHERE {_INDEXES[State.SHED]} GROUP BY state "
+            f"UNION ALL SELECT 'settled', COUNT(*){zeros} FROM {history} "
+            f"UNION ALL SELECT 'quarantined', COUNT(*){zeros} FROM {TABLE} WHERE state = 'dead' AND quarantined AND {IS_OPEN} "
             f"UNION ALL SELECT 'edited', COUNT(*){zeros} FROM {TABLE} WHERE replaces_id IS NOT NULL "
             f"UNION ALL SELECT 'duplicates', {sums} FROM {TABLE} WHERE duplicates > 0"
         )
@@ -143,12 +148,6 @@ def counts_by_handler(alias: str, states: Iterable[State]) -> dict[str, dict[str
 def _sources(states: Iterable[State]) -> dict[str, list[str]]:
     """Where the messages of each state are found by an index."""
     return {str(state): [f"FROM {TABLE} WHERE state = '{state}' AND {_INDEXES[state]}"] for state in states}
-
-
-def oldest_settled(alias: str) -> datetime | None:
-    """When the oldest settled message that is still stored was settled."""
-    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__isnull=False)
-    return settled.order_by("settled_at").values_list("settled_at", flat=True).first()
 
 
 def oldest_entry(alias: str) -> datetime | None:

@@ -13,7 +13,7 @@ from exactly_once.operators.dead_letters import Letters, Refused, plain, value_o
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
-from inbox.models import InboxMessage, Step
+from inbox.models import InboxMessage, Receipt, Step
 from inbox.receiving.reading import outside_window, stored_envelope
 from inbox.states import State
 from inbox.store import receipts
@@ -64,7 +64,10 @@ class InboxLetters(Letters):
 
     def _state_of(self, alias: str, values: Mapping[str, Any]) -> str:
         row = receipts.named(alias, values["handler"], values["topic"], values["biz_id"]).only("state").first()
-        return str(row.get_state_display()) if row else ""
+        if row is not None:
+            return str(row.get_state_display())
+        of_it = Receipt.objects.using(alias).filter(**{name: values[name] for name in ("handler", "topic", "biz_id")})
+        return str(State.DONE.label) if of_it.exists() else ""
 
     def subject(self, values: Mapping[str, Any]) -> Subject:
         message_id = values["message_id"]

@@ -18,7 +18,6 @@ from django.db.models import F
 from exactly_once.difference import difference
 from exactly_once.display import as_editable
 from exactly_once.sql.faults import is_collision
-from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -199,7 +198,6 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         counted = int(first.conflicting_id != first.message_id)
         InboxMessage.objects.using(alias).filter(pk=pk).update(
             conflicting_attributes=None,
-            conflicting_at=DatabaseTime(),  # it makes further copies duplicates, so it stays for RETENTION
             conflicts=F("conflicts") - 1,
             duplicates=F("duplicates") - counted,
         )

@@ -1,73 +1,106 @@
-"""Deletes settled messages: not those of handlers that only processes of other services have.
+"""Deletes what is older than its retention: history, receipts, and what other tables have about messages that are gone.
 
-`RETENTION` is the deduplication window of a service. Of several services on one database, each deletes the messages of its own
-handlers, those of Celery tasks and webhook endpoints, and those of handlers that no process has lately run.
+Of several services on one database, each deletes the rows of its own handlers, those of Celery tasks and webhook endpoints, and
+those of handlers that no process has lately run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf
 from typing import Any
 
-from django.db import connections, transaction
-from django.db.models import Q
+from django.db import router
+from django.db.models import Exists, Model, OuterRef, Q, QuerySet
 
-from exactly_once.sql.now import NOW_AFTER, DatabaseTime
+from exactly_once.operators.history import History
+from exactly_once.operators.minutes import database_time
+from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
+from inbox.conf import InboxOptions, inbox_options
 from inbox.handlers.registry import may_exist
-from inbox.models import InboxMessage, Step
-from inbox.states import SETTLED
-from inbox.store import receipts
-from inbox.store.dialect import TABLE
+from inbox.models import InboxMessage, Receipt, Step
 from inbox.store.heartbeats import lately_running_handlers
 
-deleted_together: list[Callable[[str, Sequence[int]], object]] = []
-"""Called with the alias and the ids of rows that are being purged, in their transaction. An optional package that stores more
-about a row deletes it here."""
+_READ_ALL_SECONDS = 3600.0
 
 
-def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000, since: datetime | None = None) -> Iterator[int]:
-    """Delete settled rows older than `older_than`, in small transactions; yields the number deleted by each.
+def _of_others(alias: str) -> Q:
+    return Q(handler__in=[name for name in lately_running_handlers(alias) if not may_exist(name)])
 
-    Args:
-        since: rows that were settled before are not read; None reads all.
 
-    Open and dead messages stay until they are settled. A row also stays for `older_than` after its latest duplicate with other
-    content: it may have the only copy of that content, or be what makes further copies of it duplicates.
+def _has_rows_of_others(alias: str, day: int) -> bool:
+    return HISTORY.rows(alias).filter(_of_others(alias), day=day).exists()
+
+
+HISTORY = History(model=InboxMessage, by="id", stays=_of_others, keeps=_has_rows_of_others)
+purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remains:
+    """Rows of a table that outlive their message.
+
+    Attributes:
+        message: the field with the id of the message.
+        at: the field with the instant from which they are kept, and `kept` how long. Their primary keys are in its order.
+        stays: by alias, the condition of rows that are not deleted.
     """
-    old = _settled_before(alias, older_than).order_by("settled_at").values_list("pk", "settled_at")
-    while found := list((old if since is None else old.filter(settled_at__gte=since))[:chunk]):
-        yield _delete(alias, [pk for pk, _ in found], older_than)
-        # There may be many rows that stay, and each chunk would read them again. SQLite's instants have milliseconds.
-        since = found[-1][1] - timedelta(milliseconds=1)
+
+    name: str
+    model: type[Model]
+    message: str
+    at: str
+    kept: Callable[[InboxOptions], timedelta]
+    stays: Callable[[str], Q] = lambda _: Q(pk__in=())
+
+    def rows(self, alias: str) -> QuerySet[Model]:
+        """What is deleted. A database may not have the table."""
+        if not router.allow_migrate_model(alias, self.model):
+            return QuerySet(self.model, using=alias).none()
+        old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(inbox_options()))})
+        has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef(self.message)))
+        return QuerySet(self.model, using=alias).filter(old).exclude(self.stays(alias)).exclude(has_message)
+
+    def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
+        """Delete them in small transactions, in the order of their keys, up to the first that are too young."""
+        if not router.allow_migrate_model(alias, self.model):
+            return
+        walk, until = walk or Walk(), database_time(alias) - self.kept(inbox_options())
+        keys: QuerySet[Any] = QuerySet(self.model, using=alias).order_by("pk").values_list("pk", self.at)
+        while found := list(keys.filter(pk__gt=walk.begun())[:chunk]):
+            last, youngest = found[-1][0], max(at for _, at in found)
+            yield self.rows(alias).filter(pk__gte=found[0][0], pk__lte=last).delete()[1].get(self.model._meta.label, 0)
+            if youngest >= until:
+                return
+            walk.last = last
 
 
-def _delete(alias: str, ids: Sequence[int], older_than: timedelta) -> int:
-    """Delete rows by SQL: Django's delete() would first read every row with its body, because steps refer to it."""
-    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        places = ", ".join(["%s"] * len(ids))
-        cursor.execute(
-            # A duplicate with other content may have come since they were selected.
-            f"DELETE FROM {TABLE} WHERE id IN ({places}) AND state IN ('done', 'skipped', 'shed') "
-            f"AND (conflicting_at IS NULL OR conflicting_at < {NOW_AFTER[connections[alias].vendor]}) RETURNING id",
-            [*ids, -older_than.total_seconds()],
-        )
-        deleted = [row for (row,) in cursor.fetchall()]
-        receipts.delete_of(alias, deleted)
-        Step.objects.using(alias).filter(message_id__in=deleted).delete()
-        for delete in deleted_together:
-            delete(alias, deleted)
-        return len(deleted)
+@dataclass
+class Walk:
+    """How far a table has been read. Rows that stay may be many, so they are read again only once an hour."""
+
+    last: int = 0
+    again_at: float = field(default=-inf)
+
+    def begun(self) -> int:
+        if (now := monotonic()) >= self.again_at:
+            self.last, self.again_at = 0, now + _READ_ALL_SECONDS
+        return self.last
 
 
-def purgeable(alias: str, older_than: timedelta) -> int:
-    """How many rows `purge_settled` would delete."""
-    count: int = _settled_before(alias, older_than).count()
-    return count
+def of_history(options: InboxOptions) -> timedelta:
+    return options.KEEP_HISTORY
 
 
-def _settled_before(alias: str, older_than: timedelta) -> Any:
-    before = DatabaseTime(-older_than)
-    of_others = [name for name in lately_running_handlers(alias) if not may_exist(name)]
-    settled = InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=before).exclude(handler__in=of_others)
-    return settled.filter(Q(conflicting_at=None) | Q(conflicting_at__lt=before))
+def _of_receipts(options: InboxOptions) -> timedelta:
+    return options.RETENTION
+
+
+remains = [
+    Remains(name="receipts", model=Receipt, message="pk", at="received_at", kept=_of_receipts, stays=_of_others),
+    Remains(name="steps", model=Step, message="message_id", at="taken_at", kept=of_history),
+]
+"""An optional package that stores more about messages adds its own."""

@@ -11,12 +11,14 @@ from django.db import transaction
 from django.db.models import F
 from django.db.models.functions import Greatest
 
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, LeaseMemory
 from inbox.states import DUE, State
 from inbox.store import receipts
 from inbox.store.arrivals import counted_duplicates, store
 from inbox.store.claims import refunded, under_claim
+from inbox.store.dialect import IS_OPEN
 from inbox.store.failures import as_failed
 from inbox.store.inserting import Insertion
 from inbox.store.leases import done_columns, in_order
@@ -25,7 +27,7 @@ from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attrib
 from inbox.store.steps import remember_all
 from inbox.store.trail import record_leaving
 
-_OPEN_ROW = f"id = {receipts.ID_OF} AND state IN ('received', 'retrying', 'running')"
+_OPEN_ROW = f"id = {receipts.ID_OF} AND {IS_OPEN} AND state IN ('received', 'retrying', 'running')"
 
 
 def store_external(
@@ -83,7 +85,7 @@ def finish_external(
     """
     with in_order(alias, order, matters=False):
         record_leaving(alias, _OPEN_ROW, receipts.name_of(row), became=State.DONE, matters=False)
-        content = _content_of(row) if delivered else {}
+        content = _content_of(alias, row) if delivered else {}
         done = _open_row(alias, row).update(**content, **done_columns(), attempts=Greatest(F("attempts") - uncounted, 0))
         promote_behind(alias, order)
     return bool(done)
@@ -117,7 +119,7 @@ def fail_external(
             reason=failure.error,
             matters=not failure.deferred,
         )
-        if not _open_row(alias, row).update(**written, **_content_of(row), fence=Greatest(F("fence"), fence)):
+        if not _open_row(alias, row).update(**written, **_content_of(alias, row), fence=Greatest(F("fence"), fence)):
             return None
         pk: int = receipts.message_of(alias, row).get().pk
         remember_all(alias, pk, steps)
@@ -142,13 +144,15 @@ def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
 
 def show_stopping(alias: str, pk: int) -> None:
     """A process that runs it under an external lease has been asked to stop. The row does not know its present owner."""
-    InboxMessage.objects.using(alias).filter(pk=pk, state=State.RUNNING).update(stopping=True)
+    InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.RUNNING).update(stopping=True)
 
 
 def _open_row(alias: str, row: NewRow) -> Any:
-    return receipts.message_of(alias, row).filter(state__in=DUE)
+    return receipts.message_of(alias, row).filter(day=LIVE, state__in=DUE)
 
 
-def _content_of(row: NewRow) -> dict[str, Any]:
-    content: dict[str, Any] = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
-    return {**content, "headers": json.loads(row.headers)}
+def _content_of(alias: str, row: NewRow) -> dict[str, Any]:
+    """The columns of the delivery that was run. Its receipt, which a duplicate may have stored, gets them, too."""
+    named = {"message_id": row.message_id, "digest": row.digest}
+    receipts.of(alias, row).exclude(digest=row.digest).update(**named)
+    return {**named, "content_type": row.content_type, "body": row.body, "headers": json.loads(row.headers)}

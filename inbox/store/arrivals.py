@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
-from exactly_once.sql.now import now
+from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
+from exactly_once.sql.now import DatabaseTime, now
 from inbox.conf import inbox_options
-from inbox.states import DUE, State
+from inbox.models import InboxMessage, Receipt
+from inbox.states import DUE, HANDLE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_many, insert_one
@@ -33,6 +36,7 @@ _KEEP_CONFLICT = (
     "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
 )
 
+HISTORY_DROPPED = "Its history has been dropped. This row has the content of a later duplicate."
 _EARLIER = f"COALESCE({ID_OF}, {ID_OF})"
 """The id of the row with this content of its own, else that of the first message."""
 
@@ -134,7 +138,8 @@ def counted_duplicates(cause: DuplicateCause, count: int) -> dict[str, Any]:
 def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
     """Count a duplicate of a stored row, and its copies, by their cause. If its content differs, store that content.
 
-    Content that an operator has run as its own message is a duplicate of that message's row.
+    Content that an operator has run as its own message is a duplicate of that message's row. A row of history with new content
+    moves to the present day, so that it stays for `KEEP_HISTORY` from now on. Without a row, the receipt tells a duplicate.
 
     None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """
@@ -149,18 +154,19 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         f"UPDATE {TABLE} SET duplicates = duplicates + {count}, "
         f"{column} = {column} + CASE WHEN message_id = %s THEN {count} ELSE 0 END, "
         f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
-        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)} "
+        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)}, "
+        f"day = CASE WHEN day >= {FIRST_DAY} AND digest <> %s THEN {DAY_OF_NOW[connection.vendor]} ELSE day END "
         f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {_EARLIER} {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
         [
             *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
-            *(row.digest, attributes_of(row)),
+            *(row.digest, attributes_of(row), row.digest),
             *(row.handler, row.topic, conflicting_name(row.digest, row.biz_id), *name_of(row)),
         ],
     )
     if not found:
-        return None
+        return _without_history(alias, row, same_id)
     ((pk, state, message_id, digest, next_attempt_at),) = found
     return Earlier(
         pk,
@@ -169,3 +175,35 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         conflicting=digest != row.digest,
         abandoned=state in DUE and next_attempt_at is None,
     )
+
+
+def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | None:
+    """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
+    with transaction.atomic(using=alias):
+        # Locked, so that of two such duplicates one stores the row.
+        named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic)
+        found = {one.biz_id: one for one in named.filter(biz_id__in=_names(row)).select_for_update()}
+        receipt = next((found[name] for name in _names(row) if name in found), None)
+        if receipt is None or InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
+            return None
+        cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
+        conflicting, count = receipt.digest != row.digest, 1 + row.copies
+        if conflicting:
+            InboxMessage.objects.using(alias).create(
+                **{field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields},
+                **HANDLE.columns,
+                **counted_duplicates(cause, count),
+                body=b"",
+                last_error=HISTORY_DROPPED,
+                conflicts=count,
+                conflicting_id=row.message_id,
+                conflicting_body=row.body,
+                conflicting_at=DatabaseTime(),
+                conflicting_attributes=json.loads(attributes_of(row)),
+            )
+        return Earlier(receipt.pk, "", cause, conflicting=conflicting, abandoned=False)
+
+
+def _names(row: NewRow) -> list[str]:
+    """The biz-ids that `_EARLIER` looks for."""
+    return [conflicting_name(row.digest, row.biz_id), row.biz_id]

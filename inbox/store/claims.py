@@ -16,12 +16,13 @@ from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
+from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
 from inbox.store.failures import ABANDON_AS, as_failed, as_written
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-_IS_CLAIMED = f"CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+_IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
 _SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
@@ -78,8 +79,8 @@ def claim_due(
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
         with connection.cursor() as cursor:
             cursor.execute(
-                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id "
-                f"RETURNING {columns_of('m')}",
+                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
+                f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {columns_of('m')}",
                 [*wanted, lasts],
             )
             row = cursor.fetchone()
@@ -99,7 +100,7 @@ def claim_due(
 def under_claim(alias: str, claimed: InboxMessage) -> Any:
     """A query for the claimed row, which finds nothing once another claim or run has begun, or an operator has decided."""
     return InboxMessage.objects.using(alias).filter(
-        pk=claimed.pk, fence=claimed.fence, state__in=DUE, next_attempt_at__isnull=False
+        pk=claimed.pk, day=LIVE, fence=claimed.fence, state__in=DUE, next_attempt_at__isnull=False
     )
 
 
@@ -208,7 +209,7 @@ def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
     only_claimed = F("attempts") + (claimed.fence - claimed.attempts)
     # Not equal, because SQLite's own instants have fewer digits than those that Django gives it.
     not_since = Q(failed_at=None) if claimed.failed_at is None else Q(failed_at__lte=claimed.failed_at)
-    row = InboxMessage.objects.using(alias).filter(not_since, pk=claimed.pk, fence=only_claimed, state__in=DUE)
+    row = InboxMessage.objects.using(alias).filter(not_since, pk=claimed.pk, day=LIVE, fence=only_claimed, state__in=DUE)
     row.update(**as_written(failure))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.now import NOW, DatabaseTime
 from inbox.models import InboxMessage, PausedHandler, Receipt
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 TABLE = InboxMessage._meta.db_table
 RECEIPTS = Receipt._meta.db_table
+IS_OPEN = f"day = {LIVE}"
+"""The condition of messages that are not settled. With it, a statement reads only their partition."""
 PAUSED_HANDLERS = PausedHandler._meta.db_table
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
@@ -78,6 +81,6 @@ def assignments(columns: Mapping[str, Any], vendor: str) -> str:
 
 
 def _as_sql(value: Any, vendor: str) -> str:
-    if isinstance(value, DatabaseTime):
-        return NOW[vendor]
+    if isinstance(value, DatabaseTime | Today):
+        return (NOW if isinstance(value, DatabaseTime) else DAY_OF_NOW)[vendor]
     return "NULL" if value is None else f"'{value}'"

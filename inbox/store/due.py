@@ -22,13 +22,13 @@ from exactly_once.sql.now import now
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
-from inbox.store.dialect import PAUSED_HANDLERS, TABLE
+from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
-"""The condition of the index `inbox_due`: messages that are run when their next attempt is due."""
+STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)}) AND {IS_OPEN}"
+"""Messages that are run when their next attempt is due, as in the index `inbox_due`."""
 ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
 """Limit for counting the messages of an unknown handler."""
@@ -71,7 +71,7 @@ def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quara
         last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
         # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
         lock = (
-            f"SELECT id FROM {TABLE} WHERE id = tried.id "
+            f"SELECT id FROM {TABLE} WHERE id = tried.id AND {IS_OPEN} "
             f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
         )
         # LIMIT stops the lateral queries as soon as one row is locked.

@@ -20,6 +20,7 @@ from django.db import connections
 
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from inbox.states import State
@@ -138,6 +139,7 @@ def _insert(vendor: str, source: str) -> str:
         "state": "given.became",
         "received_at": f"COALESCE(given.received_at, {at})",
         "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
+        "day": f"CASE WHEN given.became IN ('done', 'shed') THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
         f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
     }

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
@@ -21,7 +22,7 @@ from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.arrivals import store
 from inbox.store.claims import under_claim
-from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE, assignments
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, assignments
 from inbox.store.failures import as_failed
 from inbox.store.inserting import Insertion
 from inbox.store.ordering import deciding, hold_gates, promote_behind
@@ -31,7 +32,7 @@ from inbox.store.trail import is_recorded, record, recording
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
 # Without CASE the planner would use a partial index, and read the dead entries of leases that have ended since the last vacuum.
-_OWNED = "CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp() THEN TRUE ELSE FALSE END"
+_OWNED = f"{IS_OPEN} AND CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp() THEN TRUE ELSE FALSE END"
 _CONSUME = PreparedStatement(
     "inbox_consume",
     ["bigint", "bigint", "boolean"],
@@ -78,7 +79,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
-            f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND digest = %s "
+            f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND digest = %s "
             f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
             [*given, *given, seconds, *receipts.name_of(row), row.digest, *given],
         )
@@ -149,7 +150,9 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
 
 
 def _owned(alias: str, pk: int, fence: int) -> Any:
-    return InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
+    return InboxMessage.objects.using(alias).filter(
+        pk=pk, day=LIVE, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
+    )
 
 
 def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW_AFTER
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import IS_OPEN, TABLE
 from inbox.store.loading import columns_of, message_of
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
@@ -42,7 +43,7 @@ from inbox.store.trail import record
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-OPEN = "ordered AND NOT (state IN ('done', 'skipped', 'shed'))"
+OPEN = f"ordered AND NOT (state IN ('done', 'skipped', 'shed')) AND {IS_OPEN}"
 """True for rows with a place in the order, as in the index `inbox_order`."""
 GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
@@ -177,7 +178,7 @@ class _HeadStatement:
         return (
             f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
             # CASE prevents an index of all waiting rows: see the sentinel.
-            f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
+            f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
             f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {self._returned}) "
             "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true"
         )
@@ -299,7 +300,9 @@ def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
 
 def _remove_from_order(alias: str, order: OrderedKey, row: int) -> bool:
     with deciding(alias):
-        passed = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, ordered=True).update(ordered=False)
+        passed = (
+            InboxMessage.objects.using(alias).filter(pk=row, day=LIVE, state=State.DEAD, ordered=True).update(ordered=False)
+        )
         promote_behind(alias, order if passed else None)
         return bool(passed)
 

@@ -10,7 +10,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import IS_OPEN, TABLE
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import NewRow
 
@@ -25,7 +25,7 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
         insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout)
         with connections[alias].cursor() as cursor:
             cursor.execute(
-                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} RETURNING attempts",
+                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} AND {IS_OPEN} RETURNING attempts",
                 receipts.name_of(row),
             )
             found = cursor.fetchone()

@@ -1,4 +1,7 @@
-"""Receipts: what makes a message handled once. A message has the id of its receipt, and is found by it."""
+"""Receipts: what makes a message handled once. A message has the id of its receipt, and is found by it.
+
+The receipt outlives the message, whose history is dropped earlier.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
+from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
-from inbox.store.dialect import RECEIPTS, TABLE
+from inbox.states import SETTLED
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
 from inbox.store.rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
@@ -22,6 +27,11 @@ def name_of(row: NewRow) -> list[str]:
     return [row.handler, row.topic, row.biz_id]
 
 
+def of(alias: str, row: NewRow) -> QuerySet[Receipt]:
+    """The receipt that this delivery has, or is a duplicate of."""
+    return Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+
+
 def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMessage]:
     """The message with this name."""
     ids = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).values("pk")
@@ -30,7 +40,7 @@ def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMe
 
 def message_of(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
     """The message that this delivery has, or is a duplicate of."""
-    return named(alias, row.handler, row.topic, row.biz_id)
+    return InboxMessage.objects.using(alias).filter(pk__in=of(alias, row).values("pk"))
 
 
 def create(alias: str, **columns: Any) -> InboxMessage:
@@ -39,7 +49,7 @@ def create(alias: str, **columns: Any) -> InboxMessage:
     Raises:
         django.db.IntegrityError: there is one of this name.
     """
-    columns = {"received_at": DatabaseTime(), **columns}
+    columns = {"received_at": DatabaseTime(), **({"day": Today()} if columns["state"] in SETTLED else {}), **columns}
     copied = {name: columns[name] for name in _COPIED if name in columns}
     receipt = Receipt.objects.using(alias).create(**copied)
     return InboxMessage.objects.using(alias).create(pk=receipt.pk, **columns)
@@ -51,7 +61,7 @@ _COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.pr
 def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:
     """Delete messages that shall leave no trace, with their receipts; what is returned of each."""
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
+        cursor.execute(f"DELETE FROM {TABLE} WHERE {IS_OPEN} AND {condition} RETURNING id, {returning}", parameters)
         deleted = cursor.fetchall()
         delete_of(alias, [row for row, _ in deleted])
     return [returned for _, returned in deleted]

@@ -262,7 +262,7 @@ class DuplicateCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The existing row of a duplicate."""
+    """The earlier message of a duplicate; `state` is "" if its history has been dropped."""
 
     row: int
     state: str

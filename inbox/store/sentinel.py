@@ -18,7 +18,7 @@ from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
-from inbox.store.dialect import RECEIPTS, TABLE, assignments
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments
 from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
@@ -36,7 +36,7 @@ WRITTEN = (
 """If the bodies of done messages are not stored, the digest remains, so conflicting duplicates are still found."""
 _EMPTY = {"postgresql": "''", "sqlite": "x''"}
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
-_OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
+_OURS = f"{IS_OPEN} AND CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _JSON = {"postgresql": "%s::jsonb", "sqlite": "%s"}
 _DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"

@@ -17,7 +17,7 @@ from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
-from inbox.store.dialect import TABLE
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
 from inbox.store.rows import NewRow
 
 
@@ -44,8 +44,8 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
-            f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {receipts.ID_OF} "
-            f"AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
+            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {TABLE} WHERE id = {receipts.ID_OF} "
+            f"AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
             [redelivery_after.total_seconds(), *receipts.name_of(row)],
         )
         found = cursor.fetchall()
@@ -64,10 +64,12 @@ def store_signature(alias: str, row: NewRow, headers: str) -> None:
 
 
 def outcome(alias: str, row: NewRow) -> TaskOutcome | None:
-    """The outcome of the message that `row` repeats; None if its row was deleted."""
+    """The outcome of the message that `row` repeats; None if it was deleted. One without history is taken to be done."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT state, CAST(result AS text), last_error FROM {TABLE} WHERE id = {receipts.ID_OF}", receipts.name_of(row)
+            f"SELECT COALESCE(m.state, 'done'), CAST(m.result AS text), COALESCE(m.last_error, '') "
+            f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id WHERE r.handler = %s AND r.topic = %s AND r.biz_id = %s",
+            receipts.name_of(row),
         )
         found = cursor.fetchone()
     return TaskOutcome(State(found[0]), found[1], found[2]) if found else None

@@ -37,6 +37,7 @@ from outbox.operators.operations import groups
 from outbox.states import State
 from outbox.store import operating
 from outbox.store.heartbeats import relays
+from outbox.store.history import HISTORY
 
 _MOST_NAMED = 5
 _BACKLOG = (State.READY, State.WAITING, State.PAUSED)
@@ -88,7 +89,7 @@ def _attention(
 def _oldest(alias: str) -> list[OldestRow]:
     options = outbox_options()
     return [
-        OldestRow(name=_("History"), at=figures.oldest_settled(alias), kept=options.keeps),
+        OldestRow(name=_("History"), at=HISTORY.oldest(alias), kept=options.keeps),
         OldestRow(name=_("Trail"), at=figures.oldest_entry(alias), kept=options.TRAIL_RETENTION),
     ]
 

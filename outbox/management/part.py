@@ -29,7 +29,13 @@ _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAIT
 
 class OutboxPart(Part):
     processes, kind = RELAYS, "relay"
-    letters, store, trail, operations, options = letters, history, TrailEntry, operations, staticmethod(outbox_options)
+    letters, history, trail, operations, options = (
+        letters,
+        history.HISTORY,
+        TrailEntry,
+        operations,
+        staticmethod(outbox_options),
+    )
 
     def retention(self) -> timedelta:
         return outbox_options().keeps

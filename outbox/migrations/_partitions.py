@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from exactly_once.sql.partitions import CreatePartitioned, Layout
+from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
 
 LAYOUT = Layout(
     prefix="outbox",
     settled="state IN ('published', 'expired', 'cancelled', 'rolled_back')",
-    # Every message is inserted into this table and deleted from it. It needs a vacuum after a number of dead rows, not after a
-    # fraction of its size; and at full speed, because dead rows slow down the relay.
-    storage=(
-        "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0, "
-        "autovacuum_analyze_scale_factor = 0.05"
-    ),
+    storage=LIVE_STORAGE,
     indexes=(
         "CREATE INDEX outbox_history_message_id ON {history} (message_id)",
         "CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",

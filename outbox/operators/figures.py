@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime, time, timedelta
+from datetime import datetime, timedelta
 
 from django.db import connections
 
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
-from exactly_once.sql.days import FIRST_DAY, LIVE, date_of
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import now_after
-from outbox.models import SHARDS, OutboxMessage, PausedTopic, TrailEntry
+from outbox.models import SHARDS, PausedTopic, TrailEntry
 from outbox.states import SETTLED, State
-from outbox.store import history
 from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
 
@@ -115,14 +114,3 @@ def paused_topics(alias: str, most: int) -> list[PausedTopic]:
 def oldest_entry(alias: str) -> datetime | None:
     """The instant of the oldest entry of the trail."""
     return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()
-
-
-def oldest_settled(alias: str) -> datetime | None:
-    """The beginning of the oldest day of history that is still stored; None without any."""
-    connection = connections[alias]
-    if is_postgresql(connection):
-        first = history.first_day(alias)
-    else:
-        settled = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).order_by("day")
-        first = settled.values_list("day", flat=True).first()
-    return None if first is None else datetime.combine(date_of(first), time(), UTC)

@@ -21,7 +21,7 @@ from exactly_once.sql.days import date_of, day_of
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
 from outbox.operators.operations import operations
-from outbox.store import claiming, history
+from outbox.store import history
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +41,14 @@ class Housekeeper(Housekeeping):
         super().__init__(alias)
         self._options = options
         longest_wait = min(options.BATCH_DEADLINE + _PASS_MARGIN, _LONGEST_WAIT)
-        self._days = DayKeeper("outbox", alias, history.make_day, history.drop_day, longest_wait)
+        self._days = DayKeeper("outbox", alias, history.HISTORY, longest_wait)
         self._reported_pending_at = -inf
-        self._deleted_until = 0
 
     def _steps(self, stop: StopRequest) -> None:
-        if claiming.claims_by_locks(self._alias):
-            self._days.make(history.days(self._alias), day_of(self._alias))
-            self._days.drop(history.days(self._alias), self._last)
+        self._days.keep(self._last)
         self._report_pending_days()
-        self._delete_days(stop)
+        self._delete(self._days.deletions(self._last, chunk=CHUNK), stop)
         self._delete_entries(TrailEntry, operations, self._options, stop)
-
-    def _delete_days(self, stop: StopRequest) -> None:
-        """Delete old rows; those of the default partition once for each day, because that reads all of it."""
-        last = self._last
-        if last != self._deleted_until and self._delete(history.delete_days(self._alias, last, chunk=CHUNK), stop):
-            self._deleted_until = last if claiming.claims_by_locks(self._alias) else 0
 
     @property
     def _last(self) -> int:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -16,8 +16,8 @@ from exactly_once.sql.rows import delete_in_chunks
 
 class Command(PartsCommand):
     help = gettext_lazy(
-        "Delete settled messages older than OUTBOX['KEEP_HISTORY'] and INBOX['RETENTION'], then entries of the trail and of "
-        "the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended before "
+        "Delete settled messages older than KEEP_HISTORY, receipts older than INBOX['RETENTION'], then entries of the trail "
+        "and of the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended before "
         "OPERATION_RETENTION. "
         "Open and dead messages stay. Relays and consumers do the same by themselves."
     )
@@ -26,7 +26,7 @@ class Command(PartsCommand):
         parser.add_argument(
             "--older-than-days",
             type=float,
-            help=_("the age of messages, instead of OUTBOX['KEEP_HISTORY']; not shorter than INBOX['RETENTION']"),
+            help=_("the age of messages, instead of KEEP_HISTORY"),
         )
         parser.add_argument("--dry-run", action="store_true", help=_("only count"))
         super().add_arguments(parser)
@@ -35,19 +35,18 @@ class Command(PartsCommand):
         alias, given = options["database"], options["older_than_days"]
         ages = [part.retention() if given is None else days("--older-than-days", given) for part in chosen]
         for part, older_than in zip(chosen, ages, strict=True):
-            if why := part.why_too_young(older_than):
-                raise CommandError(why)
-        for part, older_than in zip(chosen, ages, strict=True):
-            messages = part.store.purgeable(alias, older_than)
+            messages = part.history.purgeable(alias, older_than)
             others = list(old_rows(part.app, alias, part.trail, part.operations, part.options()))
-            counts = {_("messages"): messages, **{str(old.name): old.rows.count() for old in others}}
+            counts = {_("messages"): messages}
+            counts |= {_(one.name): one.rows(alias).count() for one in part.remains}
+            counts |= {str(old.name): old.rows.count() for old in others}
             verb = _("would be deleted")
             if not options["dry_run"]:
                 verb = _("deleted")
                 # First, because the deletion is many transactions.
                 subject = Subject(kind="messages", name=f"{messages} messages")
                 record(part.app, alias, actor_of_command(__name__), "purge", [subject], {"older_than": str(older_than)})
-                deletions = [part.store.purge_settled(alias, older_than)]
+                deletions = [part.history.purge(alias, older_than), *(one.deletions(alias) for one in part.remains)]
                 deletions += [delete_in_chunks(old.rows, by=old.by) for old in others]
                 for (name, count), deletion in zip(list(counts.items()), deletions, strict=True):
                     counts[name] = _finished(Progress(f"{part.app}: {name}", count), deletion)

@@ -1,0 +1,27 @@
+"""The table of messages: partitioned on PostgreSQL, plain elsewhere. See docs/adr/0058-inbox-history.md."""
+
+from __future__ import annotations
+
+from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
+
+LAYOUT = Layout(
+    prefix="inbox",
+    settled="state IN ('done', 'skipped', 'shed')",
+    storage=LIVE_STORAGE,
+    indexes=(
+        # A message is inserted into history with its receipt, so every index of all rows costs each delivery.
+        "CREATE INDEX inbox_history_id ON {history} (id)",
+        "CREATE INDEX inbox_history_handler ON {history} (handler, id)",
+        "CREATE INDEX inbox_history_message_id ON {history} (message_id)",
+        "CREATE INDEX inbox_history_chain ON {history} (correlation_id, id) "
+        "WHERE correlation_id <> '' AND correlation_id <> message_id",
+        "CREATE INDEX inbox_history_unhandled ON {history} (state, id) WHERE state <> 'done'",
+        "CREATE INDEX inbox_history_duplicates ON {history} (id) WHERE duplicates > 0",
+        "CREATE INDEX inbox_history_conflicts ON {history} (handler, id) WHERE conflicts > 0",
+        "CREATE INDEX inbox_history_replaces ON {history} (replaces_id) WHERE replaces_id IS NOT NULL",
+    ),
+)
+
+
+class CreateMessages(CreatePartitioned):
+    layout = LAYOUT
