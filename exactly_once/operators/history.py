@@ -92,8 +92,7 @@ class History:
         return self.rows(alias).exclude(self.stays(alias))
 
     def _older(self, alias: str, older_than: timedelta) -> QuerySet[Any]:
-        # A row may have moved to a later day since it was settled.
-        return self._old(alias).filter(day__lte=day_of(alias, older_than), settled_at__lt=DatabaseTime(-older_than))
+        return self._old(alias).filter(settled_at__lt=DatabaseTime(-older_than))
 
     def _deleted(self, rows: QuerySet[Any], chunk: int) -> Iterator[int]:
         """Delete along an index: on PostgreSQL each chunk starts after the last, so that it does not read the deleted rows."""

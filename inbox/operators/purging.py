@@ -31,11 +31,16 @@ def _of_others(alias: str) -> Q:
     return Q(handler__in=[name for name in lately_running_handlers(alias) if not may_exist(name)])
 
 
+def _stays(alias: str) -> Q:
+    """A row with new content may have its only copy, so it stays as if it had been settled then."""
+    return _of_others(alias) | Q(conflicting_at__gte=DatabaseTime(-inbox_options().KEEP_HISTORY))
+
+
 def _has_rows_of_others(alias: str, day: int) -> bool:
     return HISTORY.rows(alias).filter(_of_others(alias), day=day).exists()
 
 
-HISTORY = History(model=InboxMessage, by="id", stays=_of_others, keeps=_has_rows_of_others)
+HISTORY = History(model=InboxMessage, by="id", stays=_stays, keeps=_has_rows_of_others)
 purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
 
 

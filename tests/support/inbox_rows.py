@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
+from django.db.models import QuerySet
 
+from exactly_once.sql.days import day_of
+from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
+from inbox.states import SETTLED, State
 from inbox.store import receipts
 
 RECEIPTS = """
@@ -22,6 +27,20 @@ def store_message(*, using: str = "default", **columns: Any) -> InboxMessage:
     """Store a message with these columns."""
     with transaction.atomic(using=using):
         return receipts.create(using, **columns)
+
+
+def settle(rows: QuerySet[InboxMessage], state: State = State.DONE, *, ago: timedelta = timedelta()) -> None:
+    """Give these messages a settled state, as if that had been `ago`."""
+    rows.update(state=state, settled_at=DatabaseTime(-ago), next_attempt_at=None, day=day_of(rows.db, ago))
+
+
+def make_older(rows: QuerySet[InboxMessage], ago: timedelta) -> None:
+    """As if these messages had arrived, and those that are settled had been settled, `ago`."""
+    names = list(rows.values_list("pk", flat=True))
+    InboxMessage.objects.using(rows.db).filter(pk__in=names).update(received_at=DatabaseTime(-ago))
+    settled = InboxMessage.objects.using(rows.db).filter(pk__in=names, state__in=SETTLED)
+    settled.update(settled_at=DatabaseTime(-ago), day=day_of(rows.db, ago))
+    Receipt.objects.using(rows.db).filter(pk__in=names).update(received_at=DatabaseTime(-ago))
 
 
 def rename_messages(**names: str) -> None:

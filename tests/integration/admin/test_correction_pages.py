@@ -14,7 +14,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.admin_pages import NASTY, Page, said, staff_client
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
-from tests.support.inbox_rows import copy_of
+from tests.support.inbox_rows import copy_of, settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -146,7 +146,7 @@ def test_one_message_is_edited_at_a_time(dead):
 
 def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
     row = dead()
-    InboxMessage.objects.update(state=State.DONE)
+    settle(InboxMessage.objects.all())
 
     response = edit(staff_client(VIEW, EDIT), row, own_page="yes")
 

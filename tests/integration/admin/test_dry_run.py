@@ -17,6 +17,7 @@ from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, act, said, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
+from tests.support.inbox_rows import settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -167,7 +168,7 @@ def test_handler_under_a_lease_is_refused(handles):
 def test_done_message_is_refused(dead):
     ran = []
     dead.does = ran.append
-    InboxMessage.objects.update(state=State.DONE)
+    settle(InboxMessage.objects.all())
     ((level, words),) = said(run())
     assert (level, "only dead and retrying messages" in words) == ("error", True)
     assert not ran

@@ -17,6 +17,7 @@ from inbox.states import State
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, a_message, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
+from tests.support.inbox_rows import settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -206,7 +207,7 @@ class TestFailureGroups:
     def test_group_without_open_messages_does_not_exist(self, handles):
         failed(handles, refuse_the_card)
         row = the_row()
-        InboxMessage.objects.update(state=State.DONE, next_attempt_at=None)
+        settle(InboxMessage.objects.all())
         page = Page(staff_client(VIEW).get(reverse(GROUP), group_of(row)))
         assert "No message fails so any more." in page.text
 

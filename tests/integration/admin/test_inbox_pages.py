@@ -17,6 +17,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry
 from inbox.states import State
 from tests.support.admin_pages import an_inbox_message, said, staff_client
+from tests.support.inbox_rows import settle
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -324,7 +325,7 @@ class TestSkip:
         dead, done = an_inbox_message(State.DEAD), an_inbox_message(State.RETRYING)
         client = staff_client(VIEW, SKIP)
         act(client, "skip", dead, done, query="?stuck=any")
-        InboxMessage.objects.filter(pk=done.pk).update(state=State.DONE)
+        settle(InboxMessage.objects.filter(pk=done.pk))
 
         response = act(client, "skip", dead, done, query="?stuck=any", confirmed="yes", reason="a test order")
 

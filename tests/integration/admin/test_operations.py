@@ -35,7 +35,7 @@ from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
 from tests.support.http_api import TOKENS
-from tests.support.inbox_rows import store_message
+from tests.support.inbox_rows import settle, store_message
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
@@ -144,7 +144,7 @@ class TestExecution:
         dead_rows(3)
         operation = planned(staff_client(VIEW, RETRY), "retry")
         changed = InboxMessage.objects.order_by("pk").last()
-        InboxMessage.objects.filter(pk=changed.pk).update(state=State.SKIPPED, settled_at=DatabaseTime())
+        settle(InboxMessage.objects.filter(pk=changed.pk), State.SKIPPED)
         operate()
         operation.refresh_from_db()
         assert (operation.done, operation.refused, operation.reasons) == (2, 1, {"it is skipped now": 1})

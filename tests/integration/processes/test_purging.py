@@ -15,12 +15,15 @@ from exactly_once.wire.text import NAME_LENGTH
 from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, TrailEntry
+from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import skip
+from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store.heartbeats import consumers
-from tests.support.deliveries import deliver, the_effect
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import an_envelope, deliver, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
+from tests.support.inbox_rows import delete_messages, make_older
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -38,7 +41,7 @@ def old(handles):
     deliver(handles(fails, name="tests.skipped"))
     skip("default", InboxMessage.objects.get(handler="tests.skipped").pk, "defect")
     deliver(handles(fails, name="tests.retrying"))
-    InboxMessage.objects.update(settled_at=DatabaseTime(-YEARS), received_at=DatabaseTime(-YEARS))
+    make_older(InboxMessage.objects.all(), YEARS)
     TrailEntry.objects.update(at=DatabaseTime(-YEARS))
 
 
@@ -46,10 +49,14 @@ def states():
     return set(InboxMessage.objects.values_list("state", flat=True))
 
 
+def receipts():
+    return set(Receipt.objects.values_list("handler", flat=True))
+
+
 @pytest.mark.parametrize("command", ["inbox_consume", "outbox_relay"])
 def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(service, old, command):
     with service("local://").runs(command) as process:
-        process.until(lambda: states() == {State.RETRYING} and not TrailEntry.objects.exists())
+        process.until(lambda: receipts() == {"tests.retrying"} and not TrailEntry.objects.exists())
 
     assert not AuditEntry.objects.exists(), "no operator has done it"
 
@@ -64,10 +71,26 @@ def test_drained_consumer_deletes_settled_messages_past_their_retention_once(old
 def test_messages_within_their_retention_stay(handles, settings):
     settings.OUTBOX = {"BROKER_URL": "local://"}
     deliver(handles(the_effect))
-    InboxMessage.objects.update(settled_at=DatabaseTime(-timedelta(days=29)))
+    make_older(InboxMessage.objects.all(), inbox_options().KEEP_HISTORY - timedelta(hours=1))
     call_command("inbox_consume", drain=True)
 
     assert states() == {State.DONE}
+
+
+def test_receipt_of_a_message_whose_history_is_gone_makes_a_copy_a_duplicate_until_its_own_retention(handles, settings):
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    handler, message = handles(the_effect), an_envelope()
+    deliver(handler, message)
+    make_older(InboxMessage.objects.all(), inbox_options().KEEP_HISTORY + timedelta(days=2))
+    call_command("inbox_consume", drain=True)
+    assert (states(), len(receipts())) == (set(), 1)
+
+    assert deliver(handler, message) is Outcome.DUPLICATE
+    assert (Effect.objects.count(), states()) == (1, set())
+
+    Receipt.objects.update(received_at=DatabaseTime(-inbox_options().RETENTION))
+    call_command("inbox_consume", drain=True)
+    assert receipts() == set()
 
 
 def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monkeypatch):
@@ -132,20 +155,20 @@ def test_housekeeping_of_another_service_with_any_group_does_not_replace_that_of
     assert states() == {State.RETRYING}
 
 
-def test_messages_that_are_left_to_another_service_are_not_read_again_in_each_round(handles, old, monkeypatch):
-    """Its deduplication window may be a year, with all messages of that year behind those to be deleted."""
+def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_round(old, monkeypatch):
+    """Its deduplication window may be longer, with all receipts of that time behind those to be deleted."""
     registry.remove("tests.skipped")
     a_consumer(handlers=["tests.skipped"])
-    handler = handles(the_effect, name="tests.done")
     keeper = Housekeeper("default")
     keeper.drain(StopRequest())
-    InboxMessage.objects.filter(handler="tests.skipped").update(handler="tests.retrying")
-    deliver(handler)
-    InboxMessage.objects.filter(state=State.DONE).update(settled_at=DatabaseTime(-inbox_options().RETENTION))
+    assert receipts() == {"tests.skipped", "tests.retrying"}
+    delete_messages()
+    Receipt.objects.create(handler="tests.behind", received_at=DatabaseTime(-YEARS))
+    Receipt.objects.create(id=1, handler="tests.before", received_at=DatabaseTime(-YEARS))
 
     keeper.drain(StopRequest())
-    assert states() == {State.SKIPPED, State.RETRYING}, "only what has passed its retention since"
+    assert receipts() == {"tests.before"}, "only what is behind those that were read"
 
-    monkeypatch.setattr("inbox.consumer.housekeeping.monotonic", lambda: monotonic() + 3600)
+    monkeypatch.setattr("inbox.operators.purging.monotonic", lambda: monotonic() + 3600)
     keeper.drain(StopRequest())
-    assert states() == {State.RETRYING}, "all of them once an hour"
+    assert receipts() == set(), "all of them once an hour"

@@ -11,7 +11,6 @@ from django.urls import reverse
 
 from exactly_once.app_options import AlertOptions
 from exactly_once.models import AuditEntry
-from exactly_once.process.clock import utcnow
 from inbox import signals
 from inbox.models import InboxMessage
 from inbox.operators.alerting import CONDITIONS
@@ -32,6 +31,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import make_older
 from tests.support.joins import TOPICS, comes, report
 from tests.support.relaying import Queue, connected, one_pass, published, state_of
 from tests.support.waiting import wait_until
@@ -353,7 +353,7 @@ class TestRunAsItsOwnMessage:
         given = []
         handler = handles(given.append, biz_id="booking")
         deliver(handler, an_envelope({"booking": 7, "night": 1}))
-        InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
+        make_older(InboxMessage.objects.all(), OPTIONS.RETENTION + timedelta(days=1))
         other = an_envelope({"booking": 7, "night": 2})
         deliver(handler, other)
 
@@ -365,7 +365,7 @@ class TestRunAsItsOwnMessage:
         run_to_the_end()
         assert [message.payload["night"] for message in given] == [1, 2]
 
-        InboxMessage.objects.update(conflicting_at=utcnow() - OPTIONS.RETENTION - timedelta(days=1))
+        make_older(InboxMessage.objects.all(), OPTIONS.RETENTION + timedelta(days=1))
         call_command("exactly_once_purge")
         assert not InboxMessage.objects.filter(biz_id="7").exists()
 

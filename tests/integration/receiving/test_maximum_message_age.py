@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Receipt
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving import reading
@@ -62,18 +62,22 @@ def shift_into_the_past(duration, envelope=None):
             for name in ("created_at", "received_at", "settled_at", "next_attempt_at")
             if (value := getattr(row, name)) is not None
         }
+        if row.day:
+            moved["day"] = row.day - duration.days
         InboxMessage.objects.filter(pk=row.pk).update(**moved)
+    for receipt in Receipt.objects.all():
+        Receipt.objects.filter(pk=receipt.pk).update(received_at=receipt.received_at - duration)
     return envelope and envelope._replace(created_at=envelope.created_at - duration)
 
 
 @pytest.fixture
 def quarantined_copy(handles):
-    """The copy, delivered on day 40, of a message that was handled and whose row was purged."""
+    """The copy, delivered on day 400, of a message that was handled and whose row was purged."""
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
-    envelope = shift_into_the_past(40 * DAY, envelope)
+    envelope = shift_into_the_past(400 * DAY, envelope)
     purge()
-    assert not InboxMessage.objects.exists()
+    assert not Receipt.objects.exists()
     assert deliver(handler, envelope) is Outcome.DEAD
     return envelope
 
@@ -84,13 +88,13 @@ class TestLateCopy:
         row = the_row()
 
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
-        assert "40 days old" in row.last_error
+        assert "400 days old" in row.last_error
         assert "override the maximum message age" in row.last_error
 
     def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
-        envelope = shift_into_the_past(40 * DAY, envelope)
+        envelope = shift_into_the_past(400 * DAY, envelope)
 
         assert deliver(handler, envelope) is Outcome.DUPLICATE
 
@@ -221,15 +225,15 @@ class TestOverride:
 
 
 @every_database
-class TestDeadLetterOnDay40:
-    def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_40(self, handles):
+class TestDeadLetterOnDay400:
+    def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_400(self, handles):
         def fails(message):
             raise ValueError("no stock")
 
         handler, envelope = handles(fails, name="tests.h"), an_envelope()
         deliver(handler, envelope)
         run_to_the_end()
-        envelope = shift_into_the_past(40 * DAY, envelope)
+        envelope = shift_into_the_past(400 * DAY, envelope)
         purge()
         handler = handles(the_effect, name="tests.h2")
         rename_messages(handler=handler.name)
@@ -240,9 +244,9 @@ class TestDeadLetterOnDay40:
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
-    def test_dead_letter_kept_by_the_broker_for_40_days_is_quarantined(self, handles):
+    def test_dead_letter_kept_by_the_broker_for_400_days_is_quarantined(self, handles):
         """It is replayed from a dead-letter queue of the broker, and the inbox has no row of it."""
-        late = an_envelope(created_at=utcnow() - 40 * DAY)
+        late = an_envelope(created_at=utcnow() - 400 * DAY)
 
         assert deliver(handles(the_effect), late, redelivered=True) is Outcome.DEAD
 
@@ -352,7 +356,7 @@ class TestConsumerWithSkewedClock:
         }
         # The age is in whole days, so it shows which clock was used.
         too_old = the_row(message_id="too old")
-        assert too_old.last_error.startswith(f"It is {29 if hours < 0 else 30} days old")
+        assert too_old.last_error.startswith(f"It is {364 if hours < 0 else 365} days old")
         assert too_old.quarantined
         assert effects("too old") == 0
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, broker_options(rabbitmq_url)) == 0)

@@ -42,12 +42,13 @@ def prepares_a_transaction(message):
 
 
 def versions_in(table):
-    """How many versions of rows a table has, dead ones included."""
+    """How many versions of rows a table has in the partitions that have rows, dead ones included."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE EXTENSION IF NOT EXISTS pageinspect")
         cursor.execute(
-            f"SELECT count(*) FROM generate_series(0, pg_relation_size('{table}') / 8192 - 1) page, "
-            f"heap_page_items(get_raw_page('{table}', page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
+            f"SELECT count(*) FROM (SELECT DISTINCT tableoid::regclass AS name FROM {table}) part, "
+            "generate_series(0, pg_relation_size(part.name) / 8192 - 1) page, "
+            "heap_page_items(get_raw_page(part.name::text, page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
         )
         return cursor.fetchone()[0]
 

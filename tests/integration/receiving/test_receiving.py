@@ -14,6 +14,7 @@ import kombu
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
+from django.core.management import call_command
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, example, given, settings
@@ -26,7 +27,7 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
-from inbox.operators import decisions, purging
+from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
 from inbox.receiving.reading import read
@@ -52,6 +53,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import make_older
 from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -764,8 +766,9 @@ class TestMaximumMessageAge:
         handler = handles(the_effect)
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
         deliver(handler, envelope)
-        InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - A_MINUTE)
-        assert sum(purging.purge_settled("default", OPTIONS.RETENTION)) == 1
+        make_older(InboxMessage.objects.all(), OPTIONS.RETENTION + A_MINUTE)
+        call_command("exactly_once_purge")
+        assert not Receipt.objects.exists()
 
         late = an_envelope(
             id=envelope.id, biz_id=envelope.biz_id, created_at=envelope.created_at - OPTIONS.RETENTION, body=envelope.body

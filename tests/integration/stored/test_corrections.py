@@ -39,7 +39,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
-from tests.support.inbox_rows import copy_of
+from tests.support.inbox_rows import copy_of, make_older
 from tests.support.loads import receive_together
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -234,9 +234,9 @@ class TestCorrectedMessage:
     def test_link_to_a_purged_first_row_has_no_effect(self, handler):
         envelope, row = dead(handler)
         new = corrected(row)
-        InboxMessage.objects.filter(pk=row.pk).update(settled_at=utcnow() - 2 * OPTIONS.RETENTION)
+        make_older(InboxMessage.objects.filter(pk=row.pk), 2 * OPTIONS.KEEP_HISTORY)
 
-        assert sum(purging.purge_settled("default", OPTIONS.RETENTION)) == 1
+        assert sum(purging.purge_settled("default", OPTIONS.KEEP_HISTORY)) == 1
         drain()
 
         assert (the_row(pk=new.pk).state, seen[-1].biz_id) == (State.DONE, "order-7")

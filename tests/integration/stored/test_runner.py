@@ -19,7 +19,7 @@ from inbox.operators import decisions, purging
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import SETTLED, State
 from inbox.store import arrivals, claims, due, rows
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -37,6 +37,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import settle
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
@@ -215,18 +216,21 @@ def test_runner_turn_does_not_wait_for_an_unavailable_database(handles, monkeypa
 
 def test_purge_deletes_only_old_settled_messages(handles):
     handler = handles(the_effect)
-    old = OPTIONS.RETENTION + timedelta(days=1)
+    old = OPTIONS.KEEP_HISTORY + timedelta(days=1)
     for state in State:
         stored(handler, biz_id=f"old {state}")
         stored(handler, biz_id=f"new {state}")
     for row in InboxMessage.objects.all():
         age, state = row.biz_id.split()
-        InboxMessage.objects.filter(pk=row.pk).update(
-            state=state, settled_at=utcnow() - (old if age == "old" else timedelta()), received_at=utcnow() - old
-        )
+        rows = InboxMessage.objects.filter(pk=row.pk)
+        if state in SETTLED:
+            settle(rows, State(state), ago=old if age == "old" else timedelta())
+        else:
+            rows.update(state=state)
+        rows.update(received_at=utcnow() - old)
 
-    assert purging.purgeable("default", OPTIONS.RETENTION) == 3
-    assert list(purging.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
+    assert purging.purgeable("default", OPTIONS.KEEP_HISTORY) == 3
+    assert list(purging.purge_settled("default", OPTIONS.KEEP_HISTORY, chunk=2)) == [2, 1]
 
     left = set(InboxMessage.objects.values_list("biz_id", flat=True))
     assert {f"old {state}" for state in State} - left == {f"old {state}" for state in ("done", "skipped", "shed")}

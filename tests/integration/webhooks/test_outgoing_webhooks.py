@@ -32,6 +32,7 @@ from outbox.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
+from tests.support.inbox_rows import settle
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -525,7 +526,7 @@ class TestProcess:
 
         def answers(request):
             due = InboxMessage.objects.filter(state="received", attempts=0, handler__lt=f"webhook/{names[-1]}")
-            due.update(state="done", next_attempt_at=None)
+            settle(due)
             connections.close_all()
             return Reply()
 
