@@ -49,7 +49,7 @@ def create(alias: str, **columns: Any) -> InboxMessage:
     Raises:
         django.db.IntegrityError: there is one of this name.
     """
-    columns = {"received_at": DatabaseTime(), **({"day": Today()} if columns["state"] in SETTLED else {}), **columns}
+    columns = {"received_at": DatabaseTime(), **({"day": Today()} if columns.get("state") in SETTLED else {}), **columns}
     copied = {name: columns[name] for name in _COPIED if name in columns}
     receipt = Receipt.objects.using(alias).create(**copied)
     return InboxMessage.objects.using(alias).create(pk=receipt.pk, **columns)
