@@ -20,13 +20,14 @@ from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
+from exactly_once.states import Transition
 from outbox import doorbell
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.operators import bulk
-from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
+from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 from outbox.store import operating, preparing, restoring, unique
 from outbox.store.dialect import live
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED

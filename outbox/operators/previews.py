@@ -8,7 +8,7 @@ from typing import NamedTuple
 from django.db.models import Count, Max, Min, Q
 
 from exactly_once.sql.now import DatabaseTime
-from outbox.expressions import IS_AHEAD
+from outbox.models import IS_AHEAD
 from outbox.store.selecting import Selection
 from outbox.store.unique import IS_REPLACED
 

@@ -11,8 +11,9 @@ from django.db import OperationalError, connections, transaction
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
+from exactly_once.states import Transition
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, Transition
+from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE
 from outbox.store.claiming import claims_by_locks
 from outbox.store.dialect import TABLE, each_topic
 from outbox.store.lease import in_hand

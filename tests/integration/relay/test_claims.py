@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
+from exactly_once.sql.days import DAY_OF_NOW, LIVE, day_of
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, pause, publish, publish_many, publish_now, resume
@@ -467,7 +467,7 @@ class TestIndexes:
         fresh.update(state=State.WAITING)
 
         plans = explained(lambda: settling.make_retrying_ready("default", 1_000))
-        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=Today())
+        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=day_of("default"))
         plans += explained(lambda: settling.release_waiting("default", keys=1, each=100))[1:]
 
         assert len(plans) == 2

@@ -15,7 +15,7 @@ from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import FIRST_DAY, LIVE, Today, date_of, day_of
+from exactly_once.sql.days import FIRST_DAY, LIVE, date_of, day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, on_published, publish, publish_many, publish_now, restore
 from outbox.callbacks import registry
@@ -74,7 +74,7 @@ def settled(message):
 def settled_before(days, state=State.PUBLISHED, **options):
     message = in_state(state, **options)
     ago = DatabaseTime(-days * DAY)
-    set_columns(message, state=state, day=Today() - days, settled_at=ago)
+    set_columns(message, state=state, day=day_of("default") - days, settled_at=ago)
     return message
 
 
