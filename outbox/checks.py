@@ -1,7 +1,5 @@
 """`manage.py check` for the outbox."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The `OUTBOX` setting as one frozen dataclass."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The outbox table: one row per message, its state in one column."""
 
-from __future__ import annotations
-
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Cast

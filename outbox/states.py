@@ -7,8 +7,6 @@ What a transition writes is SQL. A name in braces is a parameter of its executio
 after that duration, or an expression of the database, such as `{now}`; see `store.transitions`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from django.db.models import TextChoices

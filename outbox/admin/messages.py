@@ -1,7 +1,5 @@
 """The list and the pages of the outbox's messages."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence

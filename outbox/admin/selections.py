@@ -1,7 +1,5 @@
 """Lists of the messages in some states. Their links lead to the message's page in the list of all messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The endpoints."""
 
-from __future__ import annotations
-
 import logging
 from http import HTTPStatus
 from itertools import islice

@@ -1,7 +1,5 @@
 """The outbox's part of the commands and health checks for both apps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What operators can do to messages of the outbox, and how an operation does it in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial

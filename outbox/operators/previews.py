@@ -1,7 +1,5 @@
 """What a restore or a replay would affect."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Python cannot stop a thread. A call that runs longer than its limit is logged wi
 thread. The call still counts for its group, so the number of hanging threads is limited, too.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

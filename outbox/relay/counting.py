@@ -1,7 +1,5 @@
 """Count what a pass has settled, after its commit: for `outbox.metrics`, and for the statistics (`telemetry.statistics`)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A relay process: watchdog, two lanes, the timer, the doorbell, companions, and an orderly end."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

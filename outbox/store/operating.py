@@ -1,7 +1,5 @@
 """The decisions of operators and of business code about messages: cancel and reschedule; and finding messages by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar

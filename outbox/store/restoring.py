@@ -4,8 +4,6 @@ One statement moves the row and leaves its message id and position unchanged, so
 A second restore finds nothing to restore, and a restore that was killed is continued by repeating it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,15 +6,14 @@ statement that waits for the row then finds no row, as if its guard had found an
 the row, but raise an error in the statements that wait for it.
 """
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
@@ -26,9 +25,6 @@ from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
 from outbox.store.trail import is_recorded, record
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _EXPIRY = {

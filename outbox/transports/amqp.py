@@ -9,8 +9,6 @@ Any error of the channel or the socket closes the connection: py-amqp would sile
 and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They have no publisher confirms: a publish that returns was accepted by the serv
 broker would silently drop a message to a topic without a bound queue, so the transport reads the binding table first.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
