@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, arequest, publish, publish_many, request
-    from outbox.callbacks import SettledMessage, on_dead, on_published
-    from outbox.checkers import Answer, UndecidedMessage, checker
+    from outbox.callbacks import Answer, SettledMessage, UndecidedMessage, checker, on_dead, on_published
     from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         AlreadyDecided,
@@ -75,7 +74,7 @@ __all__ = [
     "resume",
 ]
 
-_MODULES = ("errors", "callbacks", "checkers", "api", "decisions", "pausing", "preparing", "restoring")
+_MODULES = ("errors", "callbacks", "api", "decisions", "pausing", "preparing", "restoring")
 """Those that need no models come first."""
 
 

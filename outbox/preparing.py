@@ -1,8 +1,8 @@
 """Prepared messages: for an effect outside the outbox's database, which cannot be in the outbox's transaction.
 
 The message is committed first, undecided, so that no crash can lose it. The effect follows, then the decision. Without a
-decision in time, the relay asks the topic's checker (`outbox.checkers`). Apache RocketMQ calls this a transactional message, or
-half message.
+decision in time, the relay asks the topic's checker (`outbox.callbacks`). Apache RocketMQ calls this a transactional message,
+or half message.
 
 An effect in the outbox's own database does not need this: `publish` in the transaction of the effect is simpler and is never
 undecided.
@@ -20,7 +20,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from exactly_once.wire.identity import new_message_id
 from outbox import doorbell
 from outbox.api import Draft, PrepareOptions, in_transaction, new_row, takes
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.states import State
