@@ -94,7 +94,7 @@ def run_due(handlers: Sequence[Handler]) -> int:
 def receive(
     handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = _nothing
 ) -> list[Message]:
-    """Receive one load for one handler; returns its deferred messages, which a consumer receives again after a while.
+    """Receive one load for one handler; returns its deferred messages, which a consumer receives again.
 
     Args:
         acknowledged: called when the consumer acknowledges a message, which may be before its handler has been called.
