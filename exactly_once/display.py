@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
+from django.apps import apps
 from django.utils import timezone
 from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
@@ -32,6 +33,7 @@ TEXT_LIMIT_BYTES = 64 * 1024
 HEX_LIMIT_BYTES = 4 * 1024
 EDITABLE_LIMIT = 16 * 1024 * 1024
 NOTHING = "-"
+_ONE_DIGIT = 10
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -160,6 +162,38 @@ def badge(label: object, tone: Tone) -> SafeString:
     )
 
 
+_TONES = {
+    "prepared": Tone.LATER,
+    "stuck": Tone.STOPPED,
+    "scheduled": Tone.LATER,
+    "ready": Tone.OPEN,
+    "received": Tone.OPEN,
+    "running": Tone.OPEN,
+    "retrying": Tone.FAILING,
+    "paused": Tone.LATER,
+    "waiting": Tone.LATER,
+    "published": Tone.DONE,
+    "done": Tone.DONE,
+    "dead": Tone.STOPPED,
+}
+"""By the name of a state in either app; the default is `Tone.OVER`."""
+
+
+def state_in_words(state: str) -> str:
+    """The label of a state of either app, which declares it for translation."""
+    return gettext(state.replace("_", " ").capitalize())
+
+
+def state_badge(state: str) -> SafeString:
+    """A state of either app."""
+    return badge(state_in_words(state), _TONES.get(state, Tone.OVER))
+
+
+def app_name(app: str) -> SafeString:
+    """The name of a half, as the admin shows it."""
+    return format_html("{}", next((config.verbose_name for config in apps.get_app_configs() if config.name == app), app))
+
+
 _UNITS = (
     (timedelta(days=1), "d"),
     (timedelta(hours=1), "h"),
@@ -181,6 +215,35 @@ def duration(length: timedelta) -> str:
     """A duration in the largest unit of which it has at least two, so that rounding loses little."""
     unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
     return f"{number(length // unit)} {symbol}"
+
+
+def figure(value: float | None) -> str:
+    return gettext("unknown") if value is None else number(value)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A latency, in two significant digits; a percentile has no more."""
+    if seconds is None:
+        return gettext("unknown")
+    for factor, unit in ((1 / 3600, "h"), (1 / 60, "min"), (1.0, "s"), (1000.0, "ms")):
+        value = seconds * factor
+        if value >= 1 or unit == "ms":
+            break
+    return f"{number(value, 1 if value < _ONE_DIGIT else 0)} {unit}"
+
+
+def bytes_text(size: int | None) -> str:
+    if size is None:
+        return gettext("unknown")
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**power:
+            return f"{number(size / 1000**power, 1)} {unit}"
+    return f"{size} B"
+
+
+def until(begin: datetime, end: datetime) -> str:
+    """The time from one instant to another, which is short."""
+    return brief(end - begin)
 
 
 def brief(length: timedelta) -> str:

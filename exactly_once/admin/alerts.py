@@ -15,9 +15,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.admin.filters import APPS, AppFilter, ConditionFilter, app_name
+from exactly_once.admin.filters import APPS, AppFilter, ConditionFilter
 from exactly_once.admin.sections import link_of_alert
-from exactly_once.display import NOTHING, Tone, age, badge, headline, identifier, stacked, visible, warning
+from exactly_once.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease
 from exactly_once.operators.actions import Action
 from exactly_once.operators.alerts import acknowledge, lease_name

@@ -20,8 +20,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant
-from exactly_once.admin.filters import AppFilter, ConditionFilter, app_name
-from exactly_once.display import NOTHING, as_json, clock, flow_link, identifier, stacked, visible
+from exactly_once.admin.filters import AppFilter, ConditionFilter
+from exactly_once.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit

@@ -19,11 +19,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ReadOnlyAdmin
-from exactly_once.admin.filters import app_name
 from exactly_once.admin.pages import message_url
 from exactly_once.admin.planning import plan
 from exactly_once.admin.sections import listed, named
-from exactly_once.display import NOTHING, age, as_text, headline, identifier, moment, number, stacked
+from exactly_once.display import NOTHING, identifier, moment, number, stacked
 from exactly_once.models import FailureNote
 from exactly_once.operators.actions import Action, ActionForm, OperatedMessages, operated
 from exactly_once.operators.audit import Subject, actor_of, record
@@ -37,6 +36,7 @@ _GROUP = "exactly_once/failure_group.html"
 _SEPARATOR = "|"
 """Between class and place in a URL; no class contains it."""
 _LATEST = 20
+_OF_A_ROW = ("topic", "biz_id", "failed_at", "last_error")
 
 
 def encoded(error_class: str, place: str) -> str:
@@ -115,7 +115,16 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         found.sort(key=lambda each: -each[1].count)
         context = {
             "title": _("Failure groups"),
-            "groups": [self._row(failing, group, notes[failing.app]) for failing, group in found],
+            "groups": [
+                {
+                    **self._shown(failing, group),
+                    "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
+                    "app": failing.app,
+                    "note": notes[failing.app].get((group.error_class, group.place)),
+                }
+                for failing, group in found
+            ],
+            "now": utcnow(),
             "is_cut": any(number >= MOST_GROUPS for number in Counter(failing.app for failing, _group in found).values()),
             "most": MOST_GROUPS,
         }
@@ -145,20 +154,18 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         context = {
             "title": _("Failure group"),
             "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
-            "group": group and self._row(failing, group, {}),
-            "error_class": identifier(error_class),
-            "place": identifier(place),
-            "who_label": failing.who_label,
-            "who": stacked(*(identifier(name) for name in group.who)) if group else "",
-            "error": as_text(group.error).as_html() if group else "",
-            "first": moment(group.first_at, utcnow()) if group else "",
-            "last": moment(group.last_at, utcnow()) if group else "",
+            "group": group and self._shown(failing, group),
+            "error_class": error_class,
+            "place": place,
             "written": written,
-            "written_age": age(written.written_at, utcnow()) if written else "",
+            "now": utcnow(),
             "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
             "offered": self._offered(request, failing) if group else (),
             "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
-            "latest": self._latest(failing, error_class, place) if group else (),
+            "latest": [
+                (row, message_url(self.admin_site, failing.app, row.pk))
+                for row in failing.failing(self.using, error_class, place).order_by("-failing_since").only(*_OF_A_ROW)[:_LATEST]
+            ],
         }
         return self.respond(request, _GROUP, context)
 
@@ -192,37 +199,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             if failing.permits(request.user, name) and {"dead", "retrying"} & {*map(str, action.sources)}
         }
 
-    def _row(self, failing: OperatedMessages, group: FailureGroup, notes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        note: Any = notes.get((group.error_class, group.place))
-        return {
-            "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
-            "app": app_name(failing.app),
-            "who_label": failing.who_label,
-            "error_class": identifier(group.error_class),
-            "place": identifier(group.place),
-            "error": headline(group.error),
-            "count": f"{number(group.count)}{'+' if group.is_cut else ''}",
-            "dead": number(group.dead),
-            "first": age(group.first_at, utcnow()),
-            "last": age(group.last_at, utcnow()),
-            "trend": _trend(group),
-            "who": named(group.who),
-            "note": headline(note.note) if note else "",
-        }
-
-    def _latest(
-        self, failing: OperatedMessages, error_class: str, place: str
-    ) -> list[tuple[str, SafeString, SafeString, SafeString]]:
-        rows = failing.failing(self.using, error_class, place)
-        return [
-            (
-                message_url(self.admin_site, failing.app, row.pk),
-                identifier(f"{row.topic} {row.biz_id}"),
-                age(row.failed_at, utcnow()),
-                headline(row.last_error),
-            )
-            for row in rows.order_by("-failing_since").only("topic", "biz_id", "failed_at", "last_error")[:_LATEST]
-        ]
+    def _shown(self, failing: OperatedMessages, group: FailureGroup) -> dict[str, Any]:
+        return {"of": group, "who_label": failing.who_label, "who": named(group.who), "trend": _trend(group)}
 
 
 def group_url(site: str, app: str, error_class: str, place: str) -> str:

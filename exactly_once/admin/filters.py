@@ -9,9 +9,9 @@ from django.apps import apps
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
-from django.utils.html import format_html
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
+
+from exactly_once.display import app_name
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text
@@ -59,8 +59,3 @@ class AppFilter(ConditionFilter):
 
     def has_output(self) -> bool:
         return len(self.lookup_choices) > 1
-
-
-def app_name(app: str) -> SafeString:
-    """The name of a half, as the admin shows it."""
-    return format_html("{}", next((config.verbose_name for config in apps.get_app_configs() if config.name == app), app))

@@ -15,8 +15,8 @@ from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
 from exactly_once.admin.pages import PageAdmin
-from exactly_once.admin.sections import OldestRow, bytes_text, sections
-from exactly_once.display import age, duration, identifier, number
+from exactly_once.admin.sections import OldestRow, sections
+from exactly_once.display import duration, number
 from exactly_once.models import DatabaseHealth
 from exactly_once.operators import database_health as health
 from exactly_once.operators.database_health import Pin, TableHealth
@@ -37,18 +37,17 @@ class DatabaseHealthAdmin(PageAdmin):
     template = "exactly_once/health.html"
 
     def content(self, request: HttpRequest) -> dict[str, Any]:
-        found, pins = our_tables(self.using), health.pins(self.using)
-        indexes = health.largest_indexes(self.using, _table_names())
-        now = database_time(self.using)
+        found, pins, now = our_tables(self.using), health.pins(self.using), database_time(self.using)
         partitions = sorted((table for table in found or () if table.parent), key=lambda table: table.name, reverse=True)
         return {
+            "now": now,
             "database": self.using,
-            "database_size": bytes_text(health.database_bytes(self.using)),
+            "database_bytes": health.database_bytes(self.using),
             "warnings": list(horizon_warnings(pins)),
-            "tables": None if found is None else [_row(table, now) for table in health.with_partitions_summed(found)],
-            "partitions": [_row(table, now) for table in partitions[:_MOST_PARTITIONS]],
-            "indexes": None if indexes is None else [_index(index) for index in indexes],
-            "pins": None if pins is None else [_pin(pin) for pin in pins],
+            "tables": None if found is None else health.with_partitions_summed(found),
+            "partitions": partitions[:_MOST_PARTITIONS],
+            "indexes": health.largest_indexes(self.using, _table_names()),
+            "pins": None if pins is None else [(_named(pin), pin) for pin in pins],
             "sees_all_sessions": health.sees_all_sessions(self.using),
             "oldest": [
                 (f"{section.title}: {row.name}", oldest_text(row, now))
@@ -105,31 +104,3 @@ def _named(pin: Pin) -> str:
     name = kinds[pin.kind] % {"name": pin.name}
     details = ", ".join(filter(None, (pin.application, pin.user)))
     return f"{name} ({details})" if details else name
-
-
-def _row(table: TableHealth, now: datetime) -> dict[str, Any]:
-    unknown = _("unknown")
-    return {
-        "name": identifier(table.name),
-        "partitions": table.partitions,
-        "table": bytes_text(table.table_bytes),
-        "indexes": bytes_text(table.index_bytes),
-        "rows": unknown if table.rows is None else number(table.rows),
-        "dead": unknown if table.dead_rows is None else number(table.dead_rows),
-        "vacuum": age(table.last_vacuum, now) if table.last_vacuum else _("never"),
-        "analyze": age(table.last_analyze, now) if table.last_analyze else _("never"),
-    }
-
-
-def _index(index: health.IndexHealth) -> tuple[str, str, str]:
-    return identifier(index.name), bytes_text(index.size_bytes), _("unknown") if index.scans is None else number(index.scans)
-
-
-def _pin(pin: Pin) -> dict[str, str]:
-    return {
-        "name": _named(pin),
-        "state": pin.state or _("unknown"),
-        "age": number(pin.age),
-        "open_for": _("unknown") if pin.open_for is None else duration(pin.open_for),
-        "query_for": "" if pin.query_for is None else duration(pin.query_for),
-    }

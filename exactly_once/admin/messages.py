@@ -5,7 +5,7 @@ This module contains no model: its subclasses declare theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.message_filters import FAILING, in_states
 from exactly_once.admin.sections import listed, view_permission
 from exactly_once.admin.timeline import timeline
-from exactly_once.display import NOTHING, Tone, as_json, badge, flow_link, headline, identifier, number, visible
+from exactly_once.display import NOTHING, as_json, flow_link, headline, identifier, number, state_badge, visible
 from exactly_once.operators.actions import Action, operated
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.dead_letters import Letters
@@ -82,7 +82,6 @@ class MessageChangeList(LeanChangeList):
 class MessageAdmin(ActingAdmin):
     """Read-only messages with actions."""
 
-    tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     age_column: ClassVar[str] = "id"
     """It grows with time, and has an index."""
@@ -186,7 +185,7 @@ class MessageAdmin(ActingAdmin):
         raise NotImplementedError
 
     def badge_of(self, row: Any) -> SafeString:
-        return badge(row.get_state_display(), self.tones.get(row.state, Tone.STOPPED))
+        return state_badge(row.state)
 
     topic_name = shown(_("topic"), "topic", identifier)
     biz_id_name = shown(_("biz-id"), "biz_id", identifier)

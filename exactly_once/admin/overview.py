@@ -30,14 +30,12 @@ from exactly_once.admin.sections import (
     Reading,
     Section,
     Text,
-    bytes_text,
     count_text,
     listed,
-    seconds_text,
     sections,
     view_permission,
 )
-from exactly_once.display import age, badge, headline, identifier, number, visible
+from exactly_once.display import age, bytes_text, headline, identifier, number, state_badge, visible
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.operators import database_health
 from exactly_once.operators.alerts import raised as raised_alerts
@@ -277,23 +275,17 @@ class View:
             "title": section.title,
             "is_kept": is_kept,
             "states": [
-                (badge(state.label, section.tones[state]), count_text(count), self._url(listed(section.model, state=state)))
+                (state_badge(state), count_text(count), self._url(listed(section.model, state=state)))
                 for state, count in reading.counts.items()
             ],
-            "numbers": [(label, _number(hour, names), _number(day, names)) for label, names in section.numbers],
+            "numbers": [(label, _sum(hour, names), _sum(day, names)) for label, names in section.numbers],
             "latencies": [
-                (label, [seconds_text(_percentile(hour, name, share)) for share in _SHARES.values()])
+                (label, [_percentile(hour, name, share) for share in _SHARES.values()])
                 for name, label in section.latencies.items()
             ],
             "failing_title": section.failing,
             "failing": [
-                (_("others"), number(each.failed), "")
-                if each.subject == OTHER
-                else (
-                    identifier(each.subject),
-                    number(each.failed),
-                    self._url(listed(section.model, q=each.subject, stuck="any")),
-                )
+                (each.subject, each.failed, self._url(listed(section.model, q=each.subject, stuck="any")))
                 for each in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
             ],
         }
@@ -303,8 +295,8 @@ def _is_about(line: Attention, alert: Any) -> bool:
     return line.condition == alert.condition and (line.objects is None or alert.object in line.objects)
 
 
-def _number(counted: Counted | None, names: Sequence[str]) -> str:
-    return _("unknown") if counted is None else number(sum(counted.counts[name] for name in names))
+def _sum(counted: Counted | None, names: Sequence[str]) -> int | None:
+    return None if counted is None else sum(counted.counts[name] for name in names)
 
 
 def _percentile(counted: Counted | None, name: str, share: float) -> float | None:
@@ -348,13 +340,12 @@ def stages(shown: Sequence[Section], alias: str) -> Iterator[dict[str, Any]]:
             is_last = subject == OTHER or not topic
             for name, label in section.latencies.items():
                 if histogram := counted.times.get(name):
-                    times = [seconds_text(percentile(histogram, share)) for share in _SHARES.values()]
                     stage = {
-                        "topic": _("others") if subject == OTHER else identifier(topic) if topic else _("unknown"),
+                        "topic": _("others") if subject == OTHER else topic or _("unknown"),
                         "label": label,
-                        "handler": identifier(subject) if is_handler else "",
-                        "messages": number(sum(histogram.values())),
-                        "percentiles": list(zip(_SHARES, times, strict=True)),
+                        "handler": subject if is_handler else "",
+                        "messages": sum(histogram.values()),
+                        "percentiles": [(name, percentile(histogram, share)) for name, share in _SHARES.items()],
                     }
                     found.append(((is_last, topic, position, subject), stage))
     return (stage for _place, stage in sorted(found, key=itemgetter(0)))

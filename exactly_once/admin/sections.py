@@ -23,12 +23,11 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from exactly_once.display import Tone, identifier, number, visible
+from exactly_once.display import identifier, number, visible
 from exactly_once.operators.failure_groups import FailureGroups
 from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.counts import Count
 
-_ONE_DIGIT = 10
 _MOST_GROUPS = 3
 _MOST_NAMED = 5
 
@@ -216,7 +215,6 @@ class Section:
     Attributes:
         app: its package.
         model: its messages.
-        tones: of its states.
         conditions: by name, the gravest first.
         read: reads the present figures from the database of this alias.
         oldest: reads the oldest rows that the purge deletes.
@@ -234,7 +232,6 @@ class Section:
     app: str
     title: Text
     model: type[Model]
-    tones: Mapping[Any, Tone]
     conditions: Mapping[str, Condition]
     read: Callable[[str], Reading]
     oldest: Callable[[str], Sequence[OldestRow]]
@@ -280,26 +277,3 @@ def count_text(count: Count | None) -> str:
     if count.is_estimate:
         return gettext("about %(number)s") % {"number": counted}
     return gettext("more than %(number)s") % {"number": counted} if count.is_cut else counted
-
-
-def seconds_text(seconds: float | None) -> str:
-    """A latency, in two significant digits; a percentile has no more."""
-    if seconds is None:
-        return gettext("unknown")
-    for factor, unit in ((1 / 3600, "h"), (1 / 60, "min"), (1.0, "s")):
-        if seconds * factor >= 1:
-            return f"{_rounded(seconds * factor)} {unit}"
-    return f"{_rounded(seconds * 1000)} ms"
-
-
-def bytes_text(size: int | None) -> str:
-    if size is None:
-        return gettext("unknown")
-    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
-        if size >= 1000**power:
-            return f"{number(size / 1000**power, 1)} {unit}"
-    return f"{size} B"
-
-
-def _rounded(value: float) -> str:
-    return number(value, 1 if value < _ONE_DIGIT else 0)

@@ -10,32 +10,15 @@ from typing import Any
 
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.display import Tone, age, as_text, badge, brief, exact, identifier, note, visible
+from exactly_once.display import Tone, age, as_text, badge, brief, exact, identifier, note, state_badge, state_in_words, visible
 from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 
 _MOST_NAMESAKES = 10
-ROLLED_BACK = gettext_noop("Rolled back")
-"""The only state of several words; the others are words of the states themselves."""
-_TONES = {
-    "prepared": Tone.LATER,
-    "stuck": Tone.STOPPED,
-    "scheduled": Tone.LATER,
-    "ready": Tone.OPEN,
-    "received": Tone.OPEN,
-    "running": Tone.OPEN,
-    "retrying": Tone.FAILING,
-    "paused": Tone.LATER,
-    "waiting": Tone.LATER,
-    "published": Tone.DONE,
-    "done": Tone.DONE,
-    "dead": Tone.STOPPED,
-}
-"""By the name of a state in either app; the default is `Tone.OVER`."""
 
 
 def timeline(
@@ -78,7 +61,7 @@ def _entries(moments: Sequence[HistoryEvent], error: str) -> Iterator[SafeString
             moment.at.isoformat(),
             exact(moment.at),
             _since(before, moment.at),
-            format_html('<span class="message-from">{} →</span> ', _in_words(moment.was)) if moment.was else "",
+            format_html('<span class="message-from">{} →</span> ', state_in_words(moment.was)) if moment.was else "",
             state_badge(moment.became),
             _where(moment),
             format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
@@ -128,11 +111,6 @@ def _standing_badge(standing: PresentState) -> SafeString:
     return state_badge(standing.state)
 
 
-def state_badge(state: str) -> SafeString:
-    """A state of either app."""
-    return badge(_in_words(state), _TONES.get(state, Tone.OVER))
-
-
 def _where(of: HistoryEvent | PresentState) -> SafeString:
     named = of.where if of.database == "default" else f"{of.where} ({of.database})"
     return identifier(named)
@@ -140,11 +118,6 @@ def _where(of: HistoryEvent | PresentState) -> SafeString:
 
 def _attempts(standing: PresentState) -> str:
     return ngettext("%(count)s attempt", "%(count)s attempts", standing.attempts)
-
-
-def _in_words(state: str) -> str:
-    # The labels of the states, which each app declares for translation.
-    return gettext(state.replace("_", " ").capitalize())
 
 
 def attempts(failures: Sequence[Any], error: str = "") -> SafeString:

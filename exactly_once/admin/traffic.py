@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.contrib import admin
@@ -11,12 +11,12 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.http import urlencode
-from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.pages import PageAdmin
 from exactly_once.admin.paused import pause_badge, paused_by
-from exactly_once.admin.sections import Section, Traffic, listed, seconds_text, sections
-from exactly_once.display import age, headline, identifier, number
+from exactly_once.admin.sections import Section, Traffic, listed, sections
+from exactly_once.display import number
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.operators.actions import permission
 from exactly_once.operators.minutes import OTHER, database_time
@@ -25,6 +25,7 @@ from exactly_once.telemetry.statistics import Counted, percentile
 
 _MOST = 200
 _LATELY = timedelta(minutes=10)
+_FAILING = (("retrying", _("retrying")), ("dead", _("dead")))
 
 
 @admin.register(TopicsAndHandlers)
@@ -61,45 +62,30 @@ class TopicsAndHandlersAdmin(PageAdmin):
             "may_pause": request.user.has_perm(permission(traffic.paused, "pause")),
             "may_resume": paused_url and request.user.has_perm(permission(traffic.paused, "resume")),
             "paused_url": paused_url,
-            "rows": [self._shown(section, row, lately.get(row.name), depths or {}, now) for row in rows[:_MOST]],
+            "rows": [self._shown(section, row, lately.get(row.name), depths or {}) for row in rows[:_MOST]],
+            "now": now,
         }
 
-    def _shown(
-        self, section: Section, row: _Row, counted: Counted | None, depths: Mapping[str, int], now: datetime
-    ) -> dict[str, Any]:
+    def _shown(self, section: Section, row: _Row, counted: Counted | None, depths: Mapping[str, int]) -> dict[str, Any]:
         address, add = (
             reverse(f"{self.admin_site.name}:{model._meta.app_label}_{model._meta.model_name}_{page}")
             for model, page in ((section.model, "changelist"), (section.traffic.paused, "add"))
         )
-        named = {section.traffic.kind: row.name}
+        query = urlencode({section.traffic.kind: row.name})
         counted = counted or Counted()
         histogram: Mapping[int, int] = counted.times.get(section.lag[0], {})
-        paused = row.paused
         return {
-            "name": identifier(row.name),
-            "topics": identifier(section.topic_of(row.name)) if section.topic_of and section.topic_of(row.name) else "",
-            "url": f"{address}?{urlencode(named)}",
-            "backlog": _at_least(row.backlog),
-            "oldest": age(row.backlog.oldest, now) if row.backlog.oldest else "",
+            "of": row,
+            "topics": section.topic_of(row.name) if section.topic_of else "",
+            "url": f"{address}?{query}",
             "rate": number(counted.counts[section.numbers[0][1][0]] / (_LATELY / timedelta(minutes=1)), 1),
-            "p50": _seconds(histogram, 0.5),
-            "p95": _seconds(histogram, 0.95),
-            "failing": [
-                (label, _at_least(row.counts[state]), f"{address}?{urlencode({**named, 'state': state})}")
-                for state, label in (("retrying", _("retrying")), ("dead", _("dead")))
-                if row.counts[state].number
-            ],
-            "queue": number(depths[row.name]) if row.name in depths else "",
-            "paused": paused and {
-                "row": paused.pk,
-                "badge": pause_badge(paused),
-                "is_resuming": getattr(paused, "is_resuming", False),
-                "by": paused_by(paused),
-                "since": age(paused.paused_at, now),
-                "reason": headline(paused.reason) if paused.reason else "",
-            },
-            "pause_url": f"{add}?{urlencode(named)}",
-        }  # fmt: skip
+            "percentiles": [(name, percentile(histogram, share)) for name, share in (("p50", 0.5), ("p95", 0.95))],
+            "failing": [(label, row.counts[state], state) for state, label in _FAILING if row.counts[state].number],
+            "queue": depths.get(row.name),
+            "pause_url": f"{add}?{query}",
+            "paused_badge": row.paused and pause_badge(row.paused),
+            "paused_by": row.paused and paused_by(row.paused),
+        }
 
 
 class _Row:
@@ -118,14 +104,6 @@ class _Row:
         """Those that fail or are paused come first, then those with the largest backlog."""
         failing = self.counts["dead"].number + self.counts["retrying"].number
         return not (failing or self.paused), -failing, -self.backlog.number, self.name
-
-
-def _seconds(histogram: Mapping[int, int], share: float) -> str:
-    return seconds_text(percentile(histogram, share)) if histogram else ""
-
-
-def _at_least(count: Count) -> str:
-    return f"{number(count.number)}+" if count.is_cut else number(count.number)
 
 
 def _count(each: Mapping[str, Count], name: str) -> Count:

@@ -131,6 +131,10 @@ class ChainedMessage:
     def first(self) -> ChainRow:
         return self.publication or self.effects[0]
 
+    @property
+    def published_at(self) -> datetime:
+        return self.first.published_at or self.first.began_at
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:

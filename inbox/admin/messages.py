@@ -145,16 +145,6 @@ class HandlerFilter(ValueFilter):
 
 @admin.register(InboxMessage)
 class InboxMessageAdmin(MessageAdmin):
-    tones: ClassVar[Any] = {
-        State.RECEIVED: Tone.OPEN,
-        State.RETRYING: Tone.FAILING,
-        State.WAITING: Tone.LATER,
-        State.RUNNING: Tone.OPEN,
-        State.DONE: Tone.DONE,
-        State.DEAD: Tone.STOPPED,
-        State.SKIPPED: Tone.OVER,
-        State.SHED: Tone.OVER,
-    }
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
     letters = letters
     refusals = REFUSALS

@@ -34,7 +34,6 @@ from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
 from exactly_once.wire.formats import CELERY_TOPICS
-from inbox.admin.messages import InboxMessageAdmin
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.consumer.topology import queues_of
@@ -140,7 +139,6 @@ register(
         app="inbox",
         title=_("Inbox"),
         model=InboxMessage,
-        tones=InboxMessageAdmin.tones,
         conditions={
             "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
             "waiting": Condition(link=lambda name: listed(Process, app="inbox")),

@@ -1,7 +1,5 @@
 """The list and the pages of the outbox's messages."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence
@@ -33,7 +31,6 @@ from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
     NOTHING,
-    Tone,
     age,
     as_json,
     as_text,
@@ -52,7 +49,7 @@ from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.operators import figures
@@ -135,20 +132,6 @@ class OutboxMessageAdmin(MessageAdmin):
     """The list of all messages, and the page of each message."""
 
     large_columns = (*MessageAdmin.large_columns, "wire")
-    tones: ClassVar[Any] = {
-        State.PREPARED: Tone.LATER,
-        State.STUCK: Tone.STOPPED,
-        State.SCHEDULED: Tone.LATER,
-        State.READY: Tone.OPEN,
-        State.RETRYING: Tone.FAILING,
-        State.WAITING: Tone.LATER,
-        State.PAUSED: Tone.LATER,
-        State.PUBLISHED: Tone.DONE,
-        State.DEAD: Tone.STOPPED,
-        State.EXPIRED: Tone.OVER,
-        State.CANCELLED: Tone.OVER,
-        State.ROLLED_BACK: Tone.OVER,
-    }
     letters = letters
     actions: Any = (
         *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),

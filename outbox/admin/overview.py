@@ -1,7 +1,5 @@
 """What the outbox shows on the pages about both halves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,7 +27,6 @@ from exactly_once.display import duration, identifier, number, visible
 from exactly_once.models import Process
 from exactly_once.operators.minutes import Minutes, database_time
 from exactly_once.sql.counts import Count
-from outbox.admin.messages import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators import figures
@@ -99,7 +96,6 @@ register(
         app="outbox",
         title=_("Outbox"),
         model=OutboxMessage,
-        tones=OutboxMessageAdmin.tones,
         conditions={
             "no_relay": Condition(link=lambda name: listed(Process, app="outbox")),
             "waiting": Condition(link=lambda name: listed(Process, app="outbox")),

@@ -1,7 +1,5 @@
 """The history of the outbox. A message with a pending callback is not deleted, and its day is not dropped."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, time
 
 from django.db import connections

@@ -171,10 +171,11 @@ class TestManyRows:
     def test_search_for_one_row_among_500_takes_few_statements(self, peer):
         with transaction.atomic():
             publish_many([Draft(TOPIC, {}, biz_id=POISON if number == 300 else None) for number in range(500)])
+        OutboxMessage.objects.update(shard=7)  # a pass reads an equal share of each shard that has messages
         with refused(), connected(peer.url) as transport, CaptureQueriesContext(connection) as statements:
             report = one_pass(transport)
 
-        assert report.settled == report.claimed - 1 > 100
+        assert (report.claimed, report.settled) == (500, 499)
         assert len(statements) < 300
 
     def test_new_message_is_published_beside_hundreds_that_cannot_be_settled_and_only_a_batch_of_them_was_sent(
