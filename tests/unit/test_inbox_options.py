@@ -20,7 +20,7 @@ class TestDefaults:
         assert timedelta(hours=1) <= retry.delay(16) <= timedelta(hours=2)
 
     def test_the_maximum_message_age_is_a_day_below_the_default_retention(self):
-        assert InboxOptions().oldest_run == timedelta(days=29)
+        assert InboxOptions().oldest_run == timedelta(days=364)
 
 
 class TestFollowingTheOutbox:

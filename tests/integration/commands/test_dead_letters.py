@@ -267,7 +267,7 @@ class TestInbox:
         self.a_dead_letter(handler)
         [line] = exported()
         delete_messages()
-        line["created_at"] = (utcnow() - timedelta(days=40)).isoformat()
+        line["created_at"] = (utcnow() - timedelta(days=400)).isoformat()
         run("exactly_once_import", written(tmp_path / "letters.jsonl", line))
         assert the_row().quarantined
         assert "Its error was: ValueError" in the_row().last_error

@@ -8,6 +8,7 @@ import pytest
 from django.db.models import F
 
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.days import LIVE
 from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import decisions
@@ -88,7 +89,9 @@ class TestRetry:
     def test_a_message_whose_attempts_never_ended_is_dead_after_the_attempts_of_its_handler(self, handles):
         deliver(handles(the_effect, retry=Retry(max_attempts=1)))
         row = the_row()
-        InboxMessage.objects.update(state=State.RECEIVED, attempts=1, settled_at=None, next_attempt_at=utcnow() - A_MINUTE)
+        InboxMessage.objects.update(
+            state=State.RECEIVED, day=LIVE, attempts=1, settled_at=None, next_attempt_at=utcnow() - A_MINUTE
+        )
         before = effects()
 
         drain()

@@ -11,6 +11,7 @@ from functools import partial
 import psycopg
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
 from django.db import connection, transaction
 from django.utils.module_loading import import_string
 
@@ -27,7 +28,6 @@ from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import editable
 from inbox.operators.pausing import pause_handler
-from inbox.operators.purging import purge_settled
 from inbox.outcome import Outcome
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
@@ -37,6 +37,7 @@ from outbox.testing import run_relay
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
+from tests.support.inbox_rows import delete_messages
 from tests.support.joins import NAME, TOPICS, comes, effects, part, report
 from tests.support.waiting import A_WHILE
 
@@ -190,7 +191,7 @@ class TestAllCome:
             comes(topic)
         drain()
         travel(timedelta(days=31))
-        assert sum(purge_settled("default", timedelta(days=30))) >= 4
+        call_command("exactly_once_purge", app="inbox")
 
         assert list(Run.objects.values_list("run_id", flat=True)) == ["tuesday"]
         assert Part.objects.count() == 1
@@ -441,7 +442,7 @@ class TestDecisions:
     def test_exported_row_of_a_run_is_not_imported(self, dead):
         (line,) = letters.lines(InboxMessage.objects.filter(pk=dead.row_id))
         _letters, values = read_dead_letter(line.encode(), [letters])
-        InboxMessage.objects.filter(pk=dead.row_id).delete()
+        delete_messages()
         with pytest.raises(Refused, match="the row of a join's run"):
             letters.store("default", values, "imported")
 

@@ -18,6 +18,7 @@ from django.db import connection, transaction
 
 from exactly_once.app_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.conf import inbox_options
@@ -26,7 +27,7 @@ from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, LeaseMemory, Step
-from inbox.operators import decisions, purging
+from inbox.operators import decisions
 from inbox.operators.alerting import CONDITIONS
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.outcome import Outcome
@@ -51,6 +52,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.inbox_rows import make_older
 from tests.support.loads import a_delivery, receive_load
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
@@ -595,7 +597,7 @@ class TestOperator:
             assert slow.begun.wait(A_WHILE)
             deliver(handler, envelope, given=given)
             slow.go_on.set()
-        InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
+        InboxMessage.objects.update(state=State.RUNNING, day=LIVE, next_attempt_at=DatabaseTime())
         redis_server.stop()
         with pytest.raises(LeaseStoreUnavailable):
             decisions.retry("default", the_row().pk)
@@ -807,7 +809,9 @@ class TestSteps:
         assert Step.objects.count() == 1
         run_to_the_end(given)
 
-        assert sum(purging.purge_settled("default", timedelta(seconds=-1))) == 1
+        make_older(InboxMessage.objects.all(), timedelta(days=31))
+        Step.objects.update(taken_at=DatabaseTime(-timedelta(days=31)))
+        call_command("exactly_once_purge", app="inbox")
         assert (InboxMessage.objects.count(), Step.objects.count()) == (0, 0)
 
 

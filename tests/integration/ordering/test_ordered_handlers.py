@@ -389,7 +389,7 @@ class TestRefusedDelivery:
     def test_refused_delivery_that_is_retried_too_early_waits_for_its_turn(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
-        old = a_message("a2", created_at=utcnow() - timedelta(days=40))
+        old = a_message("a2", created_at=utcnow() - timedelta(days=400))
         arrive(handler, a_message("a1"), old, a_message("a3"))
         drain()
         assert states("a1", "a2", "a3") == ["retrying", "dead", "waiting"]

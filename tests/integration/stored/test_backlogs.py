@@ -86,9 +86,9 @@ def insert_beside(*kinds):
 @pytest.fixture
 def table():
     """The inbox's table, which no autovacuum reads or analyses meanwhile."""
-    execute("ALTER TABLE inbox_inboxmessage SET (autovacuum_enabled = off)")
+    execute("ALTER TABLE inbox_inboxmessage_live SET (autovacuum_enabled = off)")
     yield
-    execute("ALTER TABLE inbox_inboxmessage RESET (autovacuum_enabled)")
+    execute("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
 
 
 def execute(sql):

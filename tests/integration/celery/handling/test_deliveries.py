@@ -13,6 +13,7 @@ from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
 
+from exactly_once.sql.days import LIVE
 from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
@@ -497,7 +498,7 @@ class TestWorkerDeaths:
     def test_delivery_of_a_dead_letter_is_not_retried_by_autoretry(self, a_task, sent):
         task = a_task(the_effect, biz_id="order_id", autoretry_for=[Exception])
         deliver(task, "o-1")
-        InboxMessage.objects.update(state=State.DEAD, last_error="because")
+        InboxMessage.objects.update(state=State.DEAD, day=LIVE, last_error="because")
 
         state, error = deliver(task, "o-1")
 
@@ -577,7 +578,7 @@ class TestMessageAge:
     def test_delivery_older_than_the_deduplication_window_is_quarantined(self, a_task, signals_sent):
         task = a_task(the_effect, biz_id="order_id")
 
-        state, error = deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
+        state, error = deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))
 
         assert (state, type(error), effects()) == (states.FAILURE, NotRun, 0)
         row = the_row()
@@ -589,16 +590,16 @@ class TestMessageAge:
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", inbox_sent_at=self.sent_at(days=1))
 
-        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31)) == (states.SUCCESS, {"order": "o-1"})
+        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366)) == (states.SUCCESS, {"order": "o-1"})
         assert the_row().duplicates == 1
 
     def test_quarantined_delivery_runs_after_an_operators_override(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
+        deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))
         assert not decisions.retry("default", the_row().pk)
         assert decisions.override_maximum_age("default", the_row().pk)
 
-        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))[0] == states.SUCCESS
+        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)
 
     @pytest.mark.parametrize("eta", [{"days": 1}, {"days": 29}])

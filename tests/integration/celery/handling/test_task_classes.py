@@ -6,6 +6,7 @@ from celery.app.trace import _install_stack_protection, reset_worker_optimizatio
 from celery.exceptions import Reject
 from django.db import OperationalError, transaction
 
+from exactly_once.sql.days import LIVE
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotRun
 from inbox.models import InboxMessage
@@ -161,7 +162,7 @@ class TestRetries:
     def test_not_run_is_never_retried_by_autoretry(self, a_task, sent, dont_autoretry_for):
         task = a_task(the_effect, biz_id="order_id", autoretry_for=(Exception,), dont_autoretry_for=dont_autoretry_for)
         deliver(task, "o-1")
-        InboxMessage.objects.update(state=State.DEAD, last_error="because")
+        InboxMessage.objects.update(state=State.DEAD, day=LIVE, last_error="because")
 
         state, error = deliver(task, "o-1")
 
