@@ -34,7 +34,7 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
 
 def end_reading(alias: str, row: NewRow) -> None:
     """waiting → ∅: the body has been read."""
-    receipts.delete(alias, f"id = {receipts.ID_OF} AND state = 'waiting' AND NOT ordered", receipts.name_of(row))
+    receipts.delete(alias, f"id = {receipts.ID_OF} AND {IS_OPEN} AND state = 'waiting' AND NOT ordered", receipts.name_of(row))
 
 
 def make_due(alias: str, row: NewRow) -> None:
@@ -44,5 +44,5 @@ def make_due(alias: str, row: NewRow) -> None:
 
 def end(alias: str, claimed: InboxMessage) -> int | None:
     """received → ∅, in the transaction that admits it; returns the number of its further copies. None: the claim has ended."""
-    found = receipts.delete(alias, "id = %s AND fence = %s", [claimed.pk, claimed.fence], returning="duplicates")
+    found = receipts.delete(alias, f"id = %s AND {IS_OPEN} AND fence = %s", [claimed.pk, claimed.fence], returning="duplicates")
     return next(iter(found), None)

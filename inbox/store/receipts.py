@@ -15,7 +15,7 @@ from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
+from inbox.store.dialect import RECEIPTS, TABLE
 from inbox.store.rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
@@ -61,7 +61,7 @@ _COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.pr
 def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:
     """Delete messages that shall leave no trace, with their receipts; what is returned of each."""
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {TABLE} WHERE {IS_OPEN} AND {condition} RETURNING id, {returning}", parameters)
+        cursor.execute(f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
         deleted = cursor.fetchall()
         delete_of(alias, [row for row, _ in deleted])
     return [returned for _, returned in deleted]

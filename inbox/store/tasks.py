@@ -54,7 +54,7 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
 
 def delete_failed(alias: str, claimed: InboxMessage) -> bool:
     """received → ∅, after the task failed normally. False: it is no longer ours."""
-    ours = "id = %s AND fence = %s AND state = 'received' AND next_attempt_at IS NOT NULL"
+    ours = f"id = %s AND {IS_OPEN} AND fence = %s AND state = 'received' AND next_attempt_at IS NOT NULL"
     return bool(receipts.delete(alias, ours, [claimed.pk, claimed.fence]))
 
 

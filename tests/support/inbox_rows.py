@@ -57,5 +57,5 @@ def delete_messages() -> None:
 
 def copy_of(row: InboxMessage, **changes: Any) -> InboxMessage:
     """Store another message with the columns of `row`, except these."""
-    columns = {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields if not field.primary_key}
-    return store_message(**{**columns, **changes})
+    copied = {field.attname for field in row._meta.concrete_fields} - {"id", "day"}
+    return store_message(**{**{name: getattr(row, name) for name in copied}, **changes})
