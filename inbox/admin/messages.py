@@ -21,10 +21,11 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown, text
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.message_filters import (
+from exactly_once.admin.filters import (
     AgeFilter,
     AttemptsFilter,
+    ConditionFilter,
+    Conditions,
     ErrorClassFilter,
     HostFilter,
     StateFilter,

@@ -84,20 +84,7 @@ class LeasedMessage(BaseModel):
     @classmethod
     def of(cls, leased: Leased) -> LeasedMessage:
         message = leased.message
-        return cls(
-            lease=leased.lease,
-            id=message.id,
-            topic=message.topic,
-            biz_id=message.biz_id,
-            key=message.key,
-            payload=message.payload,
-            headers=message.headers,
-            created_at=message.created_at,
-            attempt=message.attempt,
-            fence=message.fence,
-            correlation_id=message.correlation_id,
-            causation_id=message.causation_id,
-        )
+        return cls(lease=leased.lease, **{name: getattr(message, name) for name in cls.model_fields if name != "lease"})
 
 
 class LeasedMessages(BaseModel):
