@@ -132,6 +132,8 @@ class StuckFilter(ConditionFilter):
 class ValueFilter(admin.SimpleListFilter):
     """By the value of a column. The menu offers known values; the URL may have any other."""
 
+    most: ClassVar[int] = MOST_OFFERED
+
     def known(self, model_admin: Any) -> Sequence[str]:
         raise NotImplementedError
 
@@ -139,7 +141,7 @@ class ValueFilter(admin.SimpleListFilter):
         return queryset.filter(**{str(self.parameter_name): value})
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        chosen, names = request.GET.get(self.parameter_name or ""), list(self.known(model_admin)[:MOST_OFFERED])
+        chosen, names = request.GET.get(self.parameter_name or ""), list(self.known(model_admin)[: self.most])
         if chosen and chosen not in names:
             names.append(chosen)
         return [(name, visible(name)) for name in names]

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from exactly_once.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from exactly_once.http.api import Body, Flag, Instant, Name, PositiveSeconds, Seconds
 from exactly_once.models import Operation
 from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
 from outbox.models import OutboxMessage
