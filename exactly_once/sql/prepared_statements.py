@@ -152,16 +152,26 @@ class PreparedStatement:
             at_hand.runs.pop(self._name, None)
 
 
-def execute_script(connection: BaseDatabaseWrapper, script: str) -> list[tuple[Any, ...]]:
+def execute_script(
+    connection: BaseDatabaseWrapper, script: str, last: str = "", parameters: Sequence[Any] = ()
+) -> list[tuple[Any, ...]]:
     """Run statements without parameters in one round trip, in the open transaction; the rows of the last one.
 
-    If the transaction has not begun on the server, it begins in the same round trip. Call it only if `is_usable`.
+    If the transaction has not begun on the server, it begins in the same round trip. Outside of `atomic()` the statements are
+    a transaction of their own. Call it only if `is_usable`.
+
+    Args:
+        last: a statement with parameters, in Django's form, that follows.
 
     Raises:
         django.db.Error: one of them failed; those after it have not run.
     """
     raw: Any = connection.connection
     with connection.wrap_database_errors:
+        if last:
+            from psycopg import ClientCursor  # noqa: PLC0415 - an extra
+
+            script += ClientCursor(raw).mogrify(last, parameters)
         begin = f"{_BEGIN.decode()}; " if _is_to_begin(raw) else ""
         (result,) = _checked(raw, [raw.pgconn.exec_(f"{begin}{script}".encode())])
         return _rows_of(connection, result)
@@ -234,7 +244,7 @@ def _is_to_begin(raw: Any) -> bool:
         return False
     if raw.isolation_level is raw.read_only is raw.deferrable is None:
         return True
-    raw.execute("SELECT")
+    raw.execute("")  # takes no snapshot, so that the isolation level may still be set
     return False
 
 

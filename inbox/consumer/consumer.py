@@ -116,7 +116,7 @@ class Consumer:
         self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
         self._epoch = 0
         self._problems: dict[str | Lane, str] = {}
-        self._policies = Policies(options, stop)
+        self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
         self._suspected: set[Lane] = set()
@@ -217,6 +217,7 @@ class Consumer:
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
+        self._policies.read()
         self._unusable = self._declare()
         self._forbidden.clear()
         self._open = {}
@@ -310,7 +311,6 @@ class Consumer:
         After its binding was removed, or its exchange deleted, a consumer looks healthy but receives nothing.
         """
         unusable = set()
-        self._policies.refresh()
         for handler in self._handlers:
             self._watchdog.beat()
             try:
@@ -352,7 +352,7 @@ class Consumer:
             self._return_unstorable(now)
             self._return_paused()
             self._watch_handlers(now)
-            if now - self._checked_at > (0 if self._policies.have_changed else _HEALTH_SECONDS):
+            if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
             self._read_queue_lengths()
 
@@ -424,6 +424,8 @@ class Consumer:
     def _check_subscriptions(self) -> None:
         """Check that the broker has this process's bindings and subscriptions; an open socket does not show that."""
         self._checked_at = monotonic()
+        if self._unusable:
+            self._policies.read()
         if self._declare() != self._unusable:
             raise ConnectionError("the usable queues have changed")
         self._forbidden.clear()

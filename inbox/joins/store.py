@@ -32,7 +32,6 @@ from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import with_body_only
-from inbox.store.trail import record
 
 _RUNS, _PARTS = Run._meta.db_table, Part._meta.db_table
 _DUE = "state IN ('received', 'retrying')"
@@ -108,7 +107,6 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
     inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
     if inserted is None:
         return None
-    record(alias, [inserted], was="", matters=False)
     # By the same statement, so that the row is not due before the deadline.
     opened_at, deadline_at = times_of(alias, inserted)
     run = Run(handler=handler, run_id=run_id, row_id=inserted, opened_at=opened_at, deadline_at=deadline_at)

@@ -144,7 +144,7 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         # Fencing tokens of the corrected message are greater than those of this one.
         fence=replaced.fence,
     )
-    row = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    row = insert_one(alias, insertion, LONGEST_LOCK_WAIT, recorded=False)
     if row is None:
         raise NotEditable(
             f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "

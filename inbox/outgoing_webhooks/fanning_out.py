@@ -30,7 +30,6 @@ from inbox.states import State as MessageState
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import NewRow, with_body_only
-from inbox.store.trail import record
 
 Payload = Callable[[Message], Any]
 Wanted = Callable[[Message, Endpoint], bool]
@@ -132,4 +131,4 @@ def insert(alias: str, to: Sequence[Endpoint], row: NewRow) -> None:
             Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
             for endpoint in to[first : first + size]
         ]
-        record(alias, insert_many(alias, insertions, LONGEST_LOCK_WAIT).ids, was="", matters=False)
+        insert_many(alias, insertions, LONGEST_LOCK_WAIT)

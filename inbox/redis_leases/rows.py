@@ -15,12 +15,12 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, LeaseMemory
 from inbox.states import DUE, State
 from inbox.store import receipts
-from inbox.store.arrivals import counted_duplicates, store
+from inbox.store.arrivals import counted_duplicates
 from inbox.store.claims import refunded, under_claim
 from inbox.store.failures import as_failed
-from inbox.store.inserting import Insertion
-from inbox.store.leases import done_columns, in_order
-from inbox.store.ordering import promote_behind
+from inbox.store.inserting import Insertion, insert_one
+from inbox.store.leases import done_columns
+from inbox.store.ordering import deciding, promote_behind
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of
 from inbox.store.steps import remember_all
 from inbox.store.trail import record_leaving
@@ -60,7 +60,7 @@ def store_external(
         conflicting_attributes=attributes_of(row) if conflicting else None,
         **(counted_duplicates(duplicate, 1) if duplicate else {}),
     )
-    stored = store(alias, insertion, duplicate_timeout)
+    stored = insert_one(alias, insertion, duplicate_timeout)
     if stored is not None and stopping:
         show_stopping(alias, stored)
     return stored is not None
@@ -81,7 +81,7 @@ def finish_external(
         delivered: a delivery was run; the row, which a duplicate may have stored, gets the content of that delivery.
         uncounted: attempts that were claimed but not made.
     """
-    with in_order(alias, order, matters=False):
+    with deciding(alias) if order else transaction.atomic(using=alias):
         record_leaving(alias, _OPEN_ROW, receipts.name_of(row), became=State.DONE, matters=False)
         content = _content_of(row) if delivered else {}
         done = _open_row(alias, row).update(**content, **done_columns(), attempts=Greatest(F("attempts") - uncounted, 0))
@@ -106,7 +106,7 @@ def fail_external(
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    with transaction.atomic(using=alias), in_order(alias, leaves, matters=True):
+    with deciding(alias) if leaves else transaction.atomic(using=alias):
         store_external(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
         written = as_failed(failure, leaves_order=leaves is not None)
         record_leaving(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from inbox.states import State
@@ -10,7 +10,6 @@ from inbox.store.arrivals import count_duplicate
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.ordering import hold_gates, promote_next
 from inbox.store.rows import Earlier, locked_means_busy
-from inbox.store.trail import record
 
 Admitted = State | Earlier | None
 """The state that a delivery was stored in, or the row that it is a duplicate of. None: that row is being run, so that the
@@ -31,7 +30,6 @@ def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
     with locked_means_busy:
         hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.ordered])
     stored = dict(insert_many(alias, insertions).rows)
-    _record(alias, insertions, stored)
     admitted: list[Admitted] = []
     for insertion in insertions:
         # Of two copies in one load, the first was inserted, and the second is its duplicate.
@@ -54,16 +52,6 @@ def _with_leaders(insertions: Sequence[Insertion]) -> Sequence[Insertion]:
         if insertion.ordered:
             seen.add(key)
     return leading
-
-
-def _record(alias: str, insertions: Sequence[Insertion], stored: Mapping[str, tuple[int, str]]) -> None:
-    """Deliveries that are not handled matter, each with its reason."""
-    reasons: dict[str, list[int]] = {}
-    first = {insertion.row.biz_id: insertion.last_error for insertion in reversed(insertions)}
-    for biz_id, (row, _) in stored.items():
-        reasons.setdefault(first[biz_id], []).append(row)
-    for reason, rows in reasons.items():
-        record(alias, rows, was="", reason=reason, matters=bool(reason))
 
 
 def _headless(insertions: Sequence[Insertion], admitted: Sequence[Admitted]) -> list[str]:

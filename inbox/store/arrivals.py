@@ -18,7 +18,6 @@ from inbox.store.inserting import Insertion, insert_many, insert_one
 from inbox.store.receipts import ID_OF, name_of
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import record, recording
 
 _COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",
@@ -61,7 +60,7 @@ def begin_fresh(
     if len(insertions) > 1:
         # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
         insertions.sort(key=lambda insertion: insertion.row.biz_id)
-    inserted = insert_many(alias, insertions, duplicate_timeout)
+    inserted = insert_many(alias, insertions, duplicate_timeout, recorded=False)
     if not inserted.rows:
         return None
     if not is_postgresql(connection):
@@ -91,7 +90,7 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
         ConcurrentDuplicate: see `begin_fresh`.
     """
     insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
-    return store(alias, insertion, duplicate_timeout) is not None
+    return insert_one(alias, insertion, duplicate_timeout) is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
@@ -108,22 +107,7 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         quarantined=failure.quarantined,
         **as_inserted(failure),
     )
-    return store(alias, insertion, duplicate_timeout, reason=failure.error, matters=not failure.deferred) is not None
-
-
-def store(
-    alias: str,
-    insertion: Insertion,
-    duplicate_timeout: timedelta,
-    *,
-    reason: str = "",
-    matters: bool = False,
-) -> int | None:
-    """Insert one row in its own commit, with its entry in the trail. None: it exists."""
-    with recording(alias, matters=matters):
-        row = insert_one(alias, insertion, duplicate_timeout)
-        record(alias, () if row is None else (row,), was="", reason=reason, matters=matters)
-    return row
+    return insert_one(alias, insertion, duplicate_timeout) is not None
 
 
 def counted_duplicates(cause: DuplicateCause, count: int) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
-from inbox.store.failures import ABANDON_AS, as_failed, as_written
+from inbox.store.failures import ABANDON_AS, as_written, fail
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
 from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import is_recorded, record, record_leaving
+from inbox.store.trail import record_leaving, update
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -181,25 +181,18 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
     Raises:
         ConcurrentDuplicate: another session has locked the row and does not release it.
     """
-    written, matters = as_failed(failure, leaves_order=leaves is not None), not failure.deferred
-    with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        given = [claimed.pk, claimed.fence]
-        recorded = record_leaving(alias, _OURS, given, became=written["state"], reason=failure.error, matters=matters)
-        if is_recorded(matters=matters) and not recorded:
-            return False
-        ours = bool(under_claim(alias, claimed).update(**written))
-        promote_behind(alias, leaves if ours else None)
-        return ours
+    with locked_means_busy:
+        return fail(
+            alias, under_claim(alias, claimed), failure, was=claimed.state, leaves=leaves, longest_wait=LONGEST_LOCK_WAIT
+        )
 
 
 def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
     """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
     with deciding(alias):
-        row = under_claim(alias, claimed)
-        if not row.update(**SKIP_COPY.columns, last_error=f"skipped: {reason}"):
-            return
-        record(alias, [claimed.pk], was=claimed.state, reason=reason)
-        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if claimed.ordered else None)
+        written = {**SKIP_COPY.columns, "last_error": f"skipped: {reason}"}
+        ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason)
+        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if ours and claimed.ordered else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:

@@ -6,15 +6,21 @@ All of it is written by the statement that changes the state.
 from __future__ import annotations
 
 import json
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from django.db import connections
 from django.db.models import Case, F, Func, JSONField, Value, When
 
 from exactly_once.failures import COMMITTED_BY_ITSELF
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.prepared_statements import is_usable
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
 from inbox.states import ABANDON, DIE, RETRY_LATER
-from inbox.store.rows import ABANDONED, Failure
+from inbox.store.ordering import LOCK_TIMEOUT, deciding, limits, promote_behind
+from inbox.store.rows import ABANDONED, Failure, OrderedKey
+from inbox.store.trail import update
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -68,6 +74,33 @@ def as_failed(failure: Failure, *, leaves_order: bool = False) -> dict[str, Any]
         "quarantined": failure.quarantined,
         **({"ordered": False} if leaves_order else {}),
     }
+
+
+def fail(
+    alias: str,
+    rows: Any,
+    failure: Failure,
+    *,
+    was: str,
+    leaves: OrderedKey | None = None,
+    longest_wait: timedelta = LOCK_TIMEOUT,
+) -> bool:
+    """→ retrying | dead, for one row, a query; one round trip where statements are prepared. False: there is no such row.
+
+    A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
+
+    Raises:
+        django.db.OperationalError: another session has locked the row and does not release it.
+    """
+    connection = connections[alias]
+    columns = as_failed(failure, leaves_order=leaves is not None)
+    write = partial(update, alias, rows, columns, was=was, reason=failure.error, matters=not failure.deferred)
+    if leaves is None and not connection.in_atomic_block and is_usable(connection):
+        return bool(write(script=limits(longest_wait)))
+    with deciding(alias, longest_wait):
+        failed = bool(write())
+        promote_behind(alias, leaves if failed else None)
+        return failed
 
 
 def as_inserted(failure: Failure) -> dict[str, Any]:

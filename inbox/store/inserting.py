@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import is_postgresql
@@ -27,6 +27,7 @@ from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bou
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
 from inbox.store.rows import COLUMNS, NewRow, locked_means_busy
+from inbox.store.trail import ENTRY, is_recorded, record, this_process
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -121,8 +122,9 @@ _DOCUMENT = {
     **{column: "text" if kind == "jsonb" else kind for column, kind in COLUMNS.items() if column != "body"},
     "state": "varchar",
     **{column: kind for column, (kind, _) in _OPTIONAL.items()},
+    "entry": "text",
 }
-"""The values of a row in a JSON document: all but the body, with PostgreSQL's types."""
+"""The values of a row in a JSON document: all but the body, with PostgreSQL's types; and the reason in its trail entry."""
 
 
 def _insert(vendor: str, source: str) -> str:
@@ -167,12 +169,18 @@ def _values_of_one(given: Mapping[str, str]) -> str:
     return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
 
 
-def _insert_many(document: str, bodies: str, longest_wait: str) -> str:
+def _insert_many(document: str, bodies: str, longest_wait: str, process: str = "") -> str:
     """For PostgreSQL: one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
 
     The aggregates ensure that all receipts are inserted before that. A row is returned also if none is inserted.
     """
     typed = ", ".join(f"{column} {kind}" for column, kind in _DOCUMENT.items())
+    entries = (
+        f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), {process}, entry FROM new "
+        "WHERE entry IS NOT NULL)"
+        if process
+        else ""
+    )
     bound = f"coalesce({longest_wait}, current_setting('lock_timeout'))"
     return (
         f"{BOUND.replace('%s', bound)}, source AS (SELECT * FROM ROWS FROM (json_to_recordset({document}::json) AS ({typed}), "
@@ -183,7 +191,7 @@ def _insert_many(document: str, bodies: str, longest_wait: str) -> str:
         f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
         f"SELECT id, {_COPIED}, COALESCE(received_at, statement_timestamp()) FROM bound, given ORDER BY number {_ONCE}), "
         "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
-        f"message AS ({_insert('postgresql', 'new AS given')}) "
+        f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
         f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
         "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
         "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
@@ -198,11 +206,12 @@ _MESSAGE_ON_SQLITE = (
     + " RETURNING state"
 )
 _copied_of = attrgetter(*_COPIED.split(", "))
-_MANY = PreparedStatement(
-    "inbox_insert",
-    ["text", "json", "bytea[]"],
-    _insert_many("$2", "$3", "$1"),
-    # It reads the table, which a load may fill: see PreparedStatement.
+# They read the table, which a load may fill: see PreparedStatement.
+_MANY = PreparedStatement("inbox_insert", ["text", "json", "bytea[]"], _insert_many("$2", "$3", "$1"), most_runs=PLANNED_SINGLY)
+_MANY_RECORDED = PreparedStatement(
+    "inbox_insert_recorded",
+    ["text", "json", "bytea[]", "text"],
+    _insert_many("$2", "$3", "$1", "$4"),
     most_runs=PLANNED_SINGLY,
 )
 _PLACES = {column: f"${number}" for number, column in enumerate(COLUMNS, 1)}
@@ -236,51 +245,59 @@ def _insert_single(connection: BaseDatabaseWrapper, insertion: Insertion, longes
     return Inserted(rows={insertion.row.biz_id: (int(pk), insertion.state)}, ids=[int(pk)], transaction=transaction)
 
 
-def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta) -> int | None:
+def insert_one(alias: str, insertion: Insertion, longest_wait: timedelta, *, recorded: bool = True) -> int | None:
     """Insert one row; its id. None: it exists.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
     """
-    return next(iter(insert_many(alias, [insertion], longest_wait).ids), None)
+    return next(iter(insert_many(alias, [insertion], longest_wait, recorded=recorded).ids), None)
 
 
-def insert_many(alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None) -> Inserted:
+def insert_many(
+    alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, recorded: bool = True
+) -> Inserted:
     """Insert rows in their order, except those that exist and copies of an earlier one of them.
 
     Args:
         longest_wait: for a concurrent duplicate; None keeps the transaction's lock_timeout.
+        recorded: the trail gets an entry of each row that has a reason; with `INBOX["TRAIL"] = "all"` of each row.
 
     Raises:
         ConcurrentDuplicate: a transaction that was waited for did not end in time.
     """
     connection = connections[alias]
     if not is_postgresql(connection):
-        return _insert_each(connection, insertions)
-    if len(insertions) == 1 and longest_wait and is_usable(connection):
+        return _insert_each(connection, insertions, recorded=recorded)
+    if len(insertions) == 1 and longest_wait and is_usable(connection) and not (recorded and is_recorded(matters=False)):
         (insertion,) = insertions
         if _others_of(insertion) == _OTHER_DEFAULTS:
             return _insert_single(connection, insertion, longest_wait)
     bound = None if longest_wait is None else as_bound(longest_wait)
-    document = json.dumps([_document(insertion) for insertion in insertions])
-    given = [bound, document, [insertion.row.body for insertion in insertions]]
+    documents = [_document(insertion) for insertion in insertions]
+    entries = _entries(insertions) if recorded else {}
+    for number, entry in entries.items():
+        documents[number]["entry"] = entry
+    given: list[Any] = [bound, json.dumps(documents), [insertion.row.body for insertion in insertions]]
+    given += [this_process()] if entries else []
     with locked_means_busy:
         if is_usable(connection):
             connection.validate_no_broken_transaction()
-            found = _MANY.fetch(connection, given)
+            found = (_MANY_RECORDED if entries else _MANY).fetch(connection, given)
         else:
-            sql = _insert_many("%s", binary(connection), "%s")
+            sql = _insert_many("%s", binary(connection), "%s", "%s::text" if entries else "")
             found = fetch_all(connection, sql, given)
     ((ids, biz_ids, states, transaction, _),) = found
     rows = zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)
     return Inserted(rows=dict(rows), ids=ids or (), transaction=transaction)
 
 
-def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion]) -> Inserted:
+def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], *, recorded: bool) -> Inserted:
     rows: dict[str, tuple[int, str]] = {}
     ids: list[int] = []
-    with connection.cursor() as cursor:
-        for insertion in insertions:
+    entries = _entries(insertions)
+    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+        for index, insertion in enumerate(insertions):
             copied = [*_copied_of(insertion.row), adapted(connection, insertion.received_at)]
             cursor.execute(_RECEIPT_ON_SQLITE, copied)
             for (row,) in cursor.fetchall():
@@ -288,7 +305,15 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
                 cursor.execute(_MESSAGE_ON_SQLITE, [row, *(adapted(connection, value) for value in given)])
                 rows[insertion.row.biz_id] = row, cursor.fetchone()[0]
                 ids.append(row)
+                if recorded and index in entries:
+                    record(connection.alias, [row], was="", reason=entries[index])
     return Inserted(rows=rows, ids=ids, transaction="")
+
+
+def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
+    """By its index, the reason of each row that the trail records."""
+    matter = [bool(insertion.last_error) and insertion.error_class != DEFERRED for insertion in insertions]
+    return {index: insertions[index].last_error for index, matters in enumerate(matter) if is_recorded(matters=matters)}
 
 
 def _document(insertion: Insertion) -> dict[str, Any]:

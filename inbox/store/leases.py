@@ -6,7 +6,7 @@ names its fence, and is refused once the lease has ended by the database's clock
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,15 +19,14 @@ from inbox.conf import inbox_options
 from inbox.models import InboxMessage
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
-from inbox.store.arrivals import store
 from inbox.store.claims import under_claim
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE, assignments
-from inbox.store.failures import as_failed
-from inbox.store.inserting import Insertion
+from inbox.store.failures import fail
+from inbox.store.inserting import Insertion, insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
 from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.sentinel import WRITTEN
-from inbox.store.trail import is_recorded, record, recording
+from inbox.store.trail import is_recorded, record, update
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
 # Without CASE the planner would use a partial index, and read the dead entries of leases that have ended since the last vacuum.
@@ -58,7 +57,7 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
         ConcurrentDuplicate: see `begin_fresh`.
     """
     insertion = Insertion(row=row, state=State.RUNNING, due_after=lease.total_seconds(), attempts=1, fence=1)
-    pk = store(alias, insertion, duplicate_timeout)
+    pk = insert_one(alias, insertion, duplicate_timeout)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -104,10 +103,12 @@ def lease_stored(
     """
     token = fence or claimed.fence
     with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        ours = under_claim(alias, claimed).update(**LEASE.columns, fence=token, next_attempt_at=DatabaseTime(lease))
-        if ours:
-            over = claimed.state == State.RUNNING
-            record(alias, [claimed.pk], was=claimed.state, reason=_LEASE_OVER if over else "", matters=over)
+        written, over = (
+            {**LEASE.columns, "fence": token, "next_attempt_at": DatabaseTime(lease)},
+            claimed.state == State.RUNNING,
+        )
+        reason = _LEASE_OVER if over else ""
+        ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason, matters=over)
         _refuse_concurrent_run(alias, claimed.pk, exclusive_key)
     return Granted(claimed.pk, claimed.attempts, token) if ours else None
 
@@ -127,9 +128,8 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
     if order is None and not is_recorded(matters=FINISH.recorded) and is_usable(connection):
         done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
         return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
-    with in_order(alias, order, matters=FINISH.recorded):
-        done = _owned(alias, pk, fence).update(**done_columns())
-        record(alias, [pk] if done else [], was=State.RUNNING, matters=FINISH.recorded)
+    with deciding(alias) if order else nullcontext():
+        done = update(alias, _owned(alias, pk, fence), done_columns(), was=State.RUNNING, matters=FINISH.recorded)
         promote_behind(alias, order)
     # After a connection lost during the commit, this is called again.
     return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
@@ -140,12 +140,8 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
     """
-    written, matters = as_failed(failure, leaves_order=leaves is not None), not failure.deferred
-    with in_order(alias, leaves, matters=matters):
-        freed = _owned(alias, pk, fence).update(**written)
-        record(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
-        promote_behind(alias, leaves)
-    return bool(freed) or _is_in_state(alias, pk, fence, State.RETRYING, State.DEAD)
+    freed = fail(alias, _owned(alias, pk, fence), failure, was=State.RUNNING, leaves=leaves)
+    return freed or _is_in_state(alias, pk, fence, State.RETRYING, State.DEAD)
 
 
 def _owned(alias: str, pk: int, fence: int) -> Any:
@@ -162,11 +158,6 @@ def done_columns() -> dict[str, Any]:
         **FINISH.columns,
         **({} if inbox_options().keeps_all_bodies else {"body": b"", "headers": {}}),
     }
-
-
-def in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
-    """A transaction for a change of a key's order, or for the trail; a change without either needs none."""
-    return deciding(alias) if order else recording(alias, matters=matters)
 
 
 def _refuse_concurrent_run(alias: str, pk: int, exclusive_key: OrderedKey | None) -> None:

@@ -31,7 +31,7 @@ from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.now import NOW_AFTER
-from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
 from inbox.store.dialect import TABLE
@@ -57,7 +57,7 @@ _PROMOTE = (
 _READ_COMMITTED = "read committed"
 _MAX_IDLE_MS = 10_000
 """The server then ends the transaction of a frozen process that holds a gate."""
-_LOCK_TIMEOUT = timedelta(seconds=10)
+LOCK_TIMEOUT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
 
@@ -218,21 +218,30 @@ def order_to_promote(alias: str, order: OrderedKey, isolation: str) -> OrderedKe
 
 
 @contextmanager
-def deciding(alias: str, longest_wait: timedelta = _LOCK_TIMEOUT) -> Iterator[None]:
+def deciding(alias: str, longest_wait: timedelta = LOCK_TIMEOUT) -> Iterator[None]:
     """A short transaction for decisions under gates: READ COMMITTED whatever the project's default is, with time limits.
 
     Nested in another transaction, such as an admin request's, it is a savepoint and has the isolation of that transaction.
     """
+    connection = connections[alias]
+    usable = is_usable(connection)  # it may query, before which the transaction must not have begun
     with transaction.atomic(using=alias):
-        connection = connections[alias]
         if is_postgresql(connection) and is_outermost(connection):
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-                    f"SET LOCAL idle_in_transaction_session_timeout = {_MAX_IDLE_MS}; "
-                    f"SET LOCAL lock_timeout = {int(longest_wait.total_seconds() * 1000)}"
-                )
+            if usable:
+                execute_script(connection, limits(longest_wait))
+            else:
+                with connection.cursor() as cursor:
+                    cursor.execute(limits(longest_wait))
         yield
+
+
+def limits(longest_wait: timedelta) -> str:
+    """The statements that begin a transaction of `deciding`."""
+    return (
+        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+        f"SET LOCAL idle_in_transaction_session_timeout = {_MAX_IDLE_MS}; "
+        f"SET LOCAL lock_timeout = {int(longest_wait.total_seconds() * 1000)}; "
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
         ConcurrentDuplicate: see `begin_fresh`.
     """
     with transaction.atomic(using=alias):
-        insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout)
+        insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout, recorded=False)
         with connections[alias].cursor() as cursor:
             cursor.execute(
                 f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} RETURNING attempts",

@@ -13,7 +13,7 @@ from django.db import DatabaseError, DataError, InterfaceError, connections, tra
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
-from exactly_once.sql.prepared_statements import PreparedStatement, is_in_transaction, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_in_transaction, is_usable
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
@@ -209,6 +209,26 @@ def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
         return int(cursor.fetchone()[0])
 
 
+def is_rolled_back(guard: Guard) -> bool:
+    """Roll back the handler's transaction, and find in the same round trip that no row of it is left. False: unknown.
+
+    Django's own rollback finds no open transaction then, and sends nothing.
+    """
+    connection = connections[guard.alias]
+    if not guard.is_settled or not is_outermost(connection) or connection.closed_in_transaction:
+        return False
+    try:
+        return is_usable(connection) and not execute_script(connection, "ROLLBACK; ", *_committed(guard))
+    except (DatabaseError, InterfaceError):
+        return False
+
+
+def _committed(guard: Guard) -> tuple[str, list[Any]]:
+    """A query for its rows if the handler has committed them."""
+    found = f"SELECT id FROM {TABLE} WHERE id = ANY(%s) AND state = 'done' AND xmin = %s::xid8::xid"
+    return found, [list(guard.rows), guard.transaction]
+
+
 def dead_letter_if_committed(guard: Guard) -> bool:
     """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
 
@@ -217,16 +237,10 @@ def dead_letter_if_committed(guard: Guard) -> bool:
     connection = connections[guard.alias]
     if not guard.is_settled or connection.in_atomic_block:
         return False
-    committed = f"FROM {TABLE} WHERE id = ANY(%s) AND state = 'done' AND xmin = %s::xid8::xid"
-    given: list[Any] = [list(guard.rows), guard.transaction]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT 1 {committed} LIMIT 1", given)
-        if cursor.fetchone() is None:
-            return False
+    committed, given = _committed(guard)
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE id IN (SELECT id {committed}) RETURNING id",
-            given,
+            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE id IN ({committed}) RETURNING id", given
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
         for row, content in zip(guard.rows, guard.emptied, strict=False):

@@ -6,21 +6,22 @@ only if the transition was committed, even if the process was killed a moment la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.db import connections, transaction
+from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now
+from exactly_once.sql.prepared_statements import execute_script
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
 from inbox.store.dialect import TABLE
 
-_TRAIL = TrailEntry._meta.db_table
+ENTRY = f"INSERT INTO {TrailEntry._meta.db_table} (message_id, handler, was, became, at, process, reason)"
 
 
 def is_recorded(*, matters: bool) -> bool:
@@ -28,9 +29,48 @@ def is_recorded(*, matters: bool) -> bool:
     return matters or inbox_options().TRAIL == "all"
 
 
-def recording(alias: str, *, matters: bool) -> AbstractContextManager[Any]:
-    """A transaction for a transition and its entry. Without an entry, the single statement needs no transaction."""
-    return transaction.atomic(using=alias) if is_recorded(matters=matters) else nullcontext()
+def this_process() -> str:
+    return process_name()[:NAME_LENGTH]
+
+
+def update(
+    alias: str,
+    rows: Any,
+    columns: Mapping[str, Any],
+    *,
+    was: str,
+    reason: str = "",
+    matters: bool = True,
+    script: str = "",
+) -> int:
+    """Make a transition of these rows, a query, from the state `was`, and record it; returns their number.
+
+    On PostgreSQL it is one statement.
+
+    Args:
+        reason, matters: see `record`.
+        script: statements that are run before it, in the same round trip and transaction; see `execute_script`.
+    """
+    connection = connections[alias]
+    query = rows.query.chain(UpdateQuery)
+    query.add_update_values(columns)
+    sql, given = query.get_compiler(alias).as_sql()
+    sql = f"{sql} RETURNING id, message_id, handler, state"
+    if not is_postgresql(connection):
+        with transaction.atomic(using=alias), connection.cursor() as cursor:
+            cursor.execute(sql, given)
+            changed = [row for row, *_ in cursor.fetchall()]
+            record(alias, changed, was=was, reason=reason, matters=matters)
+            return len(changed)
+    if is_recorded(matters=matters):
+        entries = f"SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM changed RETURNING id"
+        sql = f"WITH changed AS ({sql}) {ENTRY} {entries}"
+        given = (*given, str(was), this_process(), printable(reason, ERROR_LENGTH))
+    if script:
+        return len(execute_script(connection, script, sql, given))
+    with connection.cursor() as cursor:
+        cursor.execute(sql, given)
+        return int(cursor.rowcount)
 
 
 def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters: bool = True) -> None:
@@ -72,8 +112,8 @@ def _write(
     connection = connections[alias]
     with connection.cursor() as cursor:
         cursor.execute(
-            f"INSERT INTO {_TRAIL} (message_id, handler, was, became, at, process, reason) "
-            f"SELECT message_id, handler, {was}, {became}, {now(connection)}, %s, %s FROM {TABLE} WHERE {condition} {lock}",
-            [*state, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), *parameters],
+            f"{ENTRY} SELECT message_id, handler, {was}, {became}, {now(connection)}, %s, %s "
+            f"FROM {TABLE} WHERE {condition} {lock}",
+            [*state, this_process(), printable(reason, ERROR_LENGTH), *parameters],
         )
         return int(cursor.rowcount)

@@ -14,10 +14,9 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -34,13 +33,10 @@ from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import DUE, State
-from inbox.testing.delivering import receive, run_due
+from inbox.testing.delivering import TIMEOUT_SECONDS, receive, run_due, until
 from inbox.testing.messages import make_message
 from inbox.testing.observing import Failures, observed, registered
 
-_TIMEOUT_SECONDS = 30.0
-"""For one process, and for the recovery after it."""
-_POLL_SECONDS = 0.02
 _ACKNOWLEDGED = "+"
 _OPEN = (*DUE, State.WAITING)
 
@@ -164,8 +160,8 @@ class _Crash:
         failures = Failures()
         (watched,) = failures.watched([self.handler])
         with failures.raising([self.handler]):
-            for _ in _until(f"message {self.message.id} was handled after a process was killed {self.step.value}"):
-                acknowledged = acknowledged or receive(watched, [self.message], redelivered=True)
+            for _ in until(f"message {self.message.id} was handled after a process was killed {self.step.value}"):
+                acknowledged = acknowledged or not receive(watched, [self.message], redelivered=True)
                 self._run_stored(watched)
                 if acknowledged and not self._rows().filter(state__in=_OPEN).exists():
                     return
@@ -185,11 +181,11 @@ class _Crash:
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         answering.close()
-        given, ends_at = [], monotonic() + _TIMEOUT_SECONDS
+        given, ends_at = [], monotonic() + TIMEOUT_SECONDS
         with suppress(EOFError):
             while answers.poll(max(0.0, ends_at - monotonic())):
                 given.append(answers.recv())
-            given.append(f"it was still running after {_TIMEOUT_SECONDS:.0f} s")
+            given.append(f"it was still running after {TIMEOUT_SECONDS:.0f} s")
         child.kill()
         child.join()
         error = "".join(answer for answer in given if answer != _ACKNOWLEDGED)
@@ -256,11 +252,3 @@ def _close_connections() -> None:
         connection.close()
         if close_pool := getattr(connection, "close_pool", None):
             close_pool()
-
-
-def _until(what: str) -> Iterator[None]:
-    ends_at = monotonic() + _TIMEOUT_SECONDS
-    while monotonic() < ends_at:
-        yield
-        time.sleep(_POLL_SECONDS)
-    raise AssertionError(f"After {_TIMEOUT_SECONDS:.0f} s, the condition is still not true: {what}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,6 +23,9 @@ from inbox.receiving.outages import Outages
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
 
+TIMEOUT_SECONDS = 30.0
+_POLL_SECONDS = 0.02
+
 
 def _nothing() -> None:
     pass
@@ -31,7 +35,8 @@ def deliver(*messages: Message, times: int = 1, raise_errors: bool = True) -> No
     """Deliver messages to all handlers of their topics, then run stored messages that are due.
 
     A message is serialised and decoded as with a broker, and each handler gets its own copy. Several messages are one load: a
-    batch handler gets them together.
+    batch handler gets them together. A message whose duplicate is being handled in another thread is delivered again until it
+    is handled or stored.
 
     Args:
         messages: from `make_message`.
@@ -88,31 +93,49 @@ def run_due(handlers: Sequence[Handler]) -> int:
 
 def receive(
     handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = _nothing
-) -> bool:
-    """Receive one load for one handler; returns whether all of it is acknowledged.
+) -> list[Message]:
+    """Receive one load for one handler; returns its deferred messages, which a consumer receives again.
 
     Args:
         acknowledged: called when the consumer acknowledges a message, which may be before its handler has been called.
 
     Raises:
+        RuntimeError: a message cannot be stored.
         Exception: the database is unavailable, or cannot store the messages.
     """
-    unanswered = 0
+    deliveries = {
+        Delivery(epoch=0, handler=handler, message=as_delivered(message, redelivered=redelivered), at=monotonic()): message
+        for message in messages
+    }
+    left: dict[Outcome, list[Message]] = {Outcome.DEFERRED: [], Outcome.UNSTORED: []}
 
     def answer(delivery: Delivery, received: Outcome) -> None:
-        nonlocal unanswered
-        if received in {Outcome.DEFERRED, Outcome.UNSTORED}:
-            unanswered += 1
+        if received in left:
+            left[received].append(deliveries[delivery])
         else:
             acknowledged()
 
     reception = Reception(inbox_options(), is_current=lambda connection: True, answer=answer, ring=_nothing, outages=Outages())
-    deliveries = [as_delivered(message, redelivered=redelivered) for message in messages]
     try:
-        reception.receive([Delivery(epoch=0, handler=handler, message=message, at=monotonic()) for message in deliveries])
+        reception.receive([*deliveries])
     except Unanswered as error:
         raise error.__cause__ or error from None
-    return not unanswered
+    if unstored := left[Outcome.UNSTORED]:
+        raise RuntimeError(f"The inbox could not store {unstored} for {handler.name}; see the log for the reason.")
+    return left[Outcome.DEFERRED]
+
+
+def until(what: str) -> Iterator[None]:
+    """Yield until the caller leaves the loop.
+
+    Raises:
+        AssertionError: it has not, for half a minute.
+    """
+    ends_at = monotonic() + TIMEOUT_SECONDS
+    while monotonic() < ends_at:
+        yield
+        time.sleep(_POLL_SECONDS)
+    raise AssertionError(f"After {TIMEOUT_SECONDS:.0f} s, the condition is still not true: {what}.")
 
 
 def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool], *, raise_errors: bool) -> None:
@@ -133,8 +156,9 @@ def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool],
         for redelivered in deliveries:
             for handler in handlers:
                 for load in _loads(handler, messages):
-                    if not receive(handler, load, redelivered=redelivered):
-                        raise RuntimeError(f"The inbox could not store {load} for {handler.name}; see the log for the reason.")
+                    for _ in until(f"{handler.name} ended the concurrent duplicates of {load}"):
+                        if not (load := receive(handler, load, redelivered=redelivered)):
+                            break
             run_due(handlers)
 
 

@@ -93,6 +93,7 @@ def in_transaction(
                     result = run()
             except BaseException:
                 sentinel.refuse_if_ended(guard)
+                proved = sentinel.is_rolled_back(guard)
                 raise
             commits = sentinel.can_commit(guard, result)
             try:
@@ -106,7 +107,7 @@ def in_transaction(
             refuse_if_uncommitted(handler.using)
     except BaseException as error:
         if not committed:
-            # After the proof, committed rows can only mean that the answer to our own commit was lost.
+            # Rows that are left after the proof can only mean that the answer to our own commit was lost.
             if guard is not None and not proved and _committed_by_itself(handler, guard, of):
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise

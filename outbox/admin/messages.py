@@ -1,7 +1,5 @@
 """The list and the pages of the outbox's messages."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.operators import figures

@@ -1,7 +1,5 @@
 """The topics that are paused: by whom, why, and how many messages wait; and the pausing and resuming of topics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import kombu
 import pytest
 
-from inbox.consumer import policies
+from inbox.consumer import consumer
 from inbox.consumer.topology import queue_name
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.servers import RabbitServer
@@ -165,8 +165,8 @@ def managed():
 @pytest.mark.proof  # a broker of its own
 class TestPolicies:
     @pytest.fixture(autouse=True)
-    def short_poll_interval(self, monkeypatch):
-        monkeypatch.setattr(policies, "_POLL_SECONDS", 0.5)
+    def frequent_checks(self, monkeypatch):
+        monkeypatch.setattr(consumer, "_HEALTH_SECONDS", 0.5)
 
     @pytest.fixture
     def url(self, managed):
@@ -202,14 +202,18 @@ class TestPolicies:
             expected = "drops a message that has been delivered" if existing == "quorum" else "receiving from 1 queue at"
             wait_until(lambda: expected in caplog.text)
 
-    def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
+    def test_delivery_limit_that_comes_back_while_another_queue_is_unusable_is_reported_again(
+        self, handles, managed, url, caplog
+    ):
         handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
+        unusable = handles(the_effect, name="unusable")
+        declare_by_hand(url, queue_name(unusable, options), queue_type="quorum", delivery_limit=7)
 
         def limited(times):
             managed.set_policy(url, {"delivery-limit": 5})
             wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
 
-        with consuming([handler], options):
+        with consuming([handler, unusable], options):
             wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             limited(1)
             managed.clear_policy(url)
