@@ -179,7 +179,7 @@ class InboxMessage(models.Model):
 class Step(models.Model):
     """The result of a named step of a message, so that a retry does not run it again."""
 
-    # Deleted when its message is gone. A partitioned table has no constraint that this could refer to.
+    # Deleted after its message. A partitioned table has no constraint that this could refer to.
     message = models.ForeignKey(
         InboxMessage, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="steps"
     )

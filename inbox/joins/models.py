@@ -20,7 +20,7 @@ class Run(models.Model):
     id = models.BigAutoField(primary_key=True)
     handler = models.CharField(max_length=NAME_LENGTH)
     run_id = models.CharField(_("run id"), max_length=NAME_LENGTH)
-    # Deleted when its row is gone.
+    # Deleted after its row.
     row = models.OneToOneField(InboxMessage, on_delete=models.DO_NOTHING, db_constraint=False, related_name="+")
     opened_at = models.DateTimeField()
     deadline_at = models.DateTimeField(_("deadline"))

@@ -1,4 +1,4 @@
-"""Deletes what is older than its retention: history, receipts, and what other tables have about messages that are gone.
+"""Deletes what is older than its retention: history, receipts, and what other tables have about deleted messages.
 
 Of several services on one database, each deletes the rows of its own handlers, those of Celery tasks and webhook endpoints, and
 those of handlers that no process has lately run.

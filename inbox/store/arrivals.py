@@ -123,7 +123,7 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
     """Count a duplicate of a stored row, and its copies, by their cause. If its content differs, store that content.
 
     Content that an operator has run as its own message is a duplicate of that message's row. A row of history with new content
-    moves to the present day, so that it stays for `KEEP_HISTORY` from now on. Without a row, the receipt tells a duplicate.
+    moves to the present day, so that it stays for `KEEP_HISTORY` from now on. Without a row, it is recognised by the receipt.
 
     None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """

@@ -244,7 +244,8 @@ def test_every_index_of_messages_is_documented_and_no_other():
         for each in [*model._meta.indexes, *model._meta.constraints]
         if not isinstance(each, CheckConstraint)
     }
-    history = re.findall(r"INDEX (outbox_history_\w+)", (ROOT / "outbox" / "migrations" / "_partitions.py").read_text())
+    layouts = "".join((ROOT / app / "migrations" / "_partitions.py").read_text() for app in ("outbox", "inbox"))
+    history = re.findall(r"INDEX (\w+_history_\w+)", layouts)
     assert sorted(documented) == sorted(declared | set(history))
 
 

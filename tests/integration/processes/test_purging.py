@@ -77,7 +77,7 @@ def test_messages_within_their_retention_stay(handles, settings):
     assert states() == {State.DONE}
 
 
-def test_receipt_of_a_message_whose_history_is_gone_makes_a_copy_a_duplicate_until_its_own_retention(handles, settings):
+def test_receipt_of_a_message_whose_history_was_dropped_makes_a_copy_a_duplicate_until_its_own_retention(handles, settings):
     settings.OUTBOX = {"BROKER_URL": "local://"}
     handler, message = handles(the_effect), an_envelope()
     deliver(handler, message)
