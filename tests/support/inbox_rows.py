@@ -40,6 +40,7 @@ def make_older(rows: QuerySet[InboxMessage], ago: timedelta) -> None:
     InboxMessage.objects.using(rows.db).filter(pk__in=names).update(received_at=DatabaseTime(-ago))
     settled = InboxMessage.objects.using(rows.db).filter(pk__in=names, state__in=SETTLED)
     settled.update(settled_at=DatabaseTime(-ago), day=day_of(rows.db, ago))
+    settled.filter(conflicting_at__isnull=False).update(conflicting_at=DatabaseTime(-ago))
     Receipt.objects.using(rows.db).filter(pk__in=names).update(received_at=DatabaseTime(-ago))
 
 
