@@ -1,4 +1,4 @@
-"""Handled rows are deleted while their messages are redelivered and consumers are killed."""
+"""History and receipts are deleted while their messages are redelivered and consumers are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.proof
 
-RETENTION, MARGIN = timedelta(seconds=16), timedelta(seconds=4)
+HISTORY, RETENTION, MARGIN = timedelta(seconds=6), timedelta(seconds=16), timedelta(seconds=4)
 """A message is not run once it is 12 s old. None is first delivered so late: few are under way at any time."""
 MESSAGES_AT_ONCE, COPIES_AT_ONCE, MOST_UNDER_WAY = 3, 20, 20
 ENOUGH_PURGED, ENOUGH_KILLS = 100, 10
@@ -36,10 +36,10 @@ def send_again(choice, number):
 
 
 def purge():
-    """Purge the inbox; return the number of deleted rows."""
+    """Purge the inbox; return the number of deleted receipts."""
     out = io.StringIO()
     call_command("exactly_once_purge", app="inbox", stdout=out)
-    return int(re.search(r"^messages +([\d,]+)$", out.getvalue(), re.MULTILINE)[1].replace(",", ""))
+    return int(re.search(r"^receipts +([\d,]+)$", out.getvalue(), re.MULTILINE)[1].replace(",", ""))
 
 
 def held_back():
@@ -48,8 +48,8 @@ def held_back():
 
 def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, handles, settings, record_property):
     handles(print, topic="crash.done", name="crash.apply")  # a command of another service would leave its messages
-    settings.INBOX = {"RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
-    world.inbox_options.update(RETENTION=RETENTION.total_seconds(), MAX_AGE_MARGIN=MARGIN.total_seconds())
+    settings.INBOX = {"KEEP_HISTORY": HISTORY, "RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
+    world.inbox_options.update({name: value.total_seconds() for name, value in settings.INBOX.items()})
     choice = random.Random(world.seed)
     operated = purged = 0
     world.listening()  # this one lives: what is delivered for the first time is in time
@@ -83,5 +83,5 @@ def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, h
     assert found.is_clean, f"{found}, seed {world.seed}\n{world.tails()}"
     assert world.suppressed()
     assert set(world.inbox()) == {"done", "dead"}
-    # Only copies that arrive after their row was deleted are held back.
+    # Only copies that arrive after their receipt was deleted are held back.
     assert all("past the deduplication window" in reason for reason in held_back().values_list("last_error", flat=True))
