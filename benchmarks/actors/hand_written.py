@@ -30,6 +30,7 @@ COLUMNS = (
     "handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source, correlation_id, causation_id, "
     "traceparent, created_at"
 )
+TODAY = "CAST(floor(EXTRACT(EPOCH FROM statement_timestamp()) / 86400) AS int)"
 RECEIPT = """receipt AS (
     INSERT INTO inbox_receipt (handler, topic, biz_id, message_id, digest, received_at)
     SELECT handler, topic, biz_id, message_id, digest, statement_timestamp() FROM given
@@ -42,16 +43,19 @@ WITH given ({COLUMNS}) AS (
 INSERT INTO inbox_inboxmessage (id, {COLUMNS}, state, received_at)
 SELECT receipt.id, given.*, 'received', statement_timestamp() FROM given, receipt RETURNING id
 """
-RECEIVE_SETTLED = RECEIVE.replace("received_at)\nSELECT", "received_at, attempts, settled_at)\nSELECT").replace(
-    "'received', statement_timestamp()", "'done', statement_timestamp(), 1, statement_timestamp()"
+RECEIVE_SETTLED = RECEIVE.replace("received_at)\nSELECT", "received_at, attempts, settled_at, day)\nSELECT").replace(
+    "'received', statement_timestamp()", f"'done', statement_timestamp(), 1, statement_timestamp(), {TODAY}"
 )
 EFFECT = "INSERT INTO shop_effect (number) VALUES (%s)"
-SETTLE = "UPDATE inbox_inboxmessage SET state = 'done', attempts = 1, settled_at = statement_timestamp() WHERE id = %s"
+SETTLE = (
+    f"UPDATE inbox_inboxmessage SET state = 'done', attempts = 1, settled_at = statement_timestamp(), day = {TODAY} "
+    "WHERE id = %s AND day = 0"
+)
 _TYPES = ["text"] * 6 + ["bytea", "text", "jsonb", *["text"] * 4, "timestamptz"]
 RECEIVE_MANY = f"""
 WITH given ({COLUMNS}) AS (SELECT * FROM unnest({", ".join(f"%s::{kind}[]" for kind in _TYPES)})), {RECEIPT}
-INSERT INTO inbox_inboxmessage (id, {COLUMNS}, state, received_at, attempts, settled_at)
-SELECT receipt.id, given.*, 'done', statement_timestamp(), 1, statement_timestamp()
+INSERT INTO inbox_inboxmessage (id, {COLUMNS}, state, received_at, attempts, settled_at, day)
+SELECT receipt.id, given.*, 'done', statement_timestamp(), 1, statement_timestamp(), {TODAY}
 FROM given JOIN receipt USING (biz_id) RETURNING biz_id
 """
 EFFECTS = "INSERT INTO shop_effect (number) SELECT unnest(%s::bigint[])"

@@ -1,8 +1,8 @@
 """How long do the pages of the admin take with ten million messages of history and a million live ones?
 
 The outbox has a day of published messages and live messages that are scheduled, retrying, dead and ready; the inbox has a tenth
-as many rows; and both have the statistics of eight days, of two processes and ten topics or handlers. Each page is rendered
-completely, in a process that is warm. The plans of the queries of each page are kept, as they are run.
+as many rows and as many receipts; and both have the statistics of eight days, of two processes and ten topics or handlers. Each
+page is rendered completely, in a process that is warm. The plans of the queries of each page are kept, as they are run.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ FROM (SELECT topic, body, headers, correlation_id, causation_id, traceparent FRO
 """
 HANDLED = """
 INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, content_type, body, digest, headers, source,
-  correlation_id, causation_id, traceparent, received_at, settled_at, last_error, error_class, failing_since)
+  correlation_id, causation_id, traceparent, received_at, settled_at, last_error, error_class, failing_since, day)
 SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'old-' || n, n, '',
   CASE WHEN n < %(dead)s THEN 'dead' ELSE 'done' END,
   'application/json', convert_to(repeat('x', 200), 'UTF8'), '', '{}', '', '', '', '',
   now() - n * interval '100 milliseconds', now() - n * interval '100 milliseconds',
   CASE WHEN n < %(dead)s THEN 'ValueError: no stock' ELSE '' END, CASE WHEN n < %(dead)s THEN 'ValueError' ELSE '' END,
-  CASE WHEN n < %(dead)s THEN now() END
+  CASE WHEN n < %(dead)s THEN now() END,
+  CASE WHEN n < %(dead)s THEN 0 ELSE floor(extract(epoch FROM now()) / 86400) - n %% 7 END
 FROM generate_series(0, %(rows)s - 1) n
 """
 RECEIPTS = """
 INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at)
-SELECT id, handler, topic, biz_id, message_id, digest, received_at FROM inbox_inboxmessage
+SELECT id, handler, topic, biz_id, message_id, digest, received_at FROM inbox_inboxmessage UNION ALL
+SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'older-' || n, n, '',
+  now() - interval '30 days'
+FROM generate_series(1, %(older)s) n
 """
+"""Those of the messages, and of messages whose history has been dropped."""
 STATISTICS = """
 INSERT INTO exactly_once_minute (app, minute, process, subject, counts, times)
 SELECT %(app)s, date_trunc('minute', now()) - make_interval(mins => minute), 'host:' || process, subject, %(counts)s, %(times)s
@@ -75,7 +80,9 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
                 record.add(name, page["milliseconds"], "ms")
                 plans[name] = page["plans"]
     record.details["plans"] = plans
-    record.note(f"{rows:,} published messages of history, {live:,} live ones, {rows // 10:,} in the inbox.")
+    record.note(
+        f"{rows:,} published messages of history, {live:,} live ones, {rows // 10:,} and {rows:,} receipts in the inbox."
+    )
     record.note("To reach: below 200 ms for each page, at the median.")
 
 
@@ -86,7 +93,7 @@ def _fill(project: Project, rows: int, live: int, record: Record) -> None:
     some = {"dead": SOME_DEAD, "retrying": SOME_RETRYING, "ready": SOME_READY}
     database.connection.execute(LIVE, {"rows": live, **some})
     database.connection.execute(HANDLED, {"rows": rows // 10, "dead": SOME_DEAD})
-    database.connection.execute(RECEIPTS)
+    database.connection.execute(RECEIPTS, {"older": rows - rows // 10})
     for app, counts, times in (
         ("outbox", {"published": 600, "retried": 3}, ("to_broker",)),
         (

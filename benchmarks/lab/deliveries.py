@@ -44,11 +44,11 @@ WITH past AS (
 )
 INSERT INTO inbox_inboxmessage (
     id, handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
-    correlation_id, causation_id, traceparent, attempts, state, created_at, received_at, settled_at
+    correlation_id, causation_id, traceparent, attempts, state, created_at, received_at, settled_at, day
 )
 SELECT
     id, %(handler)s, %(topic)s, biz_id, message_id, key, 'application/json', %(body)s, digest, '{}', '/benchmarks', '', '', '',
-    1, 'done', at, at, at
+    1, 'done', at, at, at, floor(extract(epoch FROM at) / 86400) - 1
 FROM past
 """
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
@@ -68,7 +68,7 @@ def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = No
 
 
 def remember(project: Project) -> None:
-    """Fill the inbox with a history, as in production, and with statistics of it."""
+    """Fill the inbox with a history, as in production, and with statistics of it. The partition of today is made later."""
     connection = project.database.connection
     parameters = {"handler": HANDLER, "topic": TOPIC, "past": PAST, "body": serialised(payload(0)), "count": REMEMBERED}
     connection.execute(HISTORY, parameters)
