@@ -52,21 +52,8 @@ from exactly_once.wire.formats import CELERY_TOPICS
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
-from outbox.operators import figures
+from outbox.operators import figures, operations
 from outbox.operators.dead_letters import letters
-from outbox.operators.operations import (
-    ACTIONS,
-    ASK_AGAIN,
-    CANCEL_THEM,
-    COMMIT_THEM,
-    PUBLISH_THEM_NOW,
-    RESCHEDULE_THEM,
-    RESTORE_THEM,
-    ROLL_THEM_BACK,
-    groups,
-    is_overdue,
-    notes,
-)
 from outbox.operators.replaying import REPLAY
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import operating, unique
@@ -81,9 +68,9 @@ _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=St
 register_messages(
     OperatedMessages(
         model=OutboxMessage,
-        actions={**ACTIONS, **by_name(REPLAY)},
-        groups=groups,
-        notes=notes,
+        actions={**operations.ACTIONS, **by_name(REPLAY)},
+        groups=operations.groups,
+        notes=operations.notes,
         who_label=_("Topics"),
     )
 )
@@ -133,9 +120,7 @@ class OutboxMessageAdmin(MessageAdmin):
 
     large_columns = (*MessageAdmin.large_columns, "wire")
     letters = letters
-    actions: Any = (
-        *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),
-    )
+    actions: Any = (*operations.OF_A_MESSAGE, EXPORT)
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
@@ -172,10 +157,10 @@ class OutboxMessageAdmin(MessageAdmin):
         words = super().remark(action, row)
         if words:
             return words
-        if action is RESTORE_THEM:
+        if action is operations.RESTORE_THEM:
             if row.is_unique and unique.is_replaced(self.using, row.pk):
                 return gettext("A later message has replaced it: it is not changed.")
-            if is_overdue(row):
+            if operations.is_overdue(row):
                 return gettext("Overdue: it is sent at once.")
             return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
         return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
