@@ -1,7 +1,6 @@
 """The list and the pages of the outbox's messages."""
 
 import json
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -14,19 +13,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin import message_filters
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.message_filters import (
-    MOST_OFFERED,
-    AgeFilter,
-    AttemptsFilter,
-    ErrorClassFilter,
-    HostFilter,
-    StateFilter,
-    StuckFilter,
-    TopicFilter,
-)
 from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
@@ -49,6 +39,7 @@ from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.identity import uuid_in
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
@@ -88,7 +79,7 @@ _WHY = {
 _CALLBACKS = 20
 
 
-class OutboxStuckFilter(StuckFilter):
+class OutboxStuckFilter(message_filters.StuckFilter):
     words = _("Dead, retrying, stuck or overdue")
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
@@ -96,7 +87,7 @@ class OutboxStuckFilter(StuckFilter):
         return Q(_OPEN, day=LIVE, available_at__lt=before)
 
 
-class OutboxStateFilter(StateFilter):
+class OutboxStateFilter(message_filters.StateFilter):
     """With the counts of the overview, which have a limit."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
@@ -127,12 +118,12 @@ class OutboxMessageAdmin(MessageAdmin):
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
-        ErrorClassFilter,
+        message_filters.ErrorClassFilter,
         FailureFilter,
-        TopicFilter,
-        AgeFilter,
-        AttemptsFilter,
-        HostFilter,
+        message_filters.TopicFilter,
+        message_filters.AgeFilter,
+        message_filters.AttemptsFilter,
+        message_filters.HostFilter,
     )
     age_column = "message_id"
     born_column = "created_at"
@@ -169,7 +160,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return outbox_options().STUCK_AFTER
 
     def topics(self) -> Sequence[str]:
-        return operating.topics(self.using, MOST_OFFERED)
+        return operating.topics(self.using, message_filters.MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
         return sorted({relay.host for relay in relays.known(self.using)})
@@ -196,10 +187,7 @@ class OutboxMessageAdmin(MessageAdmin):
     def called(self, term: str) -> Q:
         """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
         named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=operating.topics(self.using), biz_id=term)
-        try:
-            return named | Q(message_id=uuid.UUID(term))
-        except ValueError:
-            return named
+        return named | Q(message_id=name) if (name := uuid_in(term)) else named
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
