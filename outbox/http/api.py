@@ -19,7 +19,7 @@ from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
 from exactly_once.operators.operation_rows import Plan
-from outbox import decisions, restoring
+from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
@@ -145,7 +145,7 @@ def restore(
         match = cast(ResolverMatch, request.resolver_match)
         response["Location"] = reverse(f"{match.namespace}:operation", args=[planned.id])
         return Status(HTTPStatus.ACCEPTED, planned)
-    restored = restoring.restore(**_named(client, which), states=which.states, overdue=which.overdue)
+    restored = decisions.restore(**_named(client, which), states=which.states, overdue=which.overdue)
     logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
     return schemas.Restored(restored=restored.restored, left=dict(restored.left))
 
