@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.masking import kind, quoted
 
 Options = TypeVar("Options")
 
 
-class InvalidOptions(ValueError):
+class InvalidOptions(ImproperlyConfigured, ValueError):
     """A settings dictionary that cannot be read; `problems` has one sentence for each mistake."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -46,6 +49,23 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
         return options(**given)
     except ValueError as error:
         raise InvalidOptions([f"{setting}: {error}"]) from error
+
+
+def reader(options: type[Options], setting: str) -> Callable[[], Options]:
+    """A function that returns the options in force now; it parses each value of the setting once.
+
+    It raises `InvalidOptions`, which `manage.py check` reports, too.
+    """
+    latest: tuple[object, Options] | None = None
+
+    def read() -> Options:
+        nonlocal latest
+        given = getattr(settings, setting, None)
+        if latest is None or latest[0] is not given:
+            latest = given, parse(options, setting, {} if given is None else given)
+        return latest[1]
+
+    return read
 
 
 def require_positive(options: Any) -> None:

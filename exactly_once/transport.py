@@ -114,15 +114,15 @@ class Companion(Protocol):
         """Work until nothing is due; return the number of completed items."""
 
 
-class Transport(Protocol):
-    """One way to send messages."""
+class Transport:
+    """One way to send messages. The defaults are those of a transport without a connection, which answers at once.
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    Attributes:
+        round_trip: seconds of the last round trip to the broker; None before the first, or without a broker.
+    """
 
-    @property
-    def round_trip(self) -> float | None:
-        """Seconds of the last round trip to the broker; None before the first, or without a broker."""
+    capabilities: Capabilities
+    round_trip: float | None = None
 
     def connect(self) -> None:
         """Open the connection unless it is healthy.
@@ -136,19 +136,25 @@ class Transport(Protocol):
 
         A broken connection is part of the answer, not an exception.
         """
+        raise NotImplementedError
 
     def unconfirmed(self) -> Mapping[int, str]:
         """Positions and keys of the messages that were sent and whose answers may still come: they must not be sent now.
 
         When the confirm has come, `answers` or the next `send` of the message returns it, and it is not sent again.
         """
+        return {}
 
     def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
         """The broker's answers since for those of `messages` that were sent earlier, in the same form."""
+        return {}
 
     def idle(self) -> None:
         """Keep the connection alive while there is nothing to send."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection, if there is one."""
 
-    def companions(self) -> Sequence[Companion]: ...
+    def companions(self) -> Sequence[Companion]:
+        """Loops that must run beside the relay."""
+        return ()

@@ -14,11 +14,11 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from exactly_once import settings as options
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from exactly_once.checks import check_with
 from exactly_once.masking import masked
 from exactly_once.redactors import load, why_not_loaded
+from exactly_once.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
 from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
 from inbox.consumer.topology import queue_name
@@ -35,11 +35,9 @@ _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's 
 @register()
 def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.E001: the INBOX setting, or an option it takes from OUTBOX, is invalid."""
-    given = getattr(settings, "INBOX", None)
     try:
-        options.parse(InboxOptions, "INBOX", {} if given is None else given)
         inbox_options()
-    except options.InvalidOptions as error:
+    except InvalidOptions as error:
         return [Error(problem, id="inbox.E001") for problem in error.problems]
     except ImproperlyConfigured as error:
         # If the outbox is installed, it reports this.

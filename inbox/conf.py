@@ -172,10 +172,7 @@ def inbox_options() -> InboxOptions:
     global _latest  # noqa: PLW0603 - a cache of one entry, keyed by the settings objects
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
-        try:
-            read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
-        except options.InvalidOptions as error:
-            raise ImproperlyConfigured(str(error)) from error
+        read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
         _ = read.broker_url, read.exchange, read.redact, read.redact_errors
         _latest = given, outbox, read
     return _latest[2]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from django.db import DatabaseError, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
-from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
+from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
@@ -36,7 +36,7 @@ from inbox.transactions.persistence import DatabaseUnavailable
 logger = logging.getLogger(__name__)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Hands messages to the inbox of the same database.
 
     Args:
@@ -45,7 +45,6 @@ class LocalTransport:
     """
 
     capabilities = Capabilities(confirms=True, transactional=True)
-    round_trip: float | None = None
 
     def __init__(self, url: str, *, alias: str, exchange: str, is_past: bool = False) -> None:
         self._alias = alias
@@ -53,9 +52,6 @@ class LocalTransport:
         self._started: set[str] = set()
         self._outages = Reminder()
         self._runner = Runner(inbox_options())
-
-    def connect(self) -> None:
-        pass
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
@@ -71,18 +67,6 @@ class LocalTransport:
                 parts.extendleft([part[half:], part[:half]])
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
-
-    def unconfirmed(self) -> Mapping[int, str]:
-        return {}
-
-    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        return {}
-
-    def idle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def companions(self) -> Sequence[Companion]:
         return self._runner, RunnerHeartbeats(self._runner), executor(), *housekeepers()

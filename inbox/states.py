@@ -1,20 +1,20 @@
 """The states of a message in one handler and all transitions between them, each declared once, as data.
 
 The statements of the store, the decisions of operators and the table of states in the documentation use these declarations, so
-a transition writes the same columns in all of them. The guard of each is in the statement that makes it.
+a transition writes the same columns in all of them. The guard of each is in the statement that makes it. Failures and attempts
+write further columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from django.db.models import F, TextChoices
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.states import Transition
 
 
 class State(TextChoices):
@@ -38,34 +38,6 @@ SETTLED = (State.DONE, State.SKIPPED, State.SHED)
 
 NO_FAILURE = {"last_error": "", "traceback": "", "error_class": "", "error_place": "", "failing_since": None}
 """What the row of a handled message says. Its failed attempts stay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """A transition from some states to another.
-
-    Attributes:
-        sources: the states that it leads from; none for a new message. A row in any other state is not changed.
-        targets: the state that it leads to; two states if the order of its key decides.
-        when: its cause, for the documentation.
-        sets: the values or expressions that it writes, by column, without the state, and without what a failure or an attempt
-            says.
-        recorded: whether the trail records it with `INBOX["TRAIL"] = "decisions"`. With "all" every transition is recorded.
-        permission: what an operator needs to make it; "" if operators do not.
-    """
-
-    name: str
-    sources: tuple[State, ...]
-    targets: tuple[State, ...]
-    when: str
-    sets: Mapping[str, Any] = field(default_factory=dict)
-    recorded: bool = True
-    permission: str = ""
-
-    @cached_property
-    def columns(self) -> dict[str, Any]:
-        """What it writes, with the state."""
-        return {"state": self.targets[0], **self.sets}
 
 
 _SETTLES: Mapping[str, Any] = {"settled_at": DatabaseTime(), "next_attempt_at": None}

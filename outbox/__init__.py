@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, arequest, publish, publish_many, request
-    from outbox.callbacks import SettledMessage, on_dead, on_published
-    from outbox.checkers import Answer, UndecidedMessage, checker
+    from outbox.callbacks import Answer, SettledMessage, UndecidedMessage, checker, on_dead, on_published
     from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         AlreadyDecided,
@@ -75,38 +74,13 @@ __all__ = [
     "resume",
 ]
 
-_MODULES = {
-    "outbox.checkers": {"Answer", "UndecidedMessage", "checker"},
-    "outbox.errors": {
-        "AlreadyDecided",
-        "InvalidMessage",
-        "NoChecker",
-        "OutboxError",
-        "PayloadTooLarge",
-        "PreparedInsideTransaction",
-        "PublishedOutsideTransaction",
-        "UnknownMessage",
-    },
-    "outbox.pausing": {"TopicState", "pause", "resume"},
-    "outbox.preparing": {"PreparedMessage", "prepare"},
-    "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
-    "outbox.restoring": {"Restoration", "arestore", "restore"},
-    "outbox.decisions": {
-        "Decision",
-        "Outcome",
-        "acancel",
-        "apublish_now",
-        "areschedule",
-        "cancel",
-        "publish_now",
-        "reschedule",
-    },
-}
-"""The modules of the public names that are not in `outbox.api`."""
+_MODULES = ("errors", "callbacks", "api", "decisions", "pausing", "preparing", "restoring")
+"""Those that need no models come first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'outbox' has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "outbox.api")
-    return getattr(import_module(module), name)
+    if name in __all__:
+        for module in (import_module(f"outbox.{each}") for each in _MODULES):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'outbox' has no attribute {name!r}")

@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
+from inspect import signature
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
 from django.core.serializers.json import DjangoJSONEncoder
@@ -33,6 +34,7 @@ from outbox.store import writing
 from outbox.store.unique import find_unique
 
 _Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MAX_PRIORITY = 9
 TRACEPARENT = "traceparent"
@@ -84,21 +86,40 @@ class Draft:
     strict_order: bool = False
 
 
-def publish(
-    topic: str,
-    payload: Any,
-    *,
-    biz_id: str | None = None,
-    key: str = "",
-    headers: Mapping[str, HeaderValue] | None = None,
-    priority: int = 0,
-    delay: timedelta | str | None = None,
-    deliver_at: datetime | None = None,
-    expires_in: timedelta | None = None,
-    unique: bool = False,
-    strict_order: bool = False,
-    using: str = DEFAULT_DB_ALIAS,
-) -> PublishedMessage:
+class PrepareOptions(TypedDict, total=False):
+    """The fields of a `Draft` that `prepare` takes by name."""
+
+    biz_id: str | None
+    key: str
+    headers: Mapping[str, HeaderValue] | None
+    priority: int
+    delay: timedelta | str | None
+    deliver_at: datetime | None
+    expires_in: timedelta | None
+
+
+class PublishOptions(PrepareOptions, total=False):
+    """The fields of a `Draft` that `publish` takes by name."""
+
+    unique: bool
+    strict_order: bool
+
+
+def takes(options: type[PrepareOptions]) -> Callable[[_Function], _Function]:
+    """Give the decorated function, for readers of its signature, the fields of a `Draft` in place of its `**options`."""
+
+    def decorate(function: _Function) -> _Function:
+        own = signature(function)
+        fields = [field for name, field in signature(Draft).parameters.items() if name in options.__annotations__]
+        first, using = [*own.parameters.values()][:2], own.parameters["using"]
+        function.__signature__ = own.replace(parameters=[*first, *fields, using])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@takes(PublishOptions)
+def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:
     """Write a message in the transaction that is open on `using`; the relay carries it once that has committed.
 
     Args:
@@ -123,23 +144,11 @@ def publish(
         PublishedOutsideTransaction: `using` is not inside `atomic()`.
         InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
     """
-    draft = Draft(
-        topic,
-        payload,
-        biz_id=biz_id,
-        key=key,
-        headers=headers,
-        priority=priority,
-        delay=delay,
-        deliver_at=deliver_at,
-        expires_in=expires_in,
-        unique=unique,
-        strict_order=strict_order,
-    )
+    draft = Draft(topic, payload, **options)
     _require_transaction(using)
     row = new_row(draft, new_message_id())
-    if strict_order:
-        writing.hold_order(using, [key])
+    if draft.strict_order:
+        writing.hold_order(using, [draft.key])
     written = _insert_one(using, row)
     _ring(using, [row])
     return written

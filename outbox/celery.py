@@ -16,8 +16,6 @@ A project's celery.py imports this module before Django's models are ready, so c
 call.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

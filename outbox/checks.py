@@ -1,7 +1,5 @@
 """`manage.py check` for the outbox."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,10 +13,10 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
-from exactly_once import settings as options
 from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.checks import check_with
 from exactly_once.masking import masked
+from exactly_once.settings import InvalidOptions
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import OutboxMessage
@@ -32,10 +30,9 @@ _BROKER_HINT = "local:// needs 'inbox' in INSTALLED_APPS; other brokers have a U
 @register()
 def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.E001: the OUTBOX setting cannot be read."""
-    given = getattr(settings, "OUTBOX", None)
     try:
-        options.parse(OutboxOptions, "OUTBOX", {} if given is None else given)
-    except options.InvalidOptions as error:
+        outbox_options()
+    except InvalidOptions as error:
         return [Error(problem, id="outbox.E001") for problem in error.problems]
     return []
 

@@ -4,8 +4,6 @@ Such a call waits for a commit that it could be a part of, and is lost when the 
 or run here: a name is looked up in the modules that are imported already, so what is found is certain, and not everything is.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,14 +1,11 @@
 """The `OUTBOX` setting as one frozen dataclass."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
 from django.conf import settings
-from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from exactly_once import settings as options
@@ -142,20 +139,4 @@ def span_of(text: str) -> timedelta:
     return timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
 
 
-_latest: tuple[object, OutboxOptions] | None = None
-
-
-def outbox_options() -> OutboxOptions:
-    """The options in force now.
-
-    Raises:
-        ImproperlyConfigured: `OUTBOX` is invalid; `manage.py check` reports the same as outbox.E001.
-    """
-    global _latest  # noqa: PLW0603 - a cache of one entry, valid for the settings object that it was read from
-    given = getattr(settings, "OUTBOX", None)
-    if _latest is None or _latest[0] is not given:
-        try:
-            _latest = given, options.parse(OutboxOptions, "OUTBOX", {} if given is None else given)
-        except options.InvalidOptions as error:
-            raise ImproperlyConfigured(str(error)) from error
-    return _latest[1]
+outbox_options = options.reader(OutboxOptions, "OUTBOX")

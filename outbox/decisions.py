@@ -7,21 +7,21 @@ relay has claimed the message, the call waits for the relay's pass and returns t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from exactly_once.states import Transition
 from exactly_once.wire.text import why_unfit
 from outbox import doorbell
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
-from outbox.states import CANCEL, RESCHEDULE
+from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE
 from outbox.store import operating
 
 BUSINESS = "the business"
@@ -81,13 +81,7 @@ def cancel(
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    change = partial(operating.cancel, using, reason=f"cancel() by {by}")
-    with transaction.atomic(using=using):
-        decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
-        if decision:
-            # Later messages of its key may have waited for it.
-            doorbell.ring_after_commit(using)
-    return decision
+    return _decide(CANCEL, Outcome.CANCELLED, named(message_id, topic, biz_id), using, f"cancel() by {by}")
 
 
 def reschedule(
@@ -116,7 +110,9 @@ def reschedule(
     at = due(delay, deliver_at)
     if at is None:
         raise InvalidMessage("reschedule() needs a time: give delay or deliver_at, or call publish_now().")
-    return _reschedule(named(message_id, topic, biz_id), at, using, f"reschedule() by {by}")
+    transition = RESCHEDULE if at else PUBLISH_NOW
+    reason = f"reschedule() by {by}"
+    return _decide(transition, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, reason, at or None)
 
 
 def publish_now(
@@ -128,7 +124,7 @@ def publish_now(
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """`reschedule` to now: a delayed or retrying message is sent as soon as the transaction commits."""
-    return _reschedule(named(message_id, topic, biz_id), timedelta(), using, f"publish_now() by {by}")
+    return _decide(PUBLISH_NOW, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, f"publish_now() by {by}")
 
 
 acancel = sync_to_async(cancel)
@@ -167,27 +163,25 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def _reschedule(name: Mapping[str, Any], at: timedelta | datetime, using: str, reason: str) -> Decision:
-    change = partial(operating.reschedule, using, at, reason=reason)
-    with transaction.atomic(using=using):
-        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, name, using)
-        if decision:
-            doorbell.ring_if_soon(using, at)
-    return decision
-
-
 def _decide(
-    change: Callable[..., set[int]], done: Outcome, open_states: Collection[str], name: Mapping[str, Any], using: str
+    transition: Transition,
+    done: Outcome,
+    which: Mapping[str, Any],
+    using: str,
+    reason: str,
+    due: timedelta | datetime | None = None,
 ) -> Decision:
     with transaction.atomic(using=using):
-        positions = operating.find(using, name)
-        changed = change(*positions)
-        states = operating.find(using, name)
+        positions = operating.find(using, which)
+        changed = operating.decide(using, transition, [*positions], reason=reason, due=due)
+        states = operating.find(using, which)
         if not positions.keys() <= states.keys():
-            states = operating.find(using, name, everywhere=True)  # some of them are history by now
+            states = operating.find(using, which, everywhere=True)  # some of them are history by now
         states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
-        left = [state for position, state in states.items() if position not in changed and state in open_states]
+        left = [state for position, state in states.items() if position not in changed and state in transition.sources]
         if changed and not left:
+            # Later messages of its key may have waited for a cancelled one.
+            doorbell.ring_if_soon(using, due)
             return Decision(done, states[max(changed)])
         # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=using)

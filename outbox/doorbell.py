@@ -16,23 +16,18 @@ A lost ring loses no message, because relays poll. The effects of a ring that is
 Relays of the same process are rung directly, on every database (`local://` runs its handlers there, and they may publish).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import Bell
 from outbox.conf import outbox_options
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,6 @@
 """Errors of publishing a message and of deciding about it. Every error names the value and the remedy, and is raised before a
 row is written."""
 
-from __future__ import annotations
-
 import uuid
 
 

@@ -1,7 +1,5 @@
 """The outbox table: one row per message, its state in one column."""
 
-from __future__ import annotations
-
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Cast
@@ -9,6 +7,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.fields import InstantField, ReadableJSONField
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.states import SETTLED, State
@@ -21,6 +20,9 @@ STREAM = Q(state="ready", is_secondary=False)
 """Ready messages that have been ready since their insert, and have no priority."""
 SECONDARY = Q(state="ready", is_secondary=True)
 """All other ready messages: prioritised, once delayed, retried, released."""
+
+IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
+"""Its delivery time is in the future."""
 
 CHAINED = ~Q(correlation_id=Cast("message_id", models.CharField()))
 """Messages of a chain but for its first, whose correlation id is its own message id. On SQLite it is true of all of them."""

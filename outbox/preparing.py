@@ -1,8 +1,8 @@
 """Prepared messages: for an effect outside the outbox's database, which cannot be in the outbox's transaction.
 
 The message is committed first, undecided, so that no crash can lose it. The effect follows, then the decision. Without a
-decision in time, the relay asks the topic's checker (`outbox.checkers`). Apache RocketMQ calls this a transactional message, or
-half message.
+decision in time, the relay asks the topic's checker (`outbox.callbacks`). Apache RocketMQ calls this a transactional message,
+or half message.
 
 An effect in the outbox's own database does not need this: `publish` in the transaction of the effect is simpler and is never
 undecided.
@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
-from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
 
-from exactly_once.wire.envelope import HeaderValue
 from exactly_once.wire.identity import new_message_id
 from outbox import doorbell
-from outbox.api import Draft, in_transaction, new_row
-from outbox.checkers import checkers
+from outbox.api import Draft, PrepareOptions, in_transaction, new_row, takes
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.states import State
@@ -32,19 +29,8 @@ from outbox.store import preparing, writing
 logger = logging.getLogger(__name__)
 
 
-def prepare(
-    topic: str,
-    payload: Any,
-    *,
-    biz_id: str | None = None,
-    key: str = "",
-    headers: Mapping[str, HeaderValue] | None = None,
-    priority: int = 0,
-    delay: timedelta | str | None = None,
-    deliver_at: datetime | None = None,
-    expires_in: timedelta | None = None,
-    using: str = DEFAULT_DB_ALIAS,
-) -> PreparedMessage:
+@takes(PrepareOptions)
+def prepare(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PrepareOptions]) -> PreparedMessage:
     """Commit a message on `using` that is published only after a decision. Call it outside any transaction.
 
         with prepare("bank.transfer", {"amount": "10.00"}, biz_id=transfer_id):
@@ -60,18 +46,7 @@ def prepare(
     connection = connections[using]
     if in_transaction(using) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise PreparedInsideTransaction(using)
-    draft = Draft(
-        topic,
-        payload,
-        biz_id=biz_id,
-        key=key,
-        headers=headers,
-        priority=priority,
-        delay=delay,
-        deliver_at=deliver_at,
-        expires_in=expires_in,
-    )
-    row = new_row(draft, new_message_id())
+    row = new_row(Draft(topic, payload, **options), new_message_id())
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=using):

@@ -2,30 +2,18 @@
 
 `store.transitions` executes them. The API, the relay, the admin, the commands and the table of states in the documentation use
 these declarations, so a transition has the same effect in all of them.
+
+What a transition writes is SQL. A name in braces is a parameter of its execution, such as `{delay}`, which becomes the instant
+after that duration, or an expression of the database, such as `{now}`; see `store.transitions`.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any
-
-from django.db.models import Case, F, TextChoices, Value, When
+from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.sql.days import LIVE, Today
-from outbox.expressions import (
-    IS_AHEAD,
-    NO_FAILURE,
-    NOW,
-    ONE_MORE_ATTEMPT,
-    MarkedAsReplayed,
-    after,
-    failed,
-    instant,
-    same_time_to_expiry,
-)
+from exactly_once.sql.days import LIVE
+from exactly_once.states import Transition
 
 
 class State(TextChoices):
@@ -63,35 +51,22 @@ UNDECIDED = (State.PREPARED, State.STUCK)
 """States in which it is not known whether the effect of a prepared message has happened."""
 
 
-def _nothing() -> Mapping[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """A transition from some states to others.
-
-    Attributes:
-        sources: the states that it leads from. A row in any other state is not changed.
-        targets: the state that it leads to; two states if the database's clock decides between them.
-        when: its cause, for the documentation.
-        columns: returns the values or expressions that it writes, by column, without the state. Its parameters are those of an
-            execution.
-        state: the expression that chooses between two targets.
-        recorded: whether the trail records it with `OUTBOX["TRAIL"] = "decisions"`. With "all" every transition is recorded.
-    """
-
-    name: str
-    sources: tuple[State, ...]
-    targets: tuple[State, ...]
-    when: str
-    columns: Callable[..., Mapping[str, Any]] = _nothing
-    state: Case | None = None
-    recorded: bool = True
-
-
-_SCHEDULED_OR_READY = Case(When(IS_AHEAD, then=Value(State.SCHEDULED.value)), default=Value(State.READY.value))
-_DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW)
+ONE_MORE_ATTEMPT = "CASE WHEN attempts < 2147483646 THEN attempts + 1 ELSE attempts END"
+"""A number at the limit of its type, written by hand, must not fail the other messages of the batch."""
+_FAILS: Mapping[str, str] = {
+    "attempts": ONE_MORE_ATTEMPT,
+    "last_error": "{error}",
+    "error_class": "{error_class}",
+    "failing_since": "CASE WHEN error_class = {error_class} AND failing_since IS NOT NULL THEN failing_since ELSE {now} END",
+    "failed_at": "{now}",
+}
+_SETTLES = {"settled_at": "{now}", "day": "{today}"}
+_BY_ITS_TIME = {
+    "state": "CASE WHEN deliver_at > {now} THEN 'scheduled' ELSE 'ready' END",
+    "attempts": "0",
+    "available_at": "CASE WHEN deliver_at > {now} THEN deliver_at ELSE {now} END",
+    "settled_at": "NULL",
+}
 
 
 # By the relay, for messages that it has claimed.
@@ -101,7 +76,7 @@ CONFIRM = Transition(
     sources=(State.READY,),
     targets=(State.PUBLISHED,),
     when="the broker confirmed it",
-    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", **NO_FAILURE, "settled_at": NOW, "day": Today()},
+    sets={"attempts": ONE_MORE_ATTEMPT, "last_error": "''", "error_class": "''", "failing_since": "NULL", **_SETTLES},
     recorded=False,
 )
 RETRY = Transition(
@@ -109,12 +84,8 @@ RETRY = Transition(
     sources=(State.READY,),
     targets=(State.RETRYING,),
     when="nacked or refused, with attempts left; or unroutable; or the broker forbids its topic",
-    columns=lambda error, error_class, delay: {
-        "attempts": ONE_MORE_ATTEMPT,
-        "last_error": error,
-        **failed(error_class),
-        "available_at": after(delay),
-    },
+    # Until it expires it blocks its key.
+    sets={**_FAILS, "available_at": "CASE WHEN expires_at < {delay} THEN expires_at ELSE {delay} END"},
 )
 PAUSE = Transition(
     name="pause",
@@ -128,19 +99,14 @@ DIE = Transition(
     sources=(State.READY,),
     targets=(State.DEAD,),
     when="nacked or refused, attempts used up; or its row is damaged",
-    columns=lambda error, error_class: {
-        "attempts": ONE_MORE_ATTEMPT,
-        "last_error": error,
-        **failed(error_class),
-        "settled_at": NOW,
-    },
+    sets={**_FAILS, "settled_at": "{now}"},
 )
 EXPIRE = Transition(
     name="expire",
     sources=(State.READY,),
     targets=(State.EXPIRED,),
     when="its `expires_in` ran out",
-    columns=lambda: {"settled_at": NOW, "day": Today()},
+    sets=_SETTLES,
 )
 HOLD = Transition(
     name="hold",
@@ -171,7 +137,7 @@ RESUME = Transition(
     sources=(State.PAUSED,),
     targets=(State.READY,),
     when="its topic is resumed, or it is a probe of its topic",
-    columns=lambda: {"available_at": NOW},
+    sets={"available_at": "{now}"},
     recorded=False,
 )
 RELEASE = Transition(
@@ -179,7 +145,7 @@ RELEASE = Transition(
     sources=(State.WAITING,),
     targets=(State.READY,),
     when="no earlier message of its key is `retrying`, `dead` or `paused` any more",
-    columns=lambda: {"available_at": NOW},
+    sets={"available_at": "{now}"},
     recorded=False,
 )
 
@@ -190,44 +156,37 @@ CANCEL = Transition(
     sources=(State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD),
     targets=(State.CANCELLED,),
     when="`cancel()`, or an operator",
-    columns=lambda: {"settled_at": NOW, "day": Today()},
+    sets=_SETTLES,
 )
 
 
-def _rescheduled(due: datetime | timedelta) -> Mapping[str, Any]:
-    at = instant(due)
-    return {"attempts": 0, "deliver_at": at, "available_at": at, "expires_at": same_time_to_expiry(at)}
-
-
+_RESCHEDULED = {"attempts": "0", "deliver_at": "{due}", "available_at": "{due}", "expires_at": "{expiry_after_due}"}
 _NOT_STARTED = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED)
 RESCHEDULE = Transition(
     name="reschedule",
     sources=_NOT_STARTED,
     targets=(State.SCHEDULED,),
     when="[`reschedule()`](how-to/change-messages.md#reschedule), or an operator",
-    columns=_rescheduled,
+    sets=_RESCHEDULED,
 )
 PUBLISH_NOW = Transition(
     name="publish now",
     sources=_NOT_STARTED,
     targets=(State.READY,),
     when="[`publish_now()`](how-to/change-messages.md#reschedule), or an operator",
-    columns=lambda: _rescheduled(timedelta()),
+    sets={column: written.replace("due}", "now}") for column, written in _RESCHEDULED.items()},
 )
 RESTORE = Transition(
     name="restore",
     sources=(State.CANCELLED, State.EXPIRED, State.DEAD, State.RETRYING),
     targets=(State.SCHEDULED, State.READY),
     when="[`restore()`](how-to/change-messages.md#restore), or an operator: `scheduled` while its time is in the future",
-    state=_SCHEDULED_OR_READY,
     # deliver_at is unchanged: the inbox computes the age of a message from it, which a restore must not reset.
-    columns=lambda: {
-        "attempts": 0,
-        "available_at": _DUE,
-        "expires_at": Case(When(IS_AHEAD, then=F("expires_at")), default=same_time_to_expiry(NOW)),
-        "settled_at": None,
-        "day": LIVE,
-        "headers": MarkedAsReplayed(),
+    sets={
+        **_BY_ITS_TIME,
+        "expires_at": "CASE WHEN deliver_at > {now} THEN expires_at ELSE {expiry_after_now} END",
+        "day": str(LIVE),
+        "headers": "{headers_of_a_replay}",
     },
 )
 
@@ -238,29 +197,28 @@ COMMIT = Transition(
     sources=UNDECIDED,
     targets=(State.SCHEDULED, State.READY),
     when="its effect has happened: `scheduled` while its time is in the future",
-    state=_SCHEDULED_OR_READY,
-    columns=lambda: {"attempts": 0, "last_error": "", "available_at": _DUE, "settled_at": None},
+    sets={**_BY_ITS_TIME, "last_error": "''"},
 )
 ROLL_BACK = Transition(
     name="roll back",
     sources=UNDECIDED,
     targets=(State.ROLLED_BACK,),
     when="its effect has not happened and never will",
-    columns=lambda: {"last_error": "", "available_at": NOW, "settled_at": NOW, "day": Today()},
+    sets={"last_error": "''", "available_at": "{now}", **_SETTLES},
 )
 GIVE_UP = Transition(
     name="give up",
     sources=(State.PREPARED,),
     targets=(State.STUCK,),
     when="its checker has answered “unknown” `CHECK_LIMIT` times",
-    columns=lambda error: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": NOW},
+    sets={"attempts": ONE_MORE_ATTEMPT, "last_error": "{error}", "available_at": "{now}"},
 )
 RESUME_CHECKS = Transition(
     name="resume checks",
     sources=(State.STUCK,),
     targets=(State.PREPARED,),
     when="`outbox_resume --checks`, or an operator",
-    columns=lambda: {"attempts": 0, "available_at": NOW, "settled_at": None},
+    sets={"attempts": "0", "available_at": "{now}", "settled_at": "NULL"},
 )
 
 TRANSITIONS = (

@@ -4,8 +4,6 @@ Celery passes its messages to a kombu producer. `RowProducer` replaces that prod
 body, the headers, the properties, the exchange and the routing key. It connects to no broker.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta

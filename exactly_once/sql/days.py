@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from datetime import date, timedelta
-from typing import TYPE_CHECKING, Any
 
 from django.db import connections
-from django.db.models import Func, IntegerField
 
 from exactly_once.sql.connections import is_postgresql
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models.sql.compiler import SQLCompiler
 
 LIVE = 0
 """The `day` of a message that is not settled."""
@@ -26,19 +20,6 @@ DAY_OF_NOW = {
 }
 """The present day, by `connection.vendor`."""
 _EPOCH = date(1970, 1, 1)
-
-
-class Today(Func):
-    """The present day by the database's clock."""
-
-    output_field = IntegerField()
-    arity = 0
-
-    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return DAY_OF_NOW["postgresql"], []
-
-    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return DAY_OF_NOW["sqlite"], []
 
 
 def day_of(alias: str, ago: timedelta = timedelta()) -> int:

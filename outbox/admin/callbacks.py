@@ -1,7 +1,5 @@
 """Pending callbacks, and their last errors."""
 
-from __future__ import annotations
-
 import uuid
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """The list and the pages of the outbox's messages."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.message_filters import (
+from exactly_once.admin.filters import (
     MOST_OFFERED,
     AgeFilter,
     AttemptsFilter,
@@ -51,7 +49,7 @@ from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.operators import figures

@@ -1,7 +1,5 @@
 """Lists of the messages in some states. Their links lead to the message's page in the list of all messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,12 +15,11 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown
-from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.message_filters import StateFilter
+from exactly_once.admin.filters import ConditionFilter, Conditions, StateFilter
 from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, headline, identifier, number, stacked, warning
 from exactly_once.sql.now import DatabaseTime
 from outbox.admin.messages import OutboxMessageAdmin
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PreparedMessage, ScheduledMessage
 from outbox.operators.operations import ASK_AGAIN, CANCEL_THEM, COMMIT_THEM, PUBLISH_THEM_NOW, RESCHEDULE_THEM, ROLL_THEM_BACK

@@ -1,7 +1,5 @@
 """The endpoints."""
 
-from __future__ import annotations
-
 import logging
 from http import HTTPStatus
 from itertools import islice
@@ -15,8 +13,7 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
-from exactly_once.http.api import Api, answers, client_of, require
-from exactly_once.http.fields import Name
+from exactly_once.http.api import Api, Name, answers, client_of, require
 from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
@@ -88,7 +85,7 @@ def publish(
         (published,) = publish_all([message], _options().DATABASE)
     else:
         published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _options().DATABASE)
-    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.of(published))
+    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.model_validate(published))
 
 
 @api.post("/messages/batch", operation_id="publish_many", response=answers({200: PublishedMessages}, 409))
@@ -106,13 +103,15 @@ def publish_many(request: HttpRequest, batch: NewMessages) -> PublishedMessages:
             HTTPStatus.UNPROCESSABLE_ENTITY,
             "An Idempotency-Key is for a single message: give each message of a batch a biz_id and unique: true.",
         )
-    return PublishedMessages(messages=[Published.of(one) for one in publish_all(batch.messages, _options().DATABASE)])
+    return PublishedMessages(
+        messages=[Published.model_validate(one) for one in publish_all(batch.messages, _options().DATABASE)]
+    )
 
 
 @api.get("/messages/{uuid:message_id}", operation_id="message", response=answers({200: MessageStatus}, 404))
 def message(request: HttpRequest, message_id: UUID) -> MessageStatus:
     """The state of a message."""
-    return MessageStatus.of(_identified(client_of(request), message_id, "publish", "manage"))
+    return MessageStatus.model_validate(_identified(client_of(request), message_id, "publish", "manage"))
 
 
 @api.get("/messages", operation_id="messages", response=answers({200: Statuses}))
@@ -122,7 +121,7 @@ def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Anno
         require(request, "publish", topic)
     decisions.refuse_unfit(topic=topic, biz_id=biz_id)
     found = _rows().filter(topic=topic, biz_id=biz_id).order_by("-pk")[: _options().MAX_MESSAGES]
-    return Statuses(messages=[MessageStatus.of(row) for row in found])
+    return Statuses(messages=[MessageStatus.model_validate(row) for row in found])
 
 
 @api.post("/messages/cancel", operation_id="cancel", response=answers({200: Decided}, 404, 409))
@@ -186,7 +185,7 @@ def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]
     found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=_name_of(client)).first()
     if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
-    return OperationStatus.of(found)
+    return OperationStatus.model_validate(found)
 
 
 def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
@@ -208,13 +207,13 @@ def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
         same = operations.rows(alias).filter(action=plan.action, requested_by=plan.requested_by, state__in=OPEN)
         for found in same.filter(selection=plan.selection):
             if (found.sources, found.given) == (states, plan.given):
-                return OperationStatus.of(found)
+                return OperationStatus.model_validate(found)
         rows = Selection(topic=topic, states=states).positions(alias)
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
     logger.info(
         "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic
     )
-    return OperationStatus.of(planned)
+    return OperationStatus.model_validate(planned)
 
 
 def _bare(key: str) -> str:

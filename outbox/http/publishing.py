@@ -5,8 +5,6 @@ key, one is stored, and the others wait for its commit and find it. Another requ
 fields differs, as in draft-ietf-httpapi-idempotency-key-header.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -7,12 +7,10 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-from pydantic import BaseModel, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from exactly_once.http.fields import Body, Flag, Instant, Name, PositiveSeconds, Seconds
-from exactly_once.models import Operation
-from outbox.api import MAX_PRIORITY, Draft, PublishedMessage
-from outbox.models import OutboxMessage
+from exactly_once.http.api import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from outbox.api import MAX_PRIORITY, Draft
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
 
@@ -53,7 +51,13 @@ class NewMessages(Body):
     messages: Annotated[list[NewMessage], FailFast()] = Field(min_length=1)
 
 
-class Published(BaseModel):
+class FromObject(BaseModel):
+    """A part of an answer, made by `model_validate` from an object with attributes of these names, or of the aliases."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Published(FromObject):
     """A message that was published, or found by its biz-id."""
 
     id: UUID
@@ -61,10 +65,6 @@ class Published(BaseModel):
     biz_id: str
     created: bool = Field(description="False: an earlier request or transaction published it.")
     state: str
-
-    @classmethod
-    def of(cls, message: PublishedMessage) -> Published:
-        return cls(id=message.id, topic=message.topic, biz_id=message.biz_id, created=message.created, state=str(message.state))
 
 
 class PublishedMessages(BaseModel):
@@ -115,36 +115,23 @@ class Restored(BaseModel):
     left: dict[str, int]
 
 
-class OperationStatus(BaseModel):
+class OperationStatus(FromObject):
     """An operation that a relay executes, batch by batch."""
 
     id: int
     state: str = Field(description="planned, running, or at its end finished, stopped or cancelled.")
     total: int = Field(description="How many messages it was planned for.")
-    restored: int
-    left: dict[str, int] = Field(description="How many messages were left as they are, by reason.")
+    restored: int = Field(validation_alias="done")
+    left: dict[str, int] = Field(validation_alias="reasons", description="How many messages were left as they are, by reason.")
     stopped_because: str
     planned_at: datetime
     ended_at: datetime | None
 
-    @classmethod
-    def of(cls, row: Operation) -> OperationStatus:
-        return cls(
-            id=row.pk,
-            state=row.state,
-            total=row.total,
-            restored=row.done,
-            left=row.reasons,
-            stopped_because=row.stopped_because,
-            planned_at=row.planned_at,
-            ended_at=row.ended_at,
-        )
 
-
-class MessageStatus(BaseModel):
+class MessageStatus(FromObject):
     """A message in the outbox, without its payload."""
 
-    id: UUID
+    id: UUID = Field(validation_alias="message_id")
     topic: str
     biz_id: str
     key: str
@@ -152,25 +139,9 @@ class MessageStatus(BaseModel):
     attempts: int = Field(description="Failed attempts to publish it.")
     last_error: str
     created_at: datetime
-    due_at: datetime
+    due_at: datetime = Field(validation_alias="available_at")
     expires_at: datetime | None
     settled_at: datetime | None = Field(description="When it was published, cancelled or expired.")
-
-    @classmethod
-    def of(cls, row: OutboxMessage) -> MessageStatus:
-        return cls(
-            id=row.message_id,
-            topic=row.topic,
-            biz_id=row.biz_id,
-            key=row.key,
-            state=row.state,
-            attempts=row.attempts,
-            last_error=row.last_error,
-            created_at=row.created_at,
-            due_at=row.available_at,
-            expires_at=row.expires_at,
-            settled_at=row.settled_at,
-        )
 
 
 class Statuses(BaseModel):

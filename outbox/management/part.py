@@ -1,7 +1,5 @@
 """The outbox's part of the commands and health checks for both apps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,7 +11,7 @@ from exactly_once.cli.parts import Part
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.plurals import ngettext
 from exactly_once.sql.days import date_of, day_of
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
 from outbox.operators.callbacks import PendingCalls, pending_calls

@@ -3,8 +3,6 @@
 No query reads more than one row for each shard, topic or dead message.
 """
 
-from __future__ import annotations
-
 from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
 from exactly_once.operators.alerts import Conditions, Key

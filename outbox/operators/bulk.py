@@ -1,7 +1,5 @@
 """What became of messages after an operator's decision about them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """What operators ask and decide about pending callbacks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any

@@ -1,13 +1,12 @@
 """The number of messages in each state."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Count, Min, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
@@ -17,9 +16,6 @@ from exactly_once.sql.partitions import COUNTED_EXACTLY_BYTES
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, UNDECIDED, State
 from outbox.store.dialect import HISTORY
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
     state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()

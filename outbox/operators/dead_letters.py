@@ -1,7 +1,5 @@
 """Export and import of the outbox's dead letters."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The messages that an open transaction has published, for a dry run of a handler."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from django.db.models import Max

@@ -1,7 +1,5 @@
 """The figures of the overview: counts by state, and the message that has waited longest. None of them reads all messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from datetime import UTC, datetime, time, timedelta
 

@@ -1,7 +1,5 @@
 """What operators can do to messages of the outbox, and how an operation does it in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -20,13 +18,14 @@ from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
+from exactly_once.states import Transition
 from outbox import doorbell
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.operators import bulk
-from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State, Transition
+from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 from outbox.store import operating, preparing, restoring, unique
 from outbox.store.dialect import live
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
@@ -191,16 +190,23 @@ def is_overdue(row: Any) -> bool:
     return row.deliver_at is None or row.deliver_at <= row.database_now
 
 
-def _ringing(transition: Callable[[str, Any, Given], bool]) -> Callable[[str, Any, Given], bool]:
-    """The transition; it rings the doorbell if it was made."""
+def _decides(transition: Transition) -> Callable[[str, Any, Given], bool]:
+    """Make the transition of one message, and have the relays look for what it makes ready."""
 
-    def decide(alias: str, position: Any, given: Given) -> bool:
-        done = transition(alias, position, given)
-        if done:
+    def decide(alias: str, position: int, given: Given) -> bool:
+        changed = operating.decide(alias, transition, [position], reason=given.text, due=given.values.get("due"))
+        if changed:
             doorbell.ring_after_commit(alias)
-        return done
+        return bool(changed)
 
     return decide
+
+
+def _restore(alias: str, position: int, given: Given) -> bool:
+    restored = restoring.restore(alias, position, overdue=given.values["overdue"], reason=given.text)
+    if restored:
+        doorbell.ring_after_commit(alias)
+    return restored
 
 
 def _ask_again(alias: str, position: Any, given: Given) -> bool:
@@ -220,7 +226,7 @@ RESTORE_THEM = Action(
     label=_("Restore"),
     done=_("restored"),
     sources=RESTORE.sources,
-    run=_ringing(lambda alias, row, given: restoring.restore(alias, row, overdue=given.values["overdue"], reason=given.text)),
+    run=_restore,
     why_not=_why_not_restored,
     form=RestoreForm,
     question=_("Restore these messages? They get a full set of attempts, and the same time until they expire again."),
@@ -233,7 +239,7 @@ CANCEL_THEM = Action(
     label=_("Cancel"),
     done=_("cancelled"),
     sources=CANCEL.sources,
-    run=_ringing(lambda alias, row, given: bool(operating.cancel(alias, row, reason=given.text))),
+    run=_decides(CANCEL),
     form=ReasonForm,
     question=_(
         "Cancel these messages? No relay will send them any more. The broker may already have a message whose "
@@ -248,7 +254,7 @@ PUBLISH_THEM_NOW = Action(
     done=_("to be published now"),
     permission="reschedule",
     sources=PUBLISH_NOW.sources,
-    run=_ringing(lambda alias, row, given: bool(operating.reschedule(alias, timedelta(), row, reason=given.text))),
+    run=_decides(PUBLISH_NOW),
     form=ReasonForm,
     question=_("Publish these messages now? A sent message cannot be taken back."),
     button=_("Publish the messages now"),
@@ -258,7 +264,7 @@ RESCHEDULE_THEM = Action(
     name="reschedule",
     label=_("Reschedule"),
     sources=RESCHEDULE.sources,
-    run=lambda alias, row, given: bool(operating.reschedule(alias, given.values["due"], row, reason=given.text)),
+    run=_decides(RESCHEDULE),
     form=RescheduleForm,
     question=_(
         "Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays the same."
@@ -271,7 +277,7 @@ COMMIT_THEM = Action(
     done=_("committed"),
     permission="decide",
     sources=COMMIT.sources,
-    run=_ringing(lambda alias, row, given: preparing.commit_prepared(alias, row, reason=given.text)),
+    run=_decides(COMMIT),
     form=ReasonForm,
     question=_(
         "Commit these prepared messages? This states that their effect has happened. They are sent, and a sent message "
@@ -285,7 +291,7 @@ ROLL_THEM_BACK = Action(
     done=_("rolled back"),
     permission="decide",
     sources=ROLL_BACK.sources,
-    run=lambda alias, row, given: preparing.roll_back_prepared(alias, row, reason=given.text),
+    run=_decides(ROLL_BACK),
     form=ReasonForm,
     question=_(
         "Roll back these prepared messages? This states that their effect has not happened and never will. They are never sent."

@@ -1,14 +1,12 @@
 """What a restore or a replay would affect."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import NamedTuple
 
 from django.db.models import Count, Max, Min, Q
 
 from exactly_once.sql.now import DatabaseTime
-from outbox.expressions import IS_AHEAD
+from outbox.models import IS_AHEAD
 from outbox.store.selecting import Selection
 from outbox.store.unique import IS_REPLACED
 

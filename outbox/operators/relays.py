@@ -1,7 +1,5 @@
 """Relay processes, as operators see them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

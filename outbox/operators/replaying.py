@@ -9,8 +9,6 @@ again as a whole. Messages that the broker has not confirmed before the deadline
 which is as large as the part that was confirmed.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The history of one message in the outbox: its trail, and the facts of its row."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 

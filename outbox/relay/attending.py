@@ -9,8 +9,6 @@ Python cannot stop a thread. A call that runs longer than its limit is logged wi
 thread. The call still counts for its group, so the number of hanging threads is limited, too.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -35,6 +33,7 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.turns import Turns
 from exactly_once.wire.text import describe
+from outbox.conf import OutboxOptions
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,6 @@ class Attendant:
         claim: claims up to this many due calls, except for these groups, so that no other process takes them.
         threads: maximum number of concurrent calls, without those beyond their limit.
         limit: a call that runs longer is logged.
-        grace: maximum time between a stop request and the end of the process.
         database_log: reports outages; the loops of one process share it.
     """
 
@@ -97,11 +95,11 @@ class Attendant:
         name: str,
         alias: str,
         claim: Callable[[int, Collection[str]], Sequence[Call]],
+        options: OutboxOptions,
+        database_log: OutageLog | None,
         *,
         threads: int,
         limit: timedelta,
-        grace: timedelta,
-        database_log: OutageLog | None = None,
     ) -> None:
         self._name = name
         self._alias = alias
@@ -110,7 +108,7 @@ class Attendant:
         self._each = max(threads - 1, 1)
         self._limit = limit.total_seconds()
         self._extend_seconds = self._limit / 4
-        self._grace = grace.total_seconds()
+        self._grace = options.SHUTDOWN_GRACE.total_seconds()
         self._changing = threading.Lock()
         self._running: list[_Running] = []
         self._interrupted: list[Call] = []

@@ -5,8 +5,6 @@ successful pass doubles the number. A pass that took too long was too large: the
 limit is half.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

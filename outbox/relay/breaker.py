@@ -11,8 +11,6 @@ relay continues when one ends. An operator's pause is a row of the same table. N
 it. Only the number of refusals is in memory, separately for each lane.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

@@ -7,8 +7,6 @@ A locked shard belongs to another relay, and is free again in a moment. A shard 
 held by a relay that does not read what the database sends it. The session of such a relay is ended.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta

@@ -15,8 +15,6 @@ Occasionally a query starts at the first row, less often the longer that takes, 
 hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from exactly_once.process.clock import monotonic

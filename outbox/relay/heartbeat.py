@@ -5,8 +5,6 @@ continue to report success. It costs one statement every two seconds. While noth
 request, and only every five seconds a write. A failed write affects only the display, because no guarantee depends on it.
 """
 
-from __future__ import annotations
-
 import threading
 
 from django.db import connections

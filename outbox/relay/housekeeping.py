@@ -4,8 +4,6 @@ The entries are those of the trail and of the audit log, and bulk operations tha
 `operators.housekeeping`; the history of a day without a partition is in the default partition.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from datetime import timedelta

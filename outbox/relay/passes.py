@@ -8,8 +8,6 @@ locks, and the pass is three short transactions.
 This module contains no SQL (see `store`) and knows no broker (see `transports`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Only a stop request ends the loop. It waits for an unavailable broker or databas
 pauses and continues.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Sequence

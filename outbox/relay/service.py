@@ -1,7 +1,5 @@
 """A relay process: watchdog, two lanes, the timer, the doorbell, companions, and an orderly end."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +19,7 @@ from exactly_once.transport import Companion, Transport
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.operators.replaying import executor
-from outbox.relay.calling import callers
-from outbox.relay.check_back import askers
+from outbox.relay.calling import askers, callers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener

@@ -5,8 +5,6 @@ halves its number, one that finds all of them free raises it by a few. Several r
 gets all shards.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -13,8 +13,6 @@ A round reads what was settled before its instant. All of that is committed when
 in their order.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -17,8 +17,6 @@ messages per topic in the wheel is limited, due topics are served in turn, and n
 need for a few passes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It has no clock and no database: its caller passes the rows and the time. It can be discarded at any moment.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence

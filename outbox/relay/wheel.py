@@ -8,8 +8,6 @@ one turn late.
 The module has no clock and does not interpret its entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 

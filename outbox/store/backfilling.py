@@ -1,7 +1,5 @@
 """The past of a new handler: published messages of history, and waiting for passes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta

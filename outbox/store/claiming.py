@@ -6,8 +6,6 @@ priority. It grows only at its end, so a reader starts at its *floor* and skips 
 beginning.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import uuid
@@ -17,9 +15,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
@@ -42,9 +41,6 @@ from outbox.store.dialect import (
     bounds,
     live,
 )
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 STREAM = "m.state = 'ready' AND NOT m.is_secondary"
 SECONDARY = "m.state = 'ready' AND m.is_secondary"

@@ -1,7 +1,5 @@
 """The names of the tables, and small differences between the databases, for all modules of the store."""
 
-from __future__ import annotations
-
 import json
 import uuid
 import zlib
@@ -9,16 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _T = TypeVar("_T")
 

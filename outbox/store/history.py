@@ -7,8 +7,6 @@ transactions.
 A message with a pending callback is not deleted, and its day is not dropped.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, time, timedelta

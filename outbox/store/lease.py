@@ -1,7 +1,5 @@
 """On SQLite, which has one writer, one relay works at a time, under a lease with a fencing token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta

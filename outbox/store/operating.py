@@ -1,6 +1,4 @@
-"""The decisions of operators and of business code about messages: cancel and reschedule; and finding messages by name."""
-
-from __future__ import annotations
+"""The decisions of operators and of business code about messages; and finding messages by name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -11,8 +9,9 @@ from django.db import OperationalError, connections, transaction
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
+from exactly_once.states import Transition
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, Transition
+from outbox.states import PUBLISH_NOW
 from outbox.store.claiming import claims_by_locks
 from outbox.store.dialect import TABLE, each_topic
 from outbox.store.lease import in_hand
@@ -24,37 +23,6 @@ OPERATORS_WAIT = timedelta(seconds=10)
 _A_MOMENT = timedelta(milliseconds=100)
 
 
-def cancel(alias: str, *positions: int, reason: str = "") -> set[int]:
-    """Cancel messages, so that no relay sends them any more; returns those that were cancelled, see `decide`.
-
-    A message whose last outcome is unknown may already be in the broker, and cannot be removed from there.
-
-    Args:
-        reason: for the trail: who decided.
-    """
-    return decide(alias, CANCEL, positions, reason=reason)
-
-
-def reschedule(alias: str, due: datetime | timedelta, *positions: int, reason: str = "") -> set[int]:
-    """Change when messages are published: an instant, or a duration from now; 0 means now. Returns the changed ones.
-
-    Their attempts are counted from 0 again. The time from the due time to the expiry stays the same.
-
-    Args:
-        reason: for the trail: who decided. The new due time is appended.
-    """
-    reason = "; ".join(filter(None, (reason, _due_text(due))))
-    if not due:
-        return decide(alias, PUBLISH_NOW, positions, reason=reason)
-    return decide(alias, RESCHEDULE, positions, reason=reason, due=due)
-
-
-def _due_text(due: datetime | timedelta) -> str:
-    if isinstance(due, datetime):
-        return f"due {due.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return f"due in {due}" if due else "due now"
-
-
 def decide(
     alias: str,
     transition: Transition,
@@ -62,17 +30,22 @@ def decide(
     *,
     sources: Collection[str] | None = None,
     reason: str = "",
-    **given: Any,
+    due: datetime | timedelta | None = None,
 ) -> set[int]:
     """Apply a transition to messages; returns those that it changed. The others are in another state, or locked for too long.
 
     A relay locks the rows that it has claimed until their outcome is stored, so a changed message is not sent. No relay claims
-    the changed rows before the open transaction ends.
+    the changed rows before the open transaction ends. A message whose last outcome is unknown may already be in the broker, and
+    cannot be removed from there.
 
     Args:
         sources: restricts the source states.
-        given: the parameters of the transition.
+        reason: for the trail: who decided. A new due time is appended.
+        due: when the messages are to be published, for `RESCHEDULE`.
     """
+    given: dict[str, Any] = {} if due is None else {"due": due}
+    if due is not None or transition is PUBLISH_NOW:
+        reason = "; ".join(filter(None, (reason, _due_text(due))))
 
     def change(*, skip_locked: bool = False) -> set[int]:
         # On SQLite a relay is not in a transaction while it sends. Waiting for it would make the only writer wait for itself.
@@ -87,6 +60,12 @@ def decide(
         if is_collision(error):
             return set()
         raise
+
+
+def _due_text(due: datetime | timedelta | None) -> str:
+    if isinstance(due, datetime):
+        return f"due {due.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"due in {due}" if due else "due now"
 
 
 def waiting_for_locks(alias: str, change: Callable[..., _Result]) -> _Result:

@@ -1,7 +1,5 @@
 """The message that a transport sends for a row."""
 
-from __future__ import annotations
-
 from exactly_once.transport import OutgoingMessage
 from exactly_once.wire.envelope import REPLAY_HEADER, Envelope
 from outbox.store.claiming import RelayedMessage

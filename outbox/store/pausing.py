@@ -8,8 +8,6 @@ never deletes one; it delays no pass, however long it is open.
 Only an operator's transaction waits for a lock. A relay skips locked rows and tries again in its next round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial

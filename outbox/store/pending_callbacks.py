@@ -22,12 +22,12 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now
 from exactly_once.sql.rows import value_of
+from exactly_once.states import Transition
 from exactly_once.wire.envelope import REPLAY_HEADER
 from exactly_once.wire.formats import Wire
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from outbox.callbacks import SettledMessage, registry
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.states import Transition
 from outbox.store.dialect import TABLE, some_uuids, today
 
 if TYPE_CHECKING:

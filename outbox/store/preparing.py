@@ -6,8 +6,6 @@ decision is one UPDATE of a row that is locked and still undecided, so exactly o
 The next check of a prepared row is due at `available_at`; `attempts` counts the answers "unknown".
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Collection

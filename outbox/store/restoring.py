@@ -4,8 +4,6 @@ One statement moves the row and leaves its message id and position unchanged, so
 A second restore finds nothing to restore, and a restore that was killed is continued by repeating it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from dataclasses import dataclass
 from django.db import IntegrityError, OperationalError, transaction
 
 from exactly_once.sql.faults import is_collision
-from outbox.expressions import IS_AHEAD
-from outbox.models import OutboxMessage
+from outbox.models import IS_AHEAD, OutboxMessage
 from outbox.states import GIVEN_UP, RESTORE, State
 from outbox.store.operating import waiting_for_locks
 from outbox.store.transitions import Moved, move
@@ -24,7 +21,7 @@ _ENDED = (State.CANCELLED, State.EXPIRED, State.DEAD)
 OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
 
 
-def restored_by_default(*, by_id: bool) -> Collection[State]:
+def restored_by_default(*, by_id: bool) -> Collection[str]:
     """The states to restore by default: those without an automatic next step, and with `by_id` retrying messages as well."""
     return RESTORE.sources if by_id else _ENDED
 

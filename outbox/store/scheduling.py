@@ -5,13 +5,12 @@ scheduled stops no later one, and no query reads the dead versions of rows that 
 from the last to the first: the last row of each topic is live, the first ones may be dead versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now, now_after
@@ -21,9 +20,6 @@ from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, repeatable
 from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _SCHEDULED = "m.state = 'scheduled'"
 _LAST_FIRST = "ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"

@@ -1,7 +1,5 @@
 """Select messages to restore, and messages of history to be sent again."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

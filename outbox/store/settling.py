@@ -18,10 +18,11 @@ from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import now
 from exactly_once.sql.prepared_statements import is_usable
+from exactly_once.states import Transition
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN, Transition
+from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN
 from outbox.store.dialect import any_of, live
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks

@@ -4,8 +4,6 @@ An entry is written in the transaction of its transition, after it, while the ro
 only if the transition was committed, even if the process was killed a moment later.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 

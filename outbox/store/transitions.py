@@ -6,35 +6,55 @@ statement that waits for the row then finds no row, as if its guard had found an
 the row, but raise an error in the statements that wait for it.
 """
 
-from __future__ import annotations
-
+import re
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 from django.db import connections, transaction
-from django.db.models import Value
-from django.db.models.sql import UpdateQuery
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import LIVE
+from exactly_once.sql.days import DAY_OF_NOW, LIVE
+from exactly_once.sql.now import NOW, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, numbered
+from exactly_once.states import Transition
+from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.models import OutboxMessage
-from outbox.states import SETTLED, State, Transition
+from outbox.states import SETTLED, State
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
 from outbox.store.trail import is_recorded, record
 
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models.sql.compiler import SQLCompiler
-
-_Values = Mapping[str, tuple[str, Sequence[Any]]]
-"""The values to write, by column: SQL and its parameters."""
-_Write = Callable[[_Values], tuple[str, Sequence[Any]]]
-
-_written: dict[tuple[str, str, _Write], tuple[str, Sequence[Any]]] = {}
-"""The compiled values of transitions without parameters, by database vendor and transition: compiling takes as long as
-executing."""
+_PARAMETER = re.compile(r"\{(\w+)\}")
+_EXPIRY = {
+    # The time from due to expiry stays the same. A restored message has its old `deliver_at`. The database cannot calculate
+    # with the instants of a row that was damaged by hand, so its expiry is unchanged.
+    "postgresql": "CASE WHEN isfinite(expires_at) AND isfinite(available_at) AND isfinite(created_at) "
+    "AND isfinite(COALESCE(deliver_at, created_at)) THEN {due} + (expires_at - CASE "
+    f"WHEN headers ? '{REPLAY_HEADER}' AND expires_at > available_at THEN available_at "
+    "ELSE COALESCE(deliver_at, created_at) END) ELSE expires_at END",
+    "sqlite": "COALESCE(STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', {due}, round(86400 * (julianday(expires_at) - julianday(CASE "
+    f"WHEN json_type(headers, '$.\"{REPLAY_HEADER}\"') IS NOT NULL AND expires_at > available_at THEN available_at "
+    "ELSE COALESCE(deliver_at, created_at) END)), 3) || ' seconds'), expires_at)",
+}
+_OF_A_REPLAY = {
+    # Publishers cannot set this header. Headers that are not an object were damaged by hand, and are unchanged.
+    "postgresql": "CASE jsonb_typeof(headers) WHEN 'object' "
+    f"THEN headers || jsonb_build_object('{REPLAY_HEADER}'::text, '{BY_OPERATOR}'::text) ELSE headers END",
+    "sqlite": "CASE json_type(headers) WHEN 'object' "
+    f"THEN json_set(headers, '$.\"{REPLAY_HEADER}\"', '{BY_OPERATOR}') ELSE headers END",
+}
+_EXPRESSIONS = {
+    vendor: {
+        "{expiry_after_due}": expiry,
+        "{expiry_after_now}": expiry.replace("{due}", NOW[vendor]),
+        "{headers_of_a_replay}": _OF_A_REPLAY[vendor],
+        "{now}": NOW[vendor],
+        "{today}": DAY_OF_NOW[vendor],
+    }
+    for vendor, expiry in _EXPIRY.items()
+}
 _prepared: dict[str, PreparedStatement] = {}
 
 
@@ -98,7 +118,7 @@ def move(
     if not rows:
         return []
     connection = connections[alias]
-    sources = [source for source in transition.sources if only is None or source in only]
+    sources = [str(source) for source in transition.sources if only is None or source in only]
     # Without a savepoint: after an error the code that opened the transaction rolls all of it back.
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
@@ -165,11 +185,11 @@ def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
 
 
 def _by_source(
-    connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[State], *, skip_locked: bool
+    connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[str], *, skip_locked: bool
 ) -> Mapping[str, Sequence[int] | Found]:
     """The rows by their state. With several sources they are locked first: a statement does not return the previous state."""
     if len(sources) == 1 and not skip_locked:
-        return {sources[0].value: rows}
+        return {sources[0]: rows}
     if isinstance(rows, Found):
         raise TypeError("A query can only be given to a transition with one source.")
     found = OutboxMessage.objects.using(connection.alias).filter(pk__in=rows, state__in=sources).order_by("pk")
@@ -189,66 +209,44 @@ def _statement(
     given: Mapping[str, Any],
     returning: str = "",
 ) -> tuple[str, list[Any]]:
-    moves = is_postgresql(connection) and (was in SETTLED or not set(transition.targets).isdisjoint(SETTLED))
-    written, parameters = _what(connection, transition, given, _as_selected if moves else _as_updated)
     if isinstance(rows, Found):
         condition, found = rows.condition(connection), rows.parameters
     else:
         condition, parameter = any_of(connection, rows)
         condition, found = f"id {condition} AND state = '{was}'", [parameter]
-    if not moves:
-        # The expressions refer to the columns by the name of the whole table.
-        return f"UPDATE {live(connection)} AS {TABLE} SET {written} WHERE {condition}{returning}", [*parameters, *found]
+    values = _values(connection, transition)
+    if not (is_postgresql(connection) and (was in SETTLED or not set(transition.targets).isdisjoint(SETTLED))):
+        written, parameters = _with_given(connection, ", ".join(f"{name} = {sql}" for name, sql in values.items()), given)
+        return f"UPDATE {live(connection)} SET {written} WHERE {condition}{returning}", [*parameters, *found]
+    written, parameters = _with_given(connection, ", ".join(values.get(name, name) for name in COLUMNS), given)
     source, target = (TABLE, LIVE_PART) if was in SETTLED else (LIVE_PART, HISTORY)
     return (
-        f"WITH {TABLE} AS (DELETE FROM {source} WHERE {condition} RETURNING *) "
-        f"INSERT INTO {target} ({', '.join(COLUMNS)}) SELECT {written} FROM {TABLE}{returning}"
+        f"WITH moved AS (DELETE FROM {source} WHERE {condition} RETURNING *) "
+        f"INSERT INTO {target} ({', '.join(COLUMNS)}) SELECT {written} FROM moved{returning}"
     ), [*found, *parameters]
 
 
-def _what(
-    connection: BaseDatabaseWrapper,
-    transition: Transition,
-    given: Mapping[str, Any],
-    write: _Write,
-) -> tuple[str, Sequence[Any]]:
-    """The values that the transition writes, as SQL and its parameters."""
-    known = (connection.vendor, transition.name, write)
-    if not given and known in _written:
-        return _written[known]
-    state = transition.targets[0].value if transition.state is None else transition.state
-    values = {"state": state, **transition.columns(**given)}
+def _values(connection: BaseDatabaseWrapper, transition: Transition) -> dict[str, str]:
+    """What the transition writes, by column: SQL with its parameters in braces."""
+    values = {"state": f"'{transition.targets[0]}'", **transition.sets}
     if State.READY in transition.targets:
-        values["is_secondary"] = True  # the floor of a relay may be above it in the stream
-    query = UpdateQuery(OutboxMessage)
-    compiler = query.get_compiler(connection=connection)
-    written = write({name: _value(query, compiler, name, value) for name, value in values.items()})
-    if not given:
-        _written[known] = written
-    return written
+        values["is_secondary"] = "true"  # the floor of a relay may be above it in the stream
+    for name, expression in _EXPRESSIONS[connection.vendor].items():
+        values = {column: sql.replace(name, expression) for column, sql in values.items()}
+    return values
 
 
-def _value(query: UpdateQuery, compiler: SQLCompiler, name: str, value: Any) -> tuple[str, Sequence[Any]]:
-    """An expression, or a plain value of the column's type."""
-    if not hasattr(value, "resolve_expression"):
-        field: Any = OutboxMessage._meta.get_field(name)
-        value = Value(value, output_field=field)
-    sql, parameters = compiler.compile(value.resolve_expression(query, allow_joins=False, for_save=True))
-    return sql, parameters
+def _with_given(connection: BaseDatabaseWrapper, sql: str, given: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The SQL with placeholders, and its parameters. A duration becomes the instant after it."""
+    values = [given[name] for name in _PARAMETER.findall(sql)]
+    placeholders = [now_after(connection) if isinstance(value, timedelta) else "%s" for value in values]
+    return _PARAMETER.sub(lambda found: placeholders.pop(0), sql), [_adapted(connection, value) for value in values]
 
 
-def _as_updated(values: _Values) -> tuple[str, Sequence[Any]]:
-    """For an UPDATE: only the written columns."""
-    return (
-        ", ".join(f"{name} = {sql}" for name, (sql, _) in values.items()),
-        [parameter for _, parameters in values.values() for parameter in parameters],
-    )
-
-
-def _as_selected(values: _Values) -> tuple[str, Sequence[Any]]:
-    """For an INSERT: all columns."""
-    chosen = [values.get(name, (name, ())) for name in COLUMNS]
-    return ", ".join(sql for sql, _ in chosen), [parameter for _, parameters in chosen for parameter in parameters]
+def _adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
+    if isinstance(value, datetime):
+        return connection.ops.adapt_datetimefield_value(value)
+    return value.total_seconds() if isinstance(value, timedelta) else value
 
 
 def _record(alias: str, moved: Sequence[Moved], reason: str) -> None:

@@ -12,15 +12,14 @@ With REPEATABLE READ or SERIALIZABLE the second statement has the snapshot of th
 rolled back, conflicts in the index `outbox_history_unique` with a message that the transaction cannot see.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, OperationalError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Exists, OuterRef, Q
 
 from exactly_once.sql.connections import is_postgresql
@@ -29,9 +28,6 @@ from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, array_of
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
 # SQLite infers a partial index only from the text of its condition, which each version of Django writes in its own way. There

@@ -5,14 +5,12 @@ are changed. Unwritable rows are skipped for some time, longer after each try, a
 keys wait for them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from django.db import Error, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
@@ -24,9 +22,6 @@ from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one
 from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks
 from outbox.store.transitions import Found
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
 

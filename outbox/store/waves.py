@@ -5,8 +5,6 @@ nacked and the second confirmed, their order is lost. The k-th message of every 
 after the broker has answered the previous one. Messages without a key have no order, and are all in the first wave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from outbox.store.claiming import RelayedMessage

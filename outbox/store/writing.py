@@ -4,17 +4,16 @@ Messages of a key are ordered by position, and a database draws positions in the
 `hold_order` makes both orders equal: other transactions that call it for the same key wait until this one has ended.
 """
 
-from __future__ import annotations
-
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now, now_after
@@ -24,9 +23,6 @@ from outbox.states import State
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
 from outbox.store.trail import record_insert
 from outbox.store.unique import UNLESS_FOUND, is_published_already
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 ORDER_SPACE = zlib.crc32(f"{TABLE}.key".encode()) - 2**31
 """First key of the advisory locks of `hold_order`; the second is a hash of the ordering key."""

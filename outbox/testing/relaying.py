@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from django.utils.module_loading import import_string
 from exactly_once.broker import is_local
 from exactly_once.testing.database import require_tests
 from exactly_once.testing.matching import decoded
-from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
+from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.formats import Wire
 from outbox.api import in_transaction
 from outbox.conf import outbox_options
@@ -74,11 +74,10 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_err
     return transport.sent
 
 
-class _TestTransport:
+class _TestTransport(Transport):
     """Replaces the broker: records the messages, and delivers them to this project's own handlers by `local://`."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
-    round_trip: float | None = None
 
     def __init__(self, alias: str, *, handlers: bool) -> None:
         options = outbox_options()
@@ -95,26 +94,11 @@ class _TestTransport:
         """At the end of the block, raise the first error of a handler in it."""
         return nullcontext() if self._local is None else self._local.raising_errors()
 
-    def connect(self) -> None:
-        pass
-
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         handed = self._handed_over(messages, deadline)
         verdicts = {message.position: handed.get(message.position, CONFIRMED) for message in messages}
         self.sent += [_sent(message) for message in messages if verdicts[message.position].outcome is PublishOutcome.CONFIRMED]
         return Sent(verdicts=verdicts)
-
-    def unconfirmed(self) -> Mapping[int, str]:
-        return {}
-
-    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        return {}
-
-    def idle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def companions(self) -> Sequence[Companion]:
         return () if self._local is None else self._local.companions()

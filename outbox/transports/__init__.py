@@ -1,7 +1,5 @@
 """The transport for each broker URL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from django.apps import apps

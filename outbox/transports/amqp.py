@@ -9,8 +9,6 @@ Any error of the channel or the socket closes the connection: py-amqp would sile
 and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +35,10 @@ from exactly_once.transport import (
     BrokerRefused,
     BrokerUnavailable,
     Capabilities,
-    Companion,
     OutgoingMessage,
     PublishOutcome,
     Sent,
+    Transport,
     Verdict,
 )
 from exactly_once.wire.formats import Wire
@@ -102,7 +100,7 @@ class _Late:
         return (self.message, self.digest) == (other.message, other.digest)
 
 
-class AmqpTransport:
+class AmqpTransport(Transport):
     """Publishes to one topic exchange of RabbitMQ; every message is mandatory, persistent and confirmed.
 
     A message in the format of another protocol goes to the exchange in its `Wire`, also mandatory and confirmed.
@@ -122,7 +120,6 @@ class AmqpTransport:
         self._blocked: str | None = None
         self._late: dict[int, _Late] = {}
         self._is_overdue = False
-        self.round_trip: float | None = None
 
     def connect(self) -> None:
         if self._connection is not None and self._blocked:
@@ -229,9 +226,6 @@ class AmqpTransport:
             except BROKER_FAILURES as error:
                 logger.debug("Closing the broker connection: %s", describe(error))
         self._discard()
-
-    def companions(self) -> Sequence[Companion]:
-        return ()
 
     def _open(self) -> None:
         self._blocked = None

@@ -7,8 +7,6 @@ messages. A returned message is named by its message id only and arrives before 
 This module uses no socket and no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from exactly_once.transport import CONFIRMED, PublishOutcome, Verdict

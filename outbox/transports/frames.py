@@ -6,8 +6,6 @@ header again, which costs about five times as much. The broker also reads many m
 This module produces bytes and uses no socket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct, pack

@@ -4,10 +4,8 @@ They have no publisher confirms: a publish that returns was accepted by the serv
 broker would silently drop a message to a topic without a bound queue, so the transport reads the binding table first.
 """
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import kombu
@@ -20,10 +18,10 @@ from exactly_once.transport import (
     BrokerRefused,
     BrokerUnavailable,
     Capabilities,
-    Companion,
     OutgoingMessage,
     PublishOutcome,
     Sent,
+    Transport,
     Verdict,
 )
 from exactly_once.wire.envelope import Envelope
@@ -55,7 +53,7 @@ def capabilities_of(url: str) -> Capabilities:
     return Capabilities(confirms=False, weakness=f"{scheme}:// has no publisher confirms that kombu can see")
 
 
-class VirtualTransport:
+class VirtualTransport(Transport):
     """Publishes through any kombu transport, one message after the other."""
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
@@ -66,7 +64,6 @@ class VirtualTransport:
         self._channel: Any = None
         self._producer: Any = None
         self._direct: Any = None
-        self.round_trip: float | None = None
 
     def connect(self) -> None:
         if self._connection is not None:
@@ -100,15 +97,6 @@ class VirtualTransport:
                 verdicts[message.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
 
-    def unconfirmed(self) -> Mapping[int, str]:
-        return {}
-
-    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        return {}
-
-    def idle(self) -> None:
-        pass
-
     def close(self) -> None:
         connection, self._connection, self._channel, self._producer, self._direct = self._connection, None, None, None, None
         if connection is not None:
@@ -116,9 +104,6 @@ class VirtualTransport:
                 connection.close()
             except self._failures(connection) as error:
                 logger.debug("Closing the broker connection: %s", describe(error))
-
-    def companions(self) -> Sequence[Companion]:
-        return ()
 
     def _send_one(self, message: OutgoingMessage) -> Verdict:
         envelope = message.envelope

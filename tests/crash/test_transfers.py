@@ -21,7 +21,7 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVIN
 ADA, AMOUNT, AT_FIRST = "Ada", 10, 1000
 DEBIT = "tests.support.apps.bank.transfers.debit"
 DECIDE = "outbox.store.preparing.commit_prepared"
-ASK = "outbox.checkers.Checkers.ask"
+ASK = "outbox.callbacks.Checkers.ask"
 TOMBSTONE = "django.db.models.query.QuerySet.get_or_create"
 
 ARRIVES, NEVER_BEGAN, IS_ROLLED_BACK = State.PUBLISHED, None, State.ROLLED_BACK

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
-from exactly_once.sql.days import LIVE, Today
+from exactly_once.sql.days import LIVE, day_of
 from outbox import Draft, publish, publish_many
 from outbox.conf import OutboxOptions
 from outbox.models import SHARDS, OutboxMessage
@@ -61,7 +61,7 @@ def waiting(using="default"):
 def set_columns(message, using="default", **columns):
     """Put a row into a state that takes long to reach. The day of a settled row is today by default."""
     if "state" in columns:
-        columns = {"day": Today() if columns["state"] in SETTLED else LIVE, **columns}
+        columns = {"day": day_of("default") if columns["state"] in SETTLED else LIVE, **columns}
     assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
 
 

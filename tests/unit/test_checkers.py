@@ -8,7 +8,7 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from outbox import Answer, UndecidedMessage, checker
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 
 TOPIC = "checkers.topic"
 

@@ -9,7 +9,7 @@ from django.contrib.auth.models import User
 from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
-from outbox.checkers import Answer, checker, checkers
+from outbox.callbacks import Answer, checker, checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
 from outbox.states import State

@@ -15,7 +15,7 @@ from django.test import override_settings
 from psycopg import IsolationLevel
 
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import Today
+from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
@@ -273,7 +273,7 @@ def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolatio
 
     def publish_one():
         published()
-        OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+        OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
 
     monkeypatch.setattr(backfilling, "stop_passes", stopped_late)
     repeatable = the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ})
@@ -353,7 +353,7 @@ class TestFromABroker:
             if len(published_meanwhile) < 10:
                 published_meanwhile.append(published_many(3))
                 new_ones = OutboxMessage.objects.filter(state=State.READY)
-                new_ones.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+                new_ones.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
             return read_past(*arguments)
 
         other = handles(lambda message: None, topic=TOPIC, name="other")
@@ -398,7 +398,7 @@ class TestFromABroker:
 def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(process_environment, tmp_path):
     with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
         published_many(450, topic=newcomer.TOPIC)
-    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
     environment = {
         **process_environment,
         **as_environment(INBOX={}, OUTBOX={"BROKER_URL": "local://"}),

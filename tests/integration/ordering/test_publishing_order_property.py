@@ -18,6 +18,7 @@ import zlib
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
@@ -32,7 +33,7 @@ from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
-from outbox.states import State
+from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, State
 from outbox.store import claiming, operating, pausing, restoring, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
@@ -129,7 +130,7 @@ class TestKnownWaysToOvertake:
         relay._work(drain=False)
         assert state_of(first) == State.WAITING
         second = published(key=KEY)
-        assert operating.cancel("default", head.position)
+        assert operating.decide("default", CANCEL, [head.position])
 
         rounds(relay, 5, time)
 
@@ -505,7 +506,7 @@ class Machine:
             for position in self._some(State.DEAD, State.RETRYING, State.WAITING, State.PAUSED).values_list("pk", flat=True)[
                 :1
             ]:
-                if operating.cancel("default", position):
+                if operating.decide("default", CANCEL, [position]):
                     next(one for one in self._messages.values() if one.position == position).cancelled = True
 
     def _decide(self):
@@ -515,14 +516,14 @@ class Machine:
             return
         position = self.chance.choice(found)
         owner = OpenTransaction()
-        decision, change = self.chance.choice(
+        transition, options, change = self.chance.choice(
             [
-                ([operating.cancel, "default"], {"cancelled": True}),
-                ([operating.reschedule, "default", HOUR], {"delayed": True}),
-                ([operating.reschedule, "default", timedelta()], {}),
+                (CANCEL, {}, {"cancelled": True}),
+                (RESCHEDULE, {"due": HOUR}, {"delayed": True}),
+                (PUBLISH_NOW, {}, {}),
             ]
         )
-        if owner.does(*decision, position).result(SECONDS):
+        if owner.does(partial(operating.decide, "default", transition, [position], **options)).result(SECONDS):
             self._undecided[owner] = position, change
             if self.chance.random() < 0.5:
                 self._end_decision()

@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 
 from outbox import Answer, cancel, checker, prepare, publish, reschedule, restore
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of

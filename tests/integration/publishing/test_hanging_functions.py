@@ -10,7 +10,7 @@ import pytest
 from django.db import connection
 
 from outbox import Answer, checker, prepare
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.models import PendingCallback
 from outbox.states import State
 from tests.support.apps.effects.models import Effect

@@ -25,10 +25,10 @@ from outbox import (
     prepare,
     signals,
 )
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.relay.check_back import askers
+from outbox.relay.calling import askers
 from outbox.relay.service import serve
 from outbox.states import State
 from outbox.store import preparing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from inspect import signature
 
 import pytest
 from django.test import override_settings
@@ -46,7 +45,7 @@ MOVES = {
 
 
 def given_for(transition):
-    return {name: GIVEN[name] for name in signature(transition.columns).parameters}
+    return {name: value for name, value in GIVEN.items() if f"{name}}}" in "".join(transition.sets.values())}
 
 
 def trail_of(message):
@@ -91,7 +90,7 @@ def test_transition_writes_the_columns_it_declares_and_no_other(name):
 
     after = row_of(message)
     changed = {column for column in (*SCHEDULING, *FAILURE) if getattr(after, column) != getattr(before, column)}
-    declared = set(transition.columns(**given_for(transition)))
+    declared = set(transition.sets) - {"state"}
     assert changed <= declared
     # Where the new value is the old one by nature: an expiry that is ahead of the next attempt, for example.
     assert declared - changed <= {"expires_at", "attempts"}

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
+from exactly_once.sql.days import DAY_OF_NOW, LIVE, day_of
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, pause, publish, publish_many, publish_now, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.states import SETTLED, State
+from outbox.states import CANCEL, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
 from outbox.store.claiming import Bounds, BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
@@ -272,7 +272,7 @@ class TestCancelling:
         answers = []
 
         def cancel():
-            answers.append(operating.cancel("default", message.position))
+            answers.append(operating.decide("default", CANCEL, [message.position]))
 
         with transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
@@ -307,7 +307,7 @@ class TestCancelling:
         message = published()
         for decided in (False, True):
             with transaction.atomic():
-                assert operating.cancel("default", message.position)
+                assert operating.decide("default", CANCEL, [message.position])
                 assert claimed_elsewhere() == set()
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
@@ -316,7 +316,7 @@ class TestCancelling:
         message, of_its_key, another = published(key="k"), published(key="k"), published()
         OutboxMessage.objects.update(shard=7)
         with transaction.atomic():
-            assert operating.cancel("default", message.position)
+            assert operating.decide("default", CANCEL, [message.position])
             assert claimed_elsewhere() == {another.position}
         assert claimed_elsewhere() == {of_its_key.position, another.position}
 
@@ -341,12 +341,12 @@ class TestCancelling:
         with transaction.atomic():
             with connection.cursor() as cursor:
                 cursor.execute("SET LOCAL lock_timeout = '1234ms'")
-            assert operating.cancel("default", message.position)
+            assert operating.decide("default", CANCEL, [message.position])
 
             assert shown("lock_timeout") == "1234ms"
 
     def test_cancel_of_a_missing_row_returns_false(self):
-        assert not operating.cancel("default", 10**9)
+        assert not operating.decide("default", CANCEL, [10**9])
 
 
 def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
@@ -467,7 +467,7 @@ class TestIndexes:
         fresh.update(state=State.WAITING)
 
         plans = explained(lambda: settling.make_retrying_ready("default", 1_000))
-        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=Today())
+        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=day_of("default"))
         plans += explained(lambda: settling.release_waiting("default", keys=1, each=100))[1:]
 
         assert len(plans) == 2

@@ -15,7 +15,7 @@ from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import FIRST_DAY, LIVE, Today, date_of, day_of
+from exactly_once.sql.days import FIRST_DAY, LIVE, date_of, day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, on_published, publish, publish_many, publish_now, restore
 from outbox.callbacks import registry
@@ -23,7 +23,7 @@ from outbox.decisions import Outcome
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.operators.counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
-from outbox.states import SETTLED, State
+from outbox.states import CANCEL, SETTLED, State
 from outbox.store import claiming, history, operating, preparing, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
@@ -74,7 +74,7 @@ def settled(message):
 def settled_before(days, state=State.PUBLISHED, **options):
     message = in_state(state, **options)
     ago = DatabaseTime(-days * DAY)
-    set_columns(message, state=state, day=Today() - days, settled_at=ago)
+    set_columns(message, state=state, day=day_of("default") - days, settled_at=ago)
     return message
 
 
@@ -459,7 +459,7 @@ class TestUnique:
                         if random.random() < 0.3:
                             settling.settle("default", Settlement(published=[position]))
                         else:
-                            operating.cancel("default", position)
+                            operating.decide("default", CANCEL, [position])
 
         def restoring_them():
             while not (stop and TrailEntry.objects.filter(was=State.CANCELLED, became=State.READY).exists()):
@@ -704,7 +704,7 @@ class TestKeepNothing:
     def test_without_keep_history_an_unpublished_message_stays_for_seven_days(self, state):
         message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
         if state == State.CANCELLED:
-            operating.cancel("default", message.position)
+            operating.decide("default", CANCEL, [message.position])
         else:
             with transaction.atomic():
                 settle_as(state, message)

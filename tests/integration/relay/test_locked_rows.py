@@ -15,7 +15,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.days import Today
+from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
@@ -214,7 +214,7 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
 def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_others(process_environment):
     with transaction.atomic():
         messages = publish_many([Draft(TOPIC, "x" * 200_000) for _ in range(200)])
-    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=Today())
+    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
 
     def hand_over():
         with transaction.atomic():

@@ -14,7 +14,7 @@ from outbox import Draft, publish_many, signals
 from outbox.models import OutboxMessage
 from outbox.pausing import pause
 from outbox.relay.passes import Pass
-from outbox.states import State
+from outbox.states import CANCEL, State
 from outbox.store import claiming, operating, settling
 from tests.support.relaying import (
     TOPIC,
@@ -491,7 +491,7 @@ class TestOrder:
         assert state_of(second) == State.WAITING
         assert settling.release_waiting("default", keys=10, each=10) == 0
 
-        assert operating.cancel("default", head.position)
+        assert operating.decide("default", CANCEL, [head.position])
         assert settling.release_waiting("default", keys=10, each=10) == 1
         one_pass(transport)
 

@@ -10,7 +10,7 @@ from django.db import connection, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import Today
+from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, TopicState, cancel, pause, publish_many, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
@@ -384,7 +384,7 @@ class TestResuming:
                 ready = list(of(BAD, State.READY).order_by("pk").values_list("pk", flat=True))
                 assert len(ready) == moved
                 batches.append(moved)
-                of(BAD, State.READY).update(state=State.PUBLISHED, day=Today())
+                of(BAD, State.READY).update(state=State.PUBLISHED, day=day_of("default"))
                 assert count(BAD, State.PUBLISHED) == of(BAD).filter(pk__lte=ready[-1]).count(), "no older one was left"
 
         assert batches == [10, 20, 40, 80, 160, 320, 500, 170]
@@ -399,7 +399,7 @@ class TestResuming:
         assert pausing.resume_some("default", BAD, 500) == 0
 
         left = of(BAD, State.READY).values_list("pk", flat=True)
-        of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED, day=Today())
+        of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED, day=day_of("default"))
         assert pausing.resume_some("default", BAD, 500) == 20
 
     def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
@@ -528,7 +528,7 @@ class TestConcurrency:
         resume(BAD)
         with open_transaction(lambda: OutboxMessage.objects.select_for_update().get(pk=row_of(first).pk)):
             assert pausing.resume_some("default", BAD, 500) == 1
-            set_columns(second, state=State.PUBLISHED, day=Today())
+            set_columns(second, state=State.PUBLISHED, day=day_of("default"))
             assert pausing.resume_some("default", BAD, 500) == 0
             assert PausedTopic.objects.exists()
         assert pausing.resume_some("default", BAD, 500) == 1

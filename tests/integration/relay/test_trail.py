@@ -131,7 +131,7 @@ class TestRelay:
         assert state_of(message) == State.PUBLISHED
         assert state_of(due) == State.READY
         assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
-        changing = ("UPDATE", "WITH outbox_outboxmessage AS (DELETE")
+        changing = ("UPDATE", "WITH moved AS (DELETE")
         assert len([query for query in captured.captured_queries if query["sql"].startswith(changing)]) == 4
 
     def test_attempts_past_max_attempts_leave_no_entry(self):

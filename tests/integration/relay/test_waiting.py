@@ -11,7 +11,7 @@ from django.db import connection, connections, transaction
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
-from outbox.states import State
+from outbox.states import CANCEL, State
 from outbox.store import claiming, operating, restoring, settling
 from tests.support.relaying import (
     TOPIC,
@@ -116,7 +116,7 @@ class TestWaitingMessages:
     def test_waiting_message_can_be_cancelled_and_the_others_keep_their_order(self, peer, transport):
         head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
 
-        assert operating.cancel("default", second.position)
+        assert operating.decide("default", CANCEL, [second.position])
         move(head, State.READY)
         drained(peer.url)
 
@@ -127,7 +127,7 @@ class TestWaitingMessages:
         head, others = behind_a_failed_head(peer, transport, "a", "b")
 
         for message in others:
-            assert operating.cancel("default", message.position)
+            assert operating.decide("default", CANCEL, [message.position])
         move(head, State.READY)
         drained(peer.url)
 
@@ -215,7 +215,7 @@ class TestEndOfWaiting:
         assert arrived(peer) == ["head", "a"]
         assert [state_of(message) for message in (a, dead, b)] == [State.PUBLISHED, State.DEAD, State.WAITING]
 
-        assert operating.cancel("default", dead.position)
+        assert operating.decide("default", CANCEL, [dead.position])
         drained(peer.url)
         assert arrived(peer) == ["head", "a", "b"]
 

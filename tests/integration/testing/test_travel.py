@@ -11,7 +11,7 @@ import inbox.testing
 from inbox import RetryLater
 from inbox.models import InboxMessage
 from outbox import Answer, checker, prepare, publish
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.models import OutboxMessage
 from outbox.testing import assert_published, run_relay, travel
 from tests.support.apps.effects.models import Effect

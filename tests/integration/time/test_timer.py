@@ -11,7 +11,7 @@ from django.db import transaction
 from exactly_once.models import Lease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
-from exactly_once.sql.days import Today
+from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, reschedule
 from outbox.models import OutboxMessage, TrailEntry
@@ -193,11 +193,11 @@ class TestBurst:
         ready = OutboxMessage.objects.filter(state=State.READY)
         assert ready.count() == 8 * 30, "eight passes of a relay"
 
-        ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED, day=Today())
+        ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED, day=day_of("default"))
         timer._ask_for_room_at = 0.0
         timer._turn()
         assert ready.count() == 140, "no more before almost all of them are claimed"
-        ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED, day=Today())
+        ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED, day=day_of("default"))
         timer._ask_for_room_at = 0.0
         for _ in range(20):
             timer._turn()

@@ -22,7 +22,7 @@ from django.db import DatabaseError, IntegrityError, InterfaceError, connection,
 from django.db.models.functions import Now
 
 from outbox import cancel, prepare, publish, reschedule, restore
-from outbox.checkers import checkers
+from outbox.callbacks import checkers
 from outbox.preparing import PreparedMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.oracle import CHAINS, EXPIRES, Fact

@@ -20,7 +20,7 @@ from exactly_once.wire.formats import Wire
 from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
-from outbox.states import State
+from outbox.states import CANCEL, State
 from outbox.store import claiming, operating, restoring
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
@@ -412,7 +412,7 @@ class TestRow:
     def test_row_of_a_call_can_be_cancelled_and_restored(self, add):
         called(add, 1, 2, countdown=600)
 
-        assert operating.cancel("default", the_row().pk)
+        assert operating.decide("default", CANCEL, [the_row().pk])
 
         called(add, 3, 4)
         set_columns(Named(rows()[1]), state=State.DEAD)
