@@ -22,9 +22,9 @@ from exactly_once.operators.actions import Action, ActionForm, Given, NeededReas
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.addresses import shown as masked
 from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
 from inbox.outgoing_webhooks.models import Endpoint, State
-from inbox.outgoing_webhooks.urls import shown as masked
 from inbox.states import DUE
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.message_filters import (
+from exactly_once.admin.filters import (
     MOST_OFFERED,
     AgeFilter,
     AttemptsFilter,
