@@ -171,6 +171,7 @@ _TONES = {
     "running": Tone.OPEN,
     "retrying": Tone.FAILING,
     "paused": Tone.LATER,
+    "later": Tone.LATER,
     "waiting": Tone.LATER,
     "published": Tone.DONE,
     "done": Tone.DONE,

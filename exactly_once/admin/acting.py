@@ -43,12 +43,6 @@ from exactly_once.sql.now import DatabaseTime
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise
 
-    _ModelAdmin = admin.ModelAdmin[Any]
-    _Paginator = Paginator[Any]
-else:
-    _ModelAdmin = admin.ModelAdmin
-    _Paginator = Paginator
-
 
 _CONFIRM = "exactly_once/confirm.html"
 _EMPTY = {"", NOTHING, "None"}
@@ -56,7 +50,7 @@ _EMPTY = {"", NOTHING, "None"}
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
 
-class BoundedPaginator(_Paginator):
+class BoundedPaginator(Paginator):  # type: ignore[type-arg] # no generic at runtime
     """Counts up to a limit, because counting millions of rows takes too long."""
 
     LIMIT = 10_000
@@ -146,7 +140,7 @@ class ActionResult:
     is_error: bool = False
 
 
-class ReadOnlyAdmin(_ModelAdmin):
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at runtime
     """Rows that cannot be added, changed or deleted.
 
     Set `using` in a subclass to show a database other than the default one.

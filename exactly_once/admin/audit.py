@@ -20,41 +20,39 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant
-from exactly_once.admin.filters import AppFilter, ConditionFilter
+from exactly_once.admin.filters import AppFilter, ConditionFilter, ValueFilter
 from exactly_once.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
 
-_MOST_CHOICES = 100
 _LONGEST_SHOWN = 120
 _FIELDS = ("id", "at", "app", "actor", "place", "address", "action", "kind", "object_id", "name", "parameters")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-class _ValueFilter(admin.SimpleListFilter):
+class _OccurringFilter(ValueFilter):
     """By a value that occurs in the log."""
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        rows = model_admin.get_queryset(request).order_by(self.parameter_name)
-        values = rows.values_list(self.parameter_name, flat=True).distinct()[:_MOST_CHOICES]
-        return [(value, visible(value)) for value in values]
+    most = 100
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(**{str(self.parameter_name): fit(str(self.value()))}) if self.value() else queryset
+    def known(self, model_admin: Any) -> Sequence[str]:
+        column = str(self.parameter_name)
+        rows = AuditEntry.objects.using(model_admin.using).order_by(column)
+        return list(rows.values_list(column, flat=True).distinct()[: self.most])
 
 
-class ActorFilter(_ValueFilter):
+class ActorFilter(_OccurringFilter):
     title = _("who")
     parameter_name = "actor"
 
 
-class ActionFilter(_ValueFilter):
+class ActionFilter(_OccurringFilter):
     title = _("action")
     parameter_name = "action"
 
 
-class KindFilter(_ValueFilter):
+class KindFilter(_OccurringFilter):
     title = _("kind")
     parameter_name = "kind"
 
@@ -151,9 +149,7 @@ class AuditAdmin(ActingAdmin):
             return format_html("{}", NOTHING)
         return stacked(*(format_html("{}: {}", visible(name), _short(value)) for name, value in row.parameters.items()))
 
-    @admin.display(description=_("parameters"))
-    def all_given(self, row: Any) -> SafeString:
-        return as_json(row.parameters).as_html() if row.parameters else format_html("{}", NOTHING)
+    all_given = computed(_("parameters"), lambda row: as_json(row.parameters).as_html() if row.parameters else NOTHING)
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -22,7 +21,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.admin.message_filters import FAILING, in_states
+from exactly_once.admin.filters import FAILING, in_states
 from exactly_once.admin.sections import listed, view_permission
 from exactly_once.admin.timeline import timeline
 from exactly_once.display import NOTHING, as_json, flow_link, headline, identifier, number, state_badge, visible
@@ -234,7 +233,7 @@ class MessageAdmin(ActingAdmin):
         return timeline(
             history_of(str(row.message_id)),
             lambda where: may_see_all or self.is_here(where),
-            partial(flow_link, row),
+            row.flow_url,
             hidden % {"what": model and model._meta.verbose_name_plural},
             row.last_error,
         )

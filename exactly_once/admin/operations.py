@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
-from django.utils.html import format_html, format_html_join
+from django.template.loader import render_to_string
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -24,7 +25,6 @@ from exactly_once.display import (
     age,
     app_name,
     badge,
-    duration,
     identifier,
     note,
     number,
@@ -163,31 +163,17 @@ class OperationAdmin(ActingAdmin):
 
     chosen = shown(_("messages"), "selection", identifier)
 
-    @admin.display(description=_("parameters"))
-    def parameters_text(self, row: Any) -> SafeString:
-        return stacked(*(identifier(f"{name}: {value}") for name, value in row.given.items()))
+    parameters_text = computed(
+        _("parameters"), lambda row: stacked(*(identifier(f"{name}: {value}") for name, value in row.given.items()))
+    )
 
     @admin.display(description=_("progress"))
     def progress(self, row: Any) -> SafeString:
-        counts = _("%(processed)s of %(total)s; done: %(done)s, refused: %(refused)s, failed: %(failed)s") % {
-            "processed": number(row.processed),
-            "total": number(row.total),
-            "done": number(row.done),
-            "refused": number(row.refused),
-            "failed": number(row.failed),
-        }
-        bar = format_html(
-            '<progress class="message-progress" value="{}" max="{}"></progress>', row.processed, max(row.total, 1)
-        )
-        lines = [bar, format_html("{}", counts)]
+        rate = 0.0
         if row.is_open and row.started_at and row.processed and not row.is_canary:
-            seconds = max((row.database_now - row.started_at).total_seconds(), 0.001)
-            rate = row.processed / seconds
-            left = duration(timedelta(seconds=(row.total - row.processed) / rate))
-            lines.append(
-                format_html("{}", _("%(rate)s per second, about %(left)s left") % {"rate": number(round(rate)), "left": left})
-            )
-        return stacked(*lines)
+            rate = row.processed / max((row.database_now - row.started_at).total_seconds(), 0.001)
+        left = timedelta(seconds=(row.total - row.processed) / rate) if rate else None
+        return render_to_string("exactly_once/progress.html", {"of": row, "rate": round(rate), "left": left})
 
     @admin.display(description=_("canary"))
     def canary_text(self, row: Any) -> str:
@@ -218,22 +204,9 @@ class OperationAdmin(ActingAdmin):
 
     @admin.display(description=_("messages"))
     def unchanged_table(self, row: Any) -> SafeString:
-        if not row.unchanged:
-            return format_html("{}", NOTHING)
-        lines = format_html_join(
-            "", "<tr><td>{}</td><td>{}</td></tr>", ((identifier(name), visible(why)) for _row, name, why in row.unchanged)
-        )
         more = row.refused + row.failed - len(row.unchanged)
-        return format_html(
-            '<div class="message-block"><div class="message-list" tabindex="0"><table><tbody>{}</tbody></table></div>{}</div>',
-            lines,
-            note(
-                _("Only the first %(kept)s are listed; %(more)s more are counted above.")
-                % {"kept": UNCHANGED_KEPT, "more": more}
-            )
-            if more > 0
-            else "",
-        )
+        content = {"unchanged": row.unchanged, "kept": UNCHANGED_KEPT, "more": more}
+        return render_to_string("exactly_once/unchanged.html", content) if row.unchanged else format_html("{}", NOTHING)
 
     requested = shown(_("requested by"), "requested_by", identifier)
     reason_text = computed(_("reason"), lambda row: visible(row.reason) or NOTHING)

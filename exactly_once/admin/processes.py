@@ -1,7 +1,11 @@
-"""Running processes in the admin, by their heartbeats, and the operator's requests to them; see `process.heartbeat`."""
+"""Running processes in the admin, by their heartbeats, and the operator's requests to them; see `process.heartbeat`.
+
+And what they run now, as they said with these heartbeats; and the runs under leases, which have rows.
+"""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
@@ -16,15 +20,20 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.filters import AppFilter
+from exactly_once.admin.pages import PageAdmin, may_see_messages
+from exactly_once.admin.sections import sections
 from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, number, stacked, visible, warning
-from exactly_once.models import Process
+from exactly_once.models import Busy, Process
 from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
+from exactly_once.operators.minutes import database_time
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
+from exactly_once.sql.connections import with_table
 
 _PROCESSES = HeartbeatTable()
 _HANDLERS_IN_THE_LIST = 3
+_MOST_BUSY = 200
 _MODES: dict[str, Any] = {
     Mode.PAUSED: (_("Paused"), Tone.LATER),
     Mode.DRAINING: (_("Draining"), Tone.LATER),
@@ -186,3 +195,35 @@ class ProcessAdmin(ActingAdmin):
 
 def _milliseconds(value: float | None) -> str:
     return str(_("unknown")) if value is None else f"{number(value, 1)} ms"
+
+
+@admin.register(Busy)
+class BusyAdmin(PageAdmin):
+    """By process, those that run something first."""
+
+    template = "exactly_once/busy.html"
+
+    def content(self, request: HttpRequest) -> dict[str, Any]:
+        aliases, unavailable = with_table(Process)
+        # A process has a row in each database that it works for; two aliases of one database have the same row.
+        rows = {(row.pk, row.beat_at): row for alias in aliases for row in HeartbeatTable().rows(alias)[:_MOST_BUSY]}
+        seen = [row for row in rows.values() if may_see_messages(request, row.app)]
+        for process in seen:
+            for run in process.running:
+                run.update(since=process.started_at + timedelta(seconds=run["began"]), more=run["messages"] - 1)
+        named = {(run["what"], run["message"]) for row in seen for run in row.running}
+        leased = {
+            run: database_time(alias)
+            for section in sections(request)
+            for alias in aliases
+            for run in section.leased(alias, _MOST_BUSY)
+            if (run.handler, run.message) not in named
+        }
+        return {
+            "flow": self.flow_url(request),
+            "processes": sorted(seen, key=lambda row: not row.running),
+            "leased": leased.items(),
+            "silent": badge(gettext("Silent"), Tone.STOPPED),
+            "unavailable": ", ".join(unavailable),
+            "most": _MOST_BUSY,
+        }

@@ -6,10 +6,11 @@ A token says which client calls, and what it may do. Only the body of a known cl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 from functools import wraps
 from http import HTTPStatus
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Annotated, Any
 
 from django.contrib.auth.decorators import login_not_required
 from django.core.handlers.wsgi import WSGIRequest
@@ -23,6 +24,7 @@ from django.views.decorators.csrf import csrf_exempt
 from ninja import NinjaAPI
 from ninja.openapi.schema import OpenAPISchema
 from ninja.security.http import HttpAuthBase
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 from exactly_once.http.problems import (
     HANDLERS,
@@ -35,14 +37,14 @@ from exactly_once.http.problems import (
     unknown,
 )
 from exactly_once.http_options import Client, HttpOptions
+from exactly_once.wire.text import NAME_LENGTH
 
 VERSION = "1"
 _ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
 _View = Callable[..., Any]
-
-
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length."""
+_LONGEST_SECONDS = timedelta(days=3650).total_seconds()
 
 
 class BearerToken(HttpAuthBase):
@@ -179,3 +181,31 @@ def answers(given: Mapping[int, type], *problems: int) -> dict[int, type]:
         problems: statuses of errors that not every operation has.
     """
     return {**given, **dict.fromkeys(sorted({*_ALWAYS, *problems}), ProblemDetails)}
+
+
+# ------------------------------------------------------------------------------------------------------ fields of bodies
+
+
+def _instant(value: object) -> datetime:
+    if not isinstance(value, str):
+        raise ValueError("it must be text, such as 2026-01-31T12:00:00Z")  # noqa: TRY004 - Pydantic's own protocol
+    return datetime.fromisoformat(value)
+
+
+class Body(BaseModel):
+    """The body of a request. An unknown field is an error.
+
+    Unlike Pydantic by default, these fields do not turn a text into a number, or a number into an instant.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+"""A topic, key or biz-id; also at most 255 bytes in UTF-8."""
+Instant = Annotated[AwareDatetime, BeforeValidator(_instant)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
+"""A duration."""
+PositiveSeconds = Annotated[float, Field(strict=True, gt=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Flag = Annotated[bool, Field(strict=True)]

@@ -20,33 +20,44 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HistoryEvent:
+class _Placed:
+    """
+    Attributes:
+        where: "outbox", or the name of a handler.
+        database: the alias under which it was found. What two aliases of one database share is counted once.
+    """
+
+    where: str
+    database: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        return self.where if self.database == "default" else f"{self.where} ({self.database})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryEvent(_Placed):
     """One transition of a message.
 
     Attributes:
         at: by the clock of the database that stores it.
-        where: "outbox", or the name of a handler.
         was, became: states; `was` is "" for the first moment, and if it was not recorded.
         process: the process that made the transition, `host:pid:thread`; "" if the row and not the trail shows it.
         reason: human-readable; "" if the states are explanation enough.
-        database: the alias under which it was found. Moments that two aliases of one database share are counted once.
     """
 
     at: datetime
-    where: str
     was: str
     became: str
     process: str = ""
     reason: str = ""
-    database: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PresentState:
+class PresentState(_Placed):
     """The present state of a message in one place, by its row.
 
     Attributes:
-        where: see `HistoryEvent`.
         attempts: the number of attempts so far.
         due: when the next automatic step is due; None if there is none.
         error: the latest, in full.
@@ -54,7 +65,6 @@ class PresentState:
         deferred: its handler deferred it, so its retry is not the consequence of a failure.
     """
 
-    where: str
     state: str
     topic: str
     biz_id: str
@@ -63,7 +73,6 @@ class PresentState:
     error: str = ""
     also: str = ""
     deferred: bool = False
-    database: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

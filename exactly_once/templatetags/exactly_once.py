@@ -15,6 +15,6 @@ register = Library()
 for function in (
     *(display.age, display.app_name, as_text, display.bytes_text, display.duration, display.exact),
     *(display.figure, display.headline, display.id_link, display.identifier, display.moment, display.seconds_text),
-    *(display.state_badge, display.until),
+    *(display.state_badge, display.state_in_words, display.until, display.visible),
 ):
     register.filter(function.__name__, function)

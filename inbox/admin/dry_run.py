@@ -9,15 +9,13 @@ from typing import Any
 from django import forms
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.messages import MessageAdmin
 from exactly_once.admin.timeline import attempts
-from exactly_once.display import Tone, as_text, badge, folded, identifier, visible
+from exactly_once.display import Tone, badge, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
-from exactly_once.operators.redaction import Redaction
-from inbox.operators.dry_run import LONGEST, DryRun, NotRunDry, dry_run, why_not
+from inbox.operators.dry_run import LONGEST, NotRunDry, dry_run, why_not
 
 _OUTCOMES = {
     "handled": (_("It would be handled"), Tone.DONE),
@@ -35,31 +33,6 @@ _STORED = {
     "own": "own_frames",
 }
 """The attributes of a failure by their names in a stored message."""
-
-
-def shown_dry_run(result: DryRun, redaction: Redaction) -> dict[str, Any]:
-    """The result, for the template. The parameters of statements are values of the payload, so redaction leaves them out."""
-    label, tone = _OUTCOMES[result.outcome]
-    failure = result.failure
-    return {
-        "outcome": badge(str(label), tone),
-        "failure": failure and attempts([{name: getattr(failure, column) for name, column in _STORED.items()}]),
-        "writes": [as_text(write.sql if redaction else str(write)).as_html() for write in result.writes],
-        "more_writes": result.more_writes,
-        "published": [
-            (
-                identifier(f"{one.topic} {one.biz_id}"),
-                folded(
-                    gettext("Show the payload"),
-                    redaction.shown(one.body, one.content_type, topic=one.topic, headers=one.headers).as_html(),
-                ),
-            )
-            for one in result.published
-        ],
-        "hooks": result.hooks,
-        "read_only": ", ".join(sorted(set(result.read_only))),
-        "is_handled": result.outcome == "handled",
-    }
 
 
 class DryRunForm(ActionForm):
@@ -87,8 +60,19 @@ def _respond(model_admin: MessageAdmin, request: HttpRequest, rows: Sequence[Any
         return HttpResponseRedirect(model_admin.own_url(row.pk))
     model_admin.log_change(request, row, f"Dry run: {result.outcome}.")
     model_admin.audit(request, model_admin.using, DRY_RUN.name, row)
+    redaction = model_admin.redaction()
+    failure = result.failure and {name: getattr(result.failure, column) for name, column in _STORED.items()}
     context = {
-        **shown_dry_run(result, model_admin.redaction()),
+        "result": result,
+        "outcome": badge(*_OUTCOMES[result.outcome]),
+        "failure": attempts([failure]) if failure else "",
+        # The parameters of statements are values of the payload.
+        "writes": [write.sql if redaction else str(write) for write in result.writes],
+        "published": [
+            (f"{one.topic} {one.biz_id}", redaction.shown(one.body, one.content_type, topic=one.topic, headers=one.headers))
+            for one in result.published
+        ],
+        "read_only": ", ".join(sorted(set(result.read_only))),
         "title": _("Dry run"),
         "subject": model_admin.subject(row),
         "message_url": model_admin.own_url(row.pk),

@@ -13,25 +13,16 @@ from django.contrib import admin
 from django.db.models import BigIntegerField, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest
-from django.utils.html import format_html, format_html_join
+from django.template.loader import render_to_string
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin import filters
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown, text
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.message_filters import (
-    AgeFilter,
-    AttemptsFilter,
-    ErrorClassFilter,
-    HostFilter,
-    StateFilter,
-    StuckFilter,
-    TopicFilter,
-    ValueFilter,
-)
 from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.timeline import attempts
 from exactly_once.display import (
@@ -41,11 +32,9 @@ from exactly_once.display import (
     as_json,
     as_text,
     badge,
-    flow_link,
     folded,
     headline,
     identifier,
-    moment,
     note,
     number,
     stacked,
@@ -89,10 +78,10 @@ IS_DEFERRED = Q(state=State.RETRYING, error_class=DEFERRED)
 """Its handler deferred it. That is not a failure."""
 
 
-class InboxStuckFilter(StuckFilter):
+class InboxStuckFilter(filters.StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
-    def conditions(self, model_admin: Any) -> Conditions:
+    def conditions(self, model_admin: Any) -> filters.Conditions:
         quarantined = Q(state=State.DEAD, quarantined=True)
         return {**super().conditions(model_admin), "quarantined": (_("In quarantine"), quarantined)}
 
@@ -105,7 +94,7 @@ class InboxStuckFilter(StuckFilter):
         )
 
 
-class InboxStateFilter(StateFilter):
+class InboxStateFilter(filters.StateFilter):
     """Deferred messages, which are `retrying` as well, are listed apart from those that failed."""
 
     later = "later"
@@ -122,7 +111,7 @@ class InboxStateFilter(StateFilter):
         return chosen.exclude(IS_DEFERRED) if state == State.RETRYING else chosen
 
 
-class DuplicatesFilter(ConditionFilter):
+class DuplicatesFilter(filters.ConditionFilter):
     """Filter by duplicates."""
 
     title = _("duplicates")
@@ -133,7 +122,7 @@ class DuplicatesFilter(ConditionFilter):
     }
 
 
-class HandlerFilter(ValueFilter):
+class HandlerFilter(filters.ValueFilter):
     """Filter by handler. Those of this process are offered."""
 
     title = _("handler")
@@ -155,14 +144,14 @@ class InboxMessageAdmin(MessageAdmin):
     list_filter = (
         InboxStuckFilter,
         InboxStateFilter,
-        ErrorClassFilter,
+        filters.ErrorClassFilter,
         FailureFilter,
-        TopicFilter,
+        filters.TopicFilter,
         HandlerFilter,
         DuplicatesFilter,
-        AgeFilter,
-        AttemptsFilter,
-        HostFilter,
+        filters.AgeFilter,
+        filters.AttemptsFilter,
+        filters.HostFilter,
     )
     life_after = 3
     born_column = "received_at"
@@ -343,24 +332,14 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("different content"))
     def conflict(self, row: Any) -> SafeString:
         """The latest delivery with this biz-id and different content."""
-        if not row.conflicts:
-            return format_html("{}", NOTHING)
-        words = gettext(
-            "Deliveries with this biz-id but different content: %(count)s. None was run as this message. Their publisher, or "
-            "biz_id= of the handler, gives one biz-id to different facts."
-        ) % {"count": number(row.conflicts)}
-        if row.conflicting_body is None:
-            return warning(words)
-        return format_html(
-            gettext('<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>'),
-            warning(words),
-            note(gettext("%(why)s Only its digest was stored, so the two cannot be compared here.") % {"why": _NOT_STORED})
-            if _has_no_body(row)
-            else "",
-            flow_link(row, row.conflicting_id),
-            moment(row.conflicting_at, row.database_now),
-            self._shown(row, row.conflicting_body),
-        )
+        content = {
+            "row": row,
+            "now": row.database_now,
+            "not_stored": _NOT_STORED if _has_no_body(row) else "",
+            "body": "" if row.conflicting_body is None else self._shown(row, row.conflicting_body),
+            "flow": row.flow_url,
+        }
+        return render_to_string("exactly_once/conflict.html", content) if row.conflicts else format_html("{}", NOTHING)
 
     @admin.display(description=_("steps taken"))
     def steps_text(self, row: Any) -> SafeString:
@@ -368,16 +347,8 @@ class InboxMessageAdmin(MessageAdmin):
         steps = list(row.steps.order_by("taken_at", "pk")[:_STEPS])
         if not steps:
             return format_html("{}", NOTHING)
-        shown = (
-            (
-                format_html("{} ({})", identifier(step.name), age(step.taken_at, row.database_now)),
-                self._shown_result(step.result),
-            )
-            for step in steps
-        )
-        return format_html(
-            '<div class="message-block">{}</div>', format_html_join("", '<p class="message-note">{}</p>{}', shown)
-        )
+        shown = [(step, self._shown_result(step.result)) for step in steps]
+        return render_to_string("exactly_once/steps.html", {"steps": shown, "now": row.database_now})
 
     @admin.display(description=_("result"))
     def result_text(self, row: Any) -> SafeString:

@@ -10,7 +10,8 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Prefetch, Q, QuerySet
 from django.http import HttpRequest
-from django.utils.html import format_html, format_html_join
+from django.template.loader import render_to_string
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -186,9 +187,7 @@ class RunAdmin(ActingAdmin):
     deadline = computed(_("deadline"), lambda row: labelled(_("deadline"), moment(row.deadline_at, row.database_now)))
     error = shown(_("last error, or reason"), "row.last_error", headline)
 
-    @admin.display(description=_("started without the missing messages"))
-    def started(self, row: Any) -> SafeString:
-        return identifier(row.started_by) if row.started_by else format_html("{}", NOTHING)
+    started = shown(_("started without the missing messages"), "started_by", identifier)
 
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:
@@ -196,20 +195,9 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("messages that have come"))
     def come(self, row: Any) -> SafeString:
-        lines = (
-            (
-                identifier(part.topic),
-                flow_link(row, part.message_id),
-                age(part.stored_at, row.database_now),
-                visible(part.entered_by),
-                self._shown(part) if part.body else "",
-            )
-            for part in row.parts.all()
-        )
-        return format_html(
-            '<div class="message-block">{}</div>',
-            format_html_join("", '<p class="message-note">{} {} {} {}</p>{}', lines),
-        )
+        parts = [(part, self._shown(part) if part.body else "") for part in row.parts.all()]
+        content = {"parts": parts, "flow": row.flow_url, "now": row.database_now}
+        return render_to_string("exactly_once/parts.html", content)
 
     def _shown(self, part: Part) -> SafeString:
         redaction = Redaction(inbox_options().redact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 from django.utils.translation import gettext as _
@@ -28,7 +28,15 @@ from inbox.states import State
 from inbox.store import starts
 
 _CONFLICTS = 50
+_CAUSES = ("redelivery", "resend", "replay", "business")
 _OF_A_CONFLICT = ("handler", "topic", "biz_id", "message_id", "conflicting_id", "conflicting_at", "conflicts")
+_OF_A_PAUSE = {
+    "handler": "handler",
+    "messages": "messages",
+    "since": "paused_at",
+    "by": "paused_by",
+    "reason": "reason",
+}
 _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
 
 
@@ -68,7 +76,7 @@ class InboxPart(Part):
         found = {
             "states": balance.states,
             "duplicates_suppressed": duplicates.suppressed,
-            "duplicates_by_cause": _by_cause(duplicates),
+            "duplicates_by_cause": {cause: getattr(duplicates, cause) for cause in _CAUSES},
             "duplicates_conflicting": duplicates.conflicting,
             "edited": balance.edited,
             "delivered": balance.delivered,
@@ -76,7 +84,9 @@ class InboxPart(Part):
             "oldest_waiting": accounting.oldest_waiting(alias),
             "without_rows": _without_rows(),
             "unattended": unattended(alias),
-            "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
+            "paused_handlers": [
+                {name: getattr(row, column) for name, column in _OF_A_PAUSE.items()} for row in pausing.paused_handlers(alias)
+            ],
             "starting_handlers": [
                 {
                     "handler": row.handler,
@@ -95,81 +105,57 @@ class InboxPart(Part):
         return found
 
     def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
-        yield _counts(alias, rates)
-        if paused := list(pausing.paused_handlers(alias)):
-            yield _paused(paused)
-        if starting := list(starts.incomplete(alias)):
+        figures = self.figures(alias, conflicts=conflicts)
+        yield _counts(alias, figures, rates)
+        if paused := figures["paused_handlers"]:
+            head = Line([_("paused handler"), _("since"), _("stored"), _("why")], BOLD)
+            lines = [Line([row["handler"], age(row["since"]), f"{row['messages']:,}", _why(row)]) for row in paused]
+            yield Table([head, *lines], texts=1)
+        if starting := figures["starting_handlers"]:
             head = Line([_("waits for its past"), _("gets"), _("since"), _("handed over")], BOLD)
-            yield Table(
-                [
-                    head,
-                    *(
-                        Line([row.handler, past_in_words(row.since), age(row.asked_at), f"{row.handed_over:,}"])
-                        for row in starting
-                    ),
-                ]
-            )
-        if unknown := [row.handler for row in starting if row.round_at is None]:
+            cells = [[row["handler"], row["gets"], age(row["since"]), f"{row['handed_over']:,}"] for row in starting]
+            yield Table([head, *map(Line, cells)])
+        if unknown := [row["handler"] for row in starting if not row["begun"]]:
             words = _("No relay has begun to hand over the past of: %(names)s. Restart `outbox_relay` with their code.")
             yield sentence(words % {"names": ", ".join(unknown)}, RED)
         if conflicts:
-            yield _conflicts(alias)
+            yield _conflicts(figures["conflicts"])
 
 
-def _counts(alias: str, rates: Callable[[str, int], str]) -> Table:
-    balance = accounting.balance(alias)
-    duplicates = balance.duplicates
+def _counts(alias: str, figures: Mapping[str, Any], rates: Callable[[str, int], str]) -> Table:
     return Table(
         [
             Line(["inbox", alias], BOLD),
             *(
                 Line([state, f"{count:,}", rates(f"inbox {state}", count)], _STYLES.get(state, "") if count else "")
-                for state, count in balance.states.items()
+                for state, count in figures["states"].items()
             ),
-            Line([_("duplicates suppressed"), f"{duplicates.suppressed:,}"]),
-            *(Line([f"  {cause}", f"{count:,}"]) for cause, count in _by_cause(duplicates).items()),
-            Line([_("edited, not delivered"), f"{balance.edited:,}"]),
-            Line([_("delivered, total"), f"{balance.delivered:,}"]),
-            Line([_("duplicates with different content"), f"{duplicates.conflicting:,}"]),
-            Line([_("dead, in quarantine"), f"{balance.quarantined:,}"]),
-            Line([_("oldest waiting"), age(accounting.oldest_waiting(alias))]),
-            *_leased(),
+            Line([_("duplicates suppressed"), f"{figures['duplicates_suppressed']:,}"]),
+            *(Line([f"  {cause}", f"{count:,}"]) for cause, count in figures["duplicates_by_cause"].items()),
+            Line([_("edited, not delivered"), f"{figures['edited']:,}"]),
+            Line([_("delivered, total"), f"{figures['delivered']:,}"]),
+            Line([_("duplicates with different content"), f"{figures['duplicates_conflicting']:,}"]),
+            Line([_("dead, in quarantine"), f"{figures['quarantined']:,}"]),
+            Line([_("oldest waiting"), age(figures["oldest_waiting"])]),
+            *_leased(figures["without_rows"]),
         ]
     )
 
 
-def _paused(handlers: list[Any]) -> Table:
-    head, by = Line([_("paused handler"), _("since"), _("stored"), _("why")], BOLD), _("by %(user)s")
-    whys = [" ".join((by % {"user": f"{row.paused_by}: {row.reason}"}).split()) for row in handlers]
-    lines = [
-        Line([row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}", why])
-        for row, why in zip(handlers, whys, strict=True)
-    ]
-    return Table([head, *lines], texts=1)
+def _why(row: Mapping[str, Any]) -> str:
+    return " ".join((_("by %(user)s") % {"user": f"{row['by']}: {row['reason']}"}).split())
 
 
-def _paused_as_json(row: Any) -> dict[str, Any]:
-    return {
-        "handler": row.handler,
-        "messages": row.messages,
-        "since": row.paused_at,
-        "by": row.paused_by,
-        "reason": row.reason,
-    }
-
-
-def _conflicts(alias: str) -> Table:
-    rows = accounting.conflicts(alias, _CONFLICTS)
+def _conflicts(rows: Sequence[Mapping[str, Any]]) -> Table:
     if not rows:
         return sentence(_("No duplicate has had different content."))
     head = ["biz-id", _("topic"), _("handler"), _("first message"), _("latest conflict"), _("conflicts"), _("latest")]
-    cells = attrgetter("biz_id", "topic", "handler", "message_id", "conflicting_id")
-    lines = [Line([*cells(row), f"{row.conflicts:,}", age(row.conflicting_at)]) for row in rows]
+    names = itemgetter("biz_id", "topic", "handler", "message_id", "conflicting_id")
+    lines = [Line([*names(row), f"{row['conflicts']:,}", age(row["conflicting_at"])]) for row in rows]
     return Table([Line(head, BOLD), *lines], texts=len(head))
 
 
-def _leased() -> list[Line]:
-    counts = _without_rows()
+def _leased(counts: Mapping[str, Mapping[str, int]] | None) -> list[Line]:
     if counts is None:
         return [Line([_("lease store"), _("unavailable")], RED)]
     sums = Counter[str]()
@@ -184,7 +170,3 @@ def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
         return lease_store(inbox_options()).counts()
     except LeaseStoreUnavailable:
         return None
-
-
-def _by_cause(duplicates: accounting.Duplicates) -> dict[str, int]:
-    return {cause: getattr(duplicates, cause) for cause in ("redelivery", "resend", "replay", "business")}

@@ -42,7 +42,7 @@ _PAIRS = {
 """On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Duplicates:
     """Deliveries that had no second effect, by their cause, and how many of them had other content."""
 
@@ -97,12 +97,9 @@ def balance(alias: str) -> Balance:
         found = {name: counts for name, *counts in cursor.fetchall()}
     states = {state.value: found.get(state.value, [0])[0] for state in State}
     states[State.DONE] = found["settled"][0] - sum(states[state] for state in _RARE)
-    suppressed, redelivery, resend, replay, conflicting = map(int, found["duplicates"])
     return Balance(
         states=states,
-        duplicates=Duplicates(
-            suppressed=suppressed, redelivery=redelivery, resend=resend, replay=replay, conflicting=conflicting
-        ),
+        duplicates=Duplicates(*map(int, found["duplicates"])),
         edited=found["edited"][0],
         quarantined=found["quarantined"][0],
     )

@@ -21,13 +21,12 @@ from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import CELERY_TOPICS
-from exactly_once.wire.text import ERROR_LENGTH, printable
+from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable, stored_row
 from inbox.models import InboxMessage
-from inbox.operators.resending import resend
 from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import record
@@ -151,7 +150,7 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
             _write(alias, message, decision.written)
             record(alias, [row], was=message.state, reason=decision.reason)
             if decision.written["state"] == State.RETRYING and _is_task(message):
-                resend(alias, row)
+                _resend(alias, row)
             return True
     except OperationalError as error:
         if is_collision(error):
@@ -233,3 +232,35 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
         written = {**written, "state": State.WAITING, "next_attempt_at": None}
     row.update(**written)
     promote_next(alias, message.handler, message.key)
+
+
+def _resend(alias: str, row: int) -> None:
+    """Send the Celery task of this row again, in the transaction that made the row due: the inbox does not run tasks.
+
+    A task that arrives before the commit waits.
+
+    Raises:
+        TaskNotSent: it cannot be sent.
+    """
+    stored = InboxMessage.objects.using(alias).get(pk=row)
+    try:
+        from celery import current_app  # noqa: PLC0415 - Celery is optional; such a row exists only with it
+
+        from inbox.celery.calls import signature_of  # noqa: PLC0415 - imports Celery, too
+        from inbox.celery.sending import send  # noqa: PLC0415
+    except ImportError as error:
+        raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error
+    signature = signature_of(stored)
+    if signature is None:
+        raise TaskNotSent(
+            f"{stored.handler} cannot be sent: its arguments were not JSON. Call the task from code, then skip this message."
+        )
+    if not (current_app.conf.broker_url or current_app.conf.broker_write_url):
+        raise TaskNotSent(
+            f"{stored.handler} cannot be sent: this process has no Celery app with a broker_url. Import it in the project's "
+            "__init__.py."
+        )
+    try:
+        send(current_app, current_app.signature(signature))
+    except Exception as error:
+        raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error

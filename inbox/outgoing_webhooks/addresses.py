@@ -1,4 +1,4 @@
-"""Which addresses a request may be sent to.
+"""Which URLs an endpoint may have, and which addresses a request may be sent to.
 
 An endpoint's URL comes from outside, and its host may resolve to any address. A request to a private one would reach services
 that trust this network (server-side request forgery). So the host is resolved once, its addresses are checked, and the
@@ -10,6 +10,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import SplitResult, urlsplit
+
+from django.utils.translation import gettext
+
+from exactly_once.masking import masked_path
+from exactly_once.wire.text import why_unfit
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -20,6 +26,38 @@ _TRANSLATED = IPv6Network("::ffff:0:0:0/96")
 _LOCAL = [IPv6Network("fec0::/10"), IPv6Network("64:ff9b:1::/48")]
 """Site-local addresses (RFC 3879) and those of a network's own NAT64 (RFC 8215), which Python 3.11 calls global."""
 _LAST_32_BITS = 0xFFFFFFFF
+_LONGEST_URL = 2000
+_PORTS = {"http": 80, "https": 443}
+
+
+def why_no_url(url: str) -> str | None:
+    """Why requests cannot be sent to `url`, for the operator who enters it; None if they can."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return gettext("It is not a URL.")
+    if parts.scheme not in _PORTS or not parts.hostname:
+        return gettext("It must be a URL like https://example.com/webhooks.")
+    if not url.isascii() or " " in url or why_unfit(url, limit=_LONGEST_URL):
+        return gettext(
+            "It must have ASCII characters only, without spaces. Write others percent-encoded, and the host in Punycode."
+        )
+    if parts.username is not None or parts.password is not None:
+        return gettext("It must not contain a user or a password.")
+    if parts.fragment or port == 0:
+        return gettext("It must not have a fragment, and its port must not be 0.")
+    return None
+
+
+def port_of(parts: SplitResult) -> int:
+    return parts.port or _PORTS[parts.scheme]
+
+
+def shown(url: str) -> str:
+    """The URL without what may be a secret: its query, and parts of its path."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}{masked_path(parts.path)}{'?…' if parts.query else ''}"
 
 
 class NotAllowed(Exception):

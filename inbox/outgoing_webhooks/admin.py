@@ -22,9 +22,9 @@ from exactly_once.operators.actions import Action, ActionForm, Given, NeededReas
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import endpoints
+from inbox.outgoing_webhooks.addresses import shown as masked
 from inbox.outgoing_webhooks.fanning_out import fan_outs, send_test
 from inbox.outgoing_webhooks.models import Endpoint, State
-from inbox.outgoing_webhooks.urls import shown as masked
 from inbox.states import DUE
 
 _TONES = {State.ACTIVE: Tone.DONE, State.PAUSED: Tone.LATER, State.DISABLED: Tone.STOPPED}
@@ -186,9 +186,9 @@ class EndpointAdmin(ActingAdmin):
     shown_url = computed("URL", lambda row: identifier(masked(row.url)))
     shown_topics = computed(_("topics"), lambda row: stacked(*map(identifier, row.topics)) if row.topics else gettext("all"))
 
-    @admin.display(description=_("messages that wait"))
-    def waiting(self, row: Any) -> SafeString:
-        return labelled(_("messages that wait"), format_html("{}", number(row.messages)))
+    waiting = computed(
+        _("messages that wait"), lambda row: labelled(_("messages that wait"), format_html("{}", number(row.messages)))
+    )
 
     since = instant(_("since"), "state_since", age)
     next_try = instant(_("next try"), "probe_at")

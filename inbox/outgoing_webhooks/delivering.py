@@ -23,12 +23,11 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.options import Lease
 from inbox.outgoing_webhooks import endpoints
-from inbox.outgoing_webhooks.addresses import networks
+from inbox.outgoing_webhooks.addresses import networks, shown
 from inbox.outgoing_webhooks.fanning_out import handler_name
 from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.outgoing_webhooks.posting import SUCCESS, Answer, NoAnswer, post
 from inbox.outgoing_webhooks.signing import signed_headers
-from inbox.outgoing_webhooks.urls import shown
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
 _SHORTEST_LEASE = timedelta(minutes=1)

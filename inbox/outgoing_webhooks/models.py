@@ -11,8 +11,8 @@ from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
+from inbox.outgoing_webhooks.addresses import why_no_url
 from inbox.outgoing_webhooks.signing import new_secret
-from inbox.outgoing_webhooks.urls import why_no_url
 
 URL_LENGTH = 2000
 MAX_CONCURRENCY = 64

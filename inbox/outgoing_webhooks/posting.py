@@ -23,8 +23,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
-from inbox.outgoing_webhooks.addresses import Network, NotAllowed, allowed_addresses
-from inbox.outgoing_webhooks.urls import port_of
+from inbox.outgoing_webhooks.addresses import Network, NotAllowed, allowed_addresses, port_of
 
 SUCCESS = range(200, 300)
 _ANSWER_BYTES = 2_000

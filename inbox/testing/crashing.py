@@ -10,8 +10,8 @@ A forked process has the handlers, settings and databases of the test, including
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import select
 import signal
 import threading
 import traceback
@@ -37,7 +37,7 @@ from inbox.testing.delivering import TIMEOUT_SECONDS, receive, run_due, until
 from inbox.testing.messages import make_message
 from inbox.testing.observing import Failures, observed, registered
 
-_ACKNOWLEDGED = b"+"
+_ACKNOWLEDGED = "+"
 _OPEN = (*DUE, State.WAITING)
 
 
@@ -156,7 +156,7 @@ class _Crash:
     redelivered: bool
 
     def run(self) -> None:
-        acknowledged = self._killed().startswith(_ACKNOWLEDGED)
+        acknowledged = self._killed()
         failures = Failures()
         (watched,) = failures.watched([self.handler])
         with failures.raising([self.handler]):
@@ -166,47 +166,47 @@ class _Crash:
                 if acknowledged and not self._rows().filter(state__in=_OPEN).exists():
                     return
 
-    def _killed(self) -> bytes:
-        """Run a process that receives the message and is killed; returns its output.
+    def _killed(self) -> bool:
+        """Run a process that receives the message and is killed; was the message acknowledged?
 
         Raises:
-            AssertionError: it was not killed.
+            AssertionError: the process was not killed.
         """
         _close_connections()
-        reading, writing = os.pipe()
+        fork = multiprocessing.get_context("fork")
+        answers, answering = fork.Pipe(duplex=False)
+        child = fork.Process(target=self._run_child, args=(answering,))
         with warnings.catch_warnings():
             # Python 3.12 warns about threads, which do not exist in the child. The child runs only this thread's code.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if not child:
-            self._run_child(writing)
-        os.close(writing)
-        try:
-            output = _read(reading)
-        finally:
-            os.close(reading)
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        error = output.removeprefix(_ACKNOWLEDGED).decode(errors="replace")
-        if error or os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            child.start()
+        answering.close()
+        given, ends_at = [], monotonic() + TIMEOUT_SECONDS
+        with suppress(EOFError):
+            while answers.poll(max(0.0, ends_at - monotonic())):
+                given.append(answers.recv())
+            given.append(f"it was still running after {TIMEOUT_SECONDS:.0f} s")
+        child.kill()
+        child.join()
+        error = "".join(answer for answer in given if answer != _ACKNOWLEDGED)
+        if error or child.exitcode != -signal.SIGKILL:
             raise AssertionError(f"The process of {self.handler.name} was not killed {self.step.value}:\n{error}")
-        return output
+        return bool(given)
 
-    def _run_child(self, writing: int) -> None:
+    def _run_child(self, answering: Any) -> None:
         """In the child: never returns."""
         try:
-            self._consume(writing)
-            os.write(writing, f"it ended before that step. {self._last_error()}".encode(errors="replace"))
+            self._consume(answering)
+            answering.send(f"it ended before that step. {self._last_error()}")
         except BaseException:  # noqa: BLE001 - the parent reports it
-            os.write(writing, traceback.format_exc().encode(errors="replace"))
+            answering.send(traceback.format_exc())
         finally:
             os._exit(0)
 
-    def _consume(self, writing: int) -> None:
+    def _consume(self, answering: Any) -> None:
         def acknowledge() -> None:
             self._kill_at(_Step.ACK)
-            os.write(writing, _ACKNOWLEDGED)
+            answering.send(_ACKNOWLEDGED)
             self._kill_at(_Step.END)
 
         watched = observed(self.handler, self._around)
@@ -252,15 +252,3 @@ def _close_connections() -> None:
         connection.close()
         if close_pool := getattr(connection, "close_pool", None):
             close_pool()
-
-
-def _read(reading: int) -> bytes:
-    """The output of the child until it ends."""
-    output, ends_at = b"", monotonic() + TIMEOUT_SECONDS
-    while True:
-        ready, _, _ = select.select([reading], [], [], max(0.0, ends_at - monotonic()))
-        if not ready:
-            return output + f"it was still running after {TIMEOUT_SECONDS:.0f} s".encode()
-        if not (part := os.read(reading, 65536)):
-            return output
-        output += part

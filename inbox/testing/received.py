@@ -102,10 +102,8 @@ def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS,
     found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != count:
         values = {name: value for name, value in expected.items() if name != "state"}
-        raise AssertionError(
-            f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected.\n"
-            f"{_MESSAGES.listed(messages, _is_meant(what), expected)}"
-        )
+        said = f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected."
+        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
     return found[0]
 
 
@@ -127,10 +125,8 @@ def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIA
     messages = _MESSAGES.all(using)
     found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != 1:
-        raise AssertionError(
-            f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected.\n"
-            f"{_MESSAGES.listed(messages, _is_meant(what), expected)}"
-        )
+        said = f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected."
+        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
     (message,) = found
     if message.duplicates != times:
         raise AssertionError(

@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin import message_filters
+from exactly_once.admin import filters
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
@@ -79,7 +79,7 @@ _WHY = {
 _CALLBACKS = 20
 
 
-class OutboxStuckFilter(message_filters.StuckFilter):
+class OutboxStuckFilter(filters.StuckFilter):
     words = _("Dead, retrying, stuck or overdue")
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
@@ -87,7 +87,7 @@ class OutboxStuckFilter(message_filters.StuckFilter):
         return Q(_OPEN, day=LIVE, available_at__lt=before)
 
 
-class OutboxStateFilter(message_filters.StateFilter):
+class OutboxStateFilter(filters.StateFilter):
     """With the counts of the overview, which have a limit."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
@@ -118,12 +118,12 @@ class OutboxMessageAdmin(MessageAdmin):
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
-        message_filters.ErrorClassFilter,
+        filters.ErrorClassFilter,
         FailureFilter,
-        message_filters.TopicFilter,
-        message_filters.AgeFilter,
-        message_filters.AttemptsFilter,
-        message_filters.HostFilter,
+        filters.TopicFilter,
+        filters.AgeFilter,
+        filters.AttemptsFilter,
+        filters.HostFilter,
     )
     age_column = "message_id"
     born_column = "created_at"
@@ -160,7 +160,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return outbox_options().STUCK_AFTER
 
     def topics(self) -> Sequence[str]:
-        return operating.topics(self.using, message_filters.MOST_OFFERED)
+        return operating.topics(self.using, filters.MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
         return sorted({relay.host for relay in relays.known(self.using)})

@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import shown
-from exactly_once.admin.message_filters import MOST_OFFERED
+from exactly_once.admin.filters import MOST_OFFERED
 from exactly_once.admin.paused import PausedAdmin, PauseForm
 from exactly_once.display import NOTHING, age, identifier, labelled
 from exactly_once.operators.actions import Action, Given, ReasonForm

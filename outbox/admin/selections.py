@@ -15,8 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown
-from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.message_filters import StateFilter
+from exactly_once.admin.filters import ConditionFilter, Conditions, StateFilter
 from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, headline, identifier, number, stacked, warning
 from exactly_once.sql.now import DatabaseTime
 from outbox.admin.messages import OutboxMessageAdmin

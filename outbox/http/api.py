@@ -13,8 +13,7 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
-from exactly_once.http.api import Api, answers, client_of, require
-from exactly_once.http.fields import Name
+from exactly_once.http.api import Api, Name, answers, client_of, require
 from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN

@@ -92,7 +92,7 @@ def _drawn(history: MessageHistory) -> Iterator[Table]:
     yield Table(head, texts=1)
     if history.moments:
         time = _("Time (%(zone)s)") % {"zone": timezone.get_current_timezone_name()}
-        lines = [Line([_instant(moment.at), _transition(moment), _about(moment)]) for moment in history.moments]
+        lines = [Line([exact(moment.at)[:23], _transition(moment), _about(moment)]) for moment in history.moments]
         yield Table([Line([time, _("Transition"), _("Where")], BOLD), *lines], texts=2)
     if history.standings:
         yield Table([Line([_("Now")], BOLD), *(Line([_standing(standing)]) for standing in history.standings)], texts=1)
@@ -106,23 +106,12 @@ def _drawn(history: MessageHistory) -> Iterator[Table]:
 
 def _about(moment: HistoryEvent) -> str:
     """Where it was, in which process and why."""
-    return ", ".join(filter(None, [_where(moment), moment.process, _shortened(moment.reason)]))
-
-
-def _shortened(text: str) -> str:
-    return Truncator(" ".join(text.split())).chars(_MOST_OF_A_REASON)
-
-
-def _instant(at: datetime) -> str:
-    return exact(at)[:23]
+    reason = Truncator(" ".join(moment.reason.split())).chars(_MOST_OF_A_REASON)
+    return ", ".join(filter(None, [moment.place, moment.process, reason]))
 
 
 def _transition(moment: HistoryEvent) -> str:
     return f"{moment.was} → {moment.became}" if moment.was else f"→ {moment.became}"
-
-
-def _where(moment: HistoryEvent | PresentState) -> str:
-    return moment.where if moment.database == "default" else f"{moment.where} ({moment.database})"
 
 
 def _standing(standing: PresentState) -> str:
@@ -134,5 +123,5 @@ def _standing(standing: PresentState) -> str:
         words.append(due % {"time": exact(standing.due)[:19], "seconds": seconds})
     if standing.also:
         words.append(standing.also)
-    said = f"{_where(standing)}: {', '.join(words)}"
+    said = f"{standing.place}: {', '.join(words)}"
     return f"{said}: {' '.join(standing.error.split())}" if standing.error else said

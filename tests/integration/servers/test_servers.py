@@ -53,6 +53,25 @@ class TestPostgres:
             connection.close()
 
     @pytest.mark.skipif(not SEGMENTS.exists(), reason="only Linux lists shared memory in /proc")
+    def test_client_that_kills_a_server_as_soon_as_it_is_served_does_not_make_its_start_fail(
+        self, mortal_postgres, monkeypatch
+    ):
+        mortal_postgres.kill()
+        answers, killing = mortal_postgres._answers, threading.Thread(target=mortal_postgres.kill)
+
+        def served_before_start_has_seen_it():
+            if not killing.ident and answers():
+                killing.start()
+                killing.join(0.2)
+                return False
+            return answers()
+
+        monkeypatch.setattr(mortal_postgres, "_answers", served_before_start_has_seen_it)
+        mortal_postgres.start()
+        killing.join()
+
+        assert not mortal_postgres.is_running
+
     def test_closing_a_killed_server_leaves_no_shared_memory_behind(self):
         server = PostgresServer().start()
         mapped = Path(f"/proc/{server.pid}/maps").read_text()

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -68,6 +69,8 @@ class PrivateServer(ABC):
         self.port = free_port()
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        # A client in another thread may be served, and kill the server, before `start` has seen that it answers.
+        self._starting_or_ending = threading.RLock()
 
     @property
     @abstractmethod
@@ -87,27 +90,30 @@ class PrivateServer(ABC):
         """Whether a client is served now. May raise what the client raises."""
 
     def start(self) -> Self:
-        if self.is_running:
+        with self._starting_or_ending:
+            if self.is_running:
+                return self
+            if self._directory is None:
+                self._directory = scratch_directory(self.name, self.account)
+                _servers.append(self)
+                self._prepare()
+            self._process = self._launch()
+            self._wait_until_it_answers()
             return self
-        if self._directory is None:
-            self._directory = scratch_directory(self.name, self.account)
-            _servers.append(self)
-            self._prepare()
-        self._process = self._launch()
-        self._wait_until_it_answers()
-        return self
 
     def stop(self) -> None:
         """Ask it to end, and kill it when that takes too long."""
-        if self.is_running:
-            watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
-        self._reap()
+        with self._starting_or_ending:
+            if self.is_running:
+                watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
+            self._reap()
 
     def kill(self) -> None:
         """SIGKILL for the server and all its processes at once: as a power cut does, except for the disk."""
-        if self.is_running:
-            watcher.kill_tree(self.pid)
-        self._reap()
+        with self._starting_or_ending:
+            if self.is_running:
+                watcher.kill_tree(self.pid)
+            self._reap()
 
     def restart(self) -> Self:
         self.stop()

@@ -24,6 +24,7 @@ from typing import Any
 
 LOOK_EVERY_SECONDS = 0.5
 GRACE_SECONDS = 5.0
+KILL_SECONDS = 60.0
 
 
 def descendants(pid: int) -> list[int]:
@@ -41,14 +42,20 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL for `pid` and everything below it, stopped first so that it cannot react to the death of its children."""
+    """SIGKILL for `pid` and everything below it, stopped first so that it cannot react to the death of its children.
+
+    It returns when all have ended. A descendant that survived, because it was forked while `pid` was being stopped, would keep
+    the port and the shared memory of a server, and its next start would fail. A process that waits for the disk ends later.
+    """
     send(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + KILL_SECONDS
+    while is_alive(pid) and _state(pid) not in {"T", "t"} and time.monotonic() < deadline:
+        time.sleep(0.001)
     family = [pid, *descendants(pid)]
     for member in family:
         send(member, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    deadline = time.monotonic() + GRACE_SECONDS
     while any(is_alive(member) for member in family) and time.monotonic() < deadline:
         time.sleep(0.01)
 
