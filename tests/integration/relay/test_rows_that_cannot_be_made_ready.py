@@ -16,7 +16,7 @@ from tests.support.refused_rows import POISON, cleared, refused
 from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of, states
 from tests.support.waiting import wait_until, wait_until_reached
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once")]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
 
 HOUR = timedelta(hours=1)
 REFUSED = "the database refuses to change the rows of"
@@ -141,7 +141,6 @@ class TestOneRow:
 @pytest.mark.every_database
 class TestManyRows:
     @pytest.mark.proof
-    @pytest.mark.usefixtures("unhurried_search")
     @pytest.mark.parametrize("wait", WAITING_AS)
     def test_messages_among_200_that_cannot_be_made_ready_are_published_with_one_report(self, peer, caplog, wait):
         bad, others = among_others(wait, bad=200)
@@ -160,7 +159,6 @@ class TestManyRows:
             wait_until(lambda: all_published(others))
             assert not any(state_of(one) == State.PUBLISHED for one in bad)
 
-    @pytest.mark.usefixtures("unhurried_search")
     def test_error_that_affects_every_row_is_raised(self):
         for _ in range(120):
             backed_off(published())

@@ -30,7 +30,7 @@ from tests.support.relaying import (
 )
 from tests.support.waiting import wait_until, wait_until_reached
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once")]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
 
 MANY = 60
 REFUSED = "the database refuses to change the rows of"
