@@ -36,7 +36,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.claimed import run_claimed
 from inbox.receiving.outcomes import Policy, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.reading import Arrival
@@ -52,7 +52,6 @@ _LONGEST_DEFERRAL = timedelta(minutes=5)
 _DEFERRALS = "inbox_deferrals"
 """The header that counts how often a task was sent again because it could not be run."""
 _requeue_pause = Pause()
-_refunds = AttemptRefunds()
 
 
 class Requeued(Reject):  # type: ignore[misc] # celery is not typed
@@ -84,13 +83,12 @@ def receive_task(
     call = read_call(task, function, signature, (args, kwargs), options, sent_at=sent_at)
     policy = TaskPolicy(call, options)
     try:
-        _refunds.settle(call.handler.using)
+        refunds.settle(call.handler.using)
         received = policy.receive()
         return policy.returned if received is Outcome.HANDLED else _earlier_result(call, received)
     except ConcurrentDuplicate:
         _defer(call, options.DUPLICATE_TIMEOUT, "another delivery of its business id is being run")
     except DatabaseUnavailable as outage:
-        _refunds.add(call.handler.using, outage)
         _defer(call, options.RETRY_BASE, f"the database is unavailable ({describe(outage)})")
 
 

@@ -25,7 +25,7 @@ from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park, read_counted
@@ -72,7 +72,6 @@ class Reception:
         self._ring = ring
         self._closing = False
         self._outages = outages
-        self._refunds = AttemptRefunds()
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
@@ -90,23 +89,7 @@ class Reception:
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
-        parts = self._parts(handler, self._read_all(handler, load))
-        while parts:
-            part, run = parts.popleft()
-            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence:
-                # It must be stored and not run, before the broker's `consumer_timeout`.
-                run = self._store
-            halve = bool(handler.batch)
-            try:
-                ended = self._run_part(part, run)
-            except DatabaseUnavailable as outage:
-                if not self._is_only_this_refused(handler, outage):
-                    raise self._unanswered(handler, chain(part, *(later for later, _ in parts)), outage) from outage
-                ended, halve = self._defer_unstored(part, outage), True
-            if not ended:
-                half = len(part) // 2
-                smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
-                parts.extendleft((some, self._receive) for some in reversed(smaller))
+        self._run_all(handler, self._parts(handler, self._read_all(handler, load)))
 
     def store(self, load: list[Delivery]) -> None:
         """Store deliveries of one lane that have waited here too long to stay unanswered.
@@ -115,15 +98,7 @@ class Reception:
             Unanswered: see `receive`.
         """
         handler = load[0].handler
-        to_store = deque(self._read_all(handler, load))
-        while to_store:
-            try:
-                self._run_part([to_store[0]], self._store)
-            except DatabaseUnavailable as outage:
-                if not self._is_only_this_refused(handler, outage):
-                    raise self._unanswered(handler, to_store, outage) from outage
-                self._defer_unstored([to_store[0]], outage)
-            to_store.popleft()
+        self._run_all(handler, deque(([one], self._store) for one in self._read_all(handler, load)))
 
     def check(self, load: list[Delivery]) -> list[Delivery]:
         """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.
@@ -139,22 +114,37 @@ class Reception:
                 shed.setdefault(reason, []).append(one)
             else:
                 to_handle.append(one)
-        while shed:
-            reason = next(iter(shed))
-            try:
-                self._run_part(shed[reason], partial(self._shed, reason))
-            except DatabaseUnavailable as outage:
-                if not self._is_only_this_refused(handler, outage):
-                    raise self._unanswered(handler, chain(to_handle, *shed.values()), outage) from outage
-                to_handle += shed[reason]  # one of them cannot be stored; `receive` finds it
-            del shed[reason]
-        return sorted(to_handle, key=lambda delivery: delivery.at)
+        self._run_all(handler, deque((some, partial(self._shed, reason)) for reason, some in shed.items()), to_handle)
+        return to_handle
 
     def probe(self, alias: str) -> float:
         """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
         with suppress(DatabaseUnavailable):
-            self._refunds.settle(alias)
+            refunds.settle(alias)
         return self._outages.ask(alias)
+
+    def _run_all(self, handler: Handler, parts: deque[tuple[list[Delivery], _Run]], others: Sequence[Delivery] = ()) -> None:
+        """Run and answer all parts of a load.
+
+        Raises:
+            Unanswered: see `receive`; it includes the `others`.
+        """
+        while parts:
+            part, run = parts.popleft()
+            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence and run == self._receive:
+                # It must be stored and not run, before the broker's `consumer_timeout`.
+                run = self._store
+            halve = bool(handler.batch)
+            try:
+                ended = self._run_part(part, run)
+            except DatabaseUnavailable as outage:
+                if not self._is_only_this_refused(handler, outage):
+                    raise self._unanswered(handler, chain(part, *(later for later, _ in parts), others), outage) from outage
+                ended, halve = self._defer_unstored(part, outage), True
+            if not ended:
+                half = len(part) // 2
+                smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
+                parts.extendleft((some, run) for some in reversed(smaller))
 
     def _parts(self, handler: Handler, load: list[Delivery]) -> deque[tuple[list[Delivery], _Run]]:
         """Split the load into parts that run the same way."""
@@ -216,8 +206,6 @@ class Reception:
     def _run(self, part: list[Delivery], run: _Run) -> list[Outcome] | None:
         handler = part[0].handler
         try:
-            if self._refunds.pending:
-                self._refunds.settle(handler.using)
             outcomes = run(part)
         except DatabaseUnavailable:
             raise
@@ -302,7 +290,6 @@ class Reception:
 
         If every message of a handler is deferred, the prefetch limit stops the handler.
         """
-        self._refunds.add(part[0].handler.using, outage)
         if len(part) > 1:
             return False
         self._answer_unstored(part[0], part[0].arrival.envelope.id, outage)
@@ -323,7 +310,6 @@ class Reception:
         self._answer(delivery, Outcome.UNSTORED)
 
     def _unanswered(self, handler: Handler, left: Iterable[Delivery], outage: DatabaseUnavailable) -> Unanswered:
-        self._refunds.add(handler.using, outage)
         seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
         return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
 

@@ -28,7 +28,7 @@ from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.operators.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
 from inbox.outcome import Outcome
-from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import announce_dead_letter
@@ -110,7 +110,6 @@ class Runner:
         self._poll_interval = _SHORTEST_POLL_SECONDS
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
-        self._refunds = AttemptRefunds()
         self._reported: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
@@ -267,7 +266,7 @@ class Runner:
                 if self._stop.is_paused:
                     self._try_at.pop(alias, None)
                     continue
-                self._refunds.settle(alias)
+                refunds.settle(alias)
                 self._sweep(alias, handlers)
                 claimed = self._claim(handlers, alias)
                 self._try_at.pop(alias, None)
@@ -276,7 +275,6 @@ class Runner:
                     ran += self._run(*claimed)
                 self.outages.end(_stored_on(alias))
             except DatabaseUnavailable as error:
-                self._refunds.add(alias, error)
                 self._try_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
                 # No error of a handler or of a signal receiver may end this thread.

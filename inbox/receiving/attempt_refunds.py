@@ -1,4 +1,7 @@
-"""Attempt refunds: attempts that were counted but could not be made, because their database became unavailable."""
+"""Attempt refunds: attempts that were counted but could not be made, because their database became unavailable.
+
+The runner, or the next task, makes them before it claims a message.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,9 @@ class AttemptRefunds:
         self._lock = threading.Lock()
         self.pending: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
-    def add(self, alias: str, outage: DatabaseUnavailable) -> None:
-        if outage.refund is not None:
-            with self._lock:
-                self.pending[alias].append(outage.refund)
+    def add(self, alias: str, refund: Callable[[], None]) -> None:
+        with self._lock:
+            self.pending[alias].append(refund)
 
     def settle(self, alias: str) -> None:
         """Make the pending refunds of this database.
@@ -51,3 +53,6 @@ class AttemptRefunds:
         with self._lock:
             refund = self.pending.get(alias)
             return refund.popleft() if refund else None
+
+
+refunds = AttemptRefunds()

@@ -22,6 +22,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased
+from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Policy, defer_locked, fail_exhausted, fail_stored, failure_of
@@ -82,6 +83,11 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
     """
     try:
         outcome = _run_claimed(handler, stored, options, successor)
+    except KeyBusy:
+        committed(partial(claims.give_back, handler.using, stored, _KEY_BUSY_BACKOFF), handler.using)
+        return Outcome.STORED
+    except ConcurrentDuplicate:
+        return defer_locked(handler, stored)
     finally:
         quarantine.leave()
     if outcome is Outcome.HANDLED:
@@ -92,21 +98,23 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
     try:
         envelope = open_claimed(handler, stored, options)
+        lease = leased.acquire_stored(handler, stored, options) if handler.lease and isinstance(envelope, Envelope) else None
     except Unidentifiable as error:
         return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
-        outage.refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
+        refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
         if outage.refused or not is_reachable(handler.using):
+            refunds.add(handler.using, refund)
             raise
-        # It is the database that the handler's `biz_id` queries, and other messages must not wait.
-        committed(outage.refund, handler.using)
+        # It is the lease store, or the database that the handler's `biz_id` queries, and other messages must not wait.
+        committed(refund, handler.using)
         logger.warning("%s: message %s is deferred: %s", handler.name, stored.message_id, outage)
         return Outcome.STORED
     if isinstance(envelope, Outcome):
         return envelope
     with in_hand.running(stored):
         if handler.lease:
-            return leased.run_stored(handler, stored, envelope, options)
+            return leased.run_stored(lease, stored, envelope, options)
         message = partial(
             message_of, envelope, options, needs_id=False, attempt=stored.attempts, biz_id=business_id(stored.biz_id)
         )
@@ -163,11 +171,11 @@ def run_claimed(
         message_for_run: returns the handler's argument, a new one for each run.
 
     Raises:
-        DatabaseUnavailable: the database does not answer; its `refund` is of this attempt.
+        DatabaseUnavailable: the database does not answer. If no attempt was made, it is to be refunded.
+        KeyBusy, ConcurrentDuplicate: another transaction runs its key, or has locked its row; no attempt was made.
     """
     handler, attempt = policy.handler, stored.attempts
     exclusive_key = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
-    refund = partial(claims.give_back, handler.using, stored)
     longest_wait = policy.options.DUPLICATE_TIMEOUT
     begin = partial(claims.begin_stored, handler.using, stored, exclusive_key, successor, longest_wait=longest_wait)
     ran: list[Message] = []
@@ -181,14 +189,11 @@ def run_claimed(
     reruns = policy.reruns and attempt == 1
     try:
         transact(handler, begin, run, of=stored.message_id, attempt=attempt, durable=policy.durable, reruns=reruns)
-    except DatabaseUnavailable as outage:
-        outage.refund = refund
+    except DatabaseUnavailable:
+        refunds.add(handler.using, partial(claims.give_back, handler.using, stored))
         raise
-    except KeyBusy:
-        committed(partial(refund, _KEY_BUSY_BACKOFF), handler.using)
-        return Outcome.STORED
-    except ConcurrentDuplicate:
-        return defer_locked(handler, stored)
+    except (KeyBusy, ConcurrentDuplicate):
+        raise
     except BaseException as error:  # noqa: BLE001 - see receive.run_fresh
         return policy.settle_stored_failure(stored, error)
     if not ran:

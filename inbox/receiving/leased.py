@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 from exactly_once.failures import NEVER_ENDED
@@ -26,24 +25,22 @@ from inbox.leases.autocommit import autocommit, is_inside_a_transaction
 from inbox.leases.heartbeat import heartbeat
 from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, LeaseStoreUnavailable, store_as_owner, stored_row
+from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, store_as_owner, stored_row
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.outcomes import Policy, announce, defer_locked, duplicate, failure_of, handled
+from inbox.receiving.admit import admit
+from inbox.receiving.attempt_refunds import refunds
+from inbox.receiving.outcomes import Policy, announce, failure_of, handled
 from inbox.receiving.reading import Arrival, message_of
-from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
+from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
 
 logger = logging.getLogger(__name__)
 
-_UNAVAILABLE_BACKOFF = timedelta(seconds=5)
-"""Backoff of a stored message while the lease store is unavailable."""
-_KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
@@ -67,8 +64,7 @@ def receive(
     if isinstance(lease, Outcome):
         return lease
     if lease is None:
-        due = committed(partial(store_due, handler.using, row, options.DUPLICATE_TIMEOUT), handler.using)
-        return Outcome.STORED if due else duplicate(handler, row)
+        return admit(handler, [arrival], options)[0]
     message = Policy(handler, options).message_for_run(arrival)
     if acknowledge is None or lease.pk is None:
         return _run(store, lease, message, envelope, options)
@@ -83,34 +79,21 @@ def receive(
     return Outcome.STORED
 
 
-def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Outcome:
-    """Run a stored message whose attempt has been claimed.
+def acquire_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Lease | Outcome | None:
+    """See `LeaseStore.acquire`, for a stored message whose attempt has been claimed."""
+    return lease_store(options).acquire(LeaseRequest(handler=handler, row=stored_row(stored), stored=stored))
+
+
+def run_stored(lease: Lease | Outcome | None, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Outcome:
+    """Run a stored message under the lease that was acquired.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
     """
-    store, alias = lease_store(options), handler.using
+    if not isinstance(lease, Lease):
+        return lease or Outcome.DUPLICATE
     message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
-    refund = partial(give_back, alias, stored)
-    try:
-        lease = store.acquire(LeaseRequest(handler=handler, row=stored_row(stored), stored=stored))
-    except LeaseStoreUnavailable as outage:
-        # No attempt was made, and other messages must not wait.
-        seconds = _UNAVAILABLE_BACKOFF.total_seconds()
-        logger.warning("%s: message %s is deferred for %.0f s: %s", handler.name, stored.message_id, seconds, outage)
-        committed(partial(refund, _UNAVAILABLE_BACKOFF), alias)
-        return Outcome.STORED
-    except KeyBusy:
-        committed(partial(refund, _KEY_BUSY_BACKOFF), alias)
-        return Outcome.STORED
-    except ConcurrentDuplicate:
-        return defer_locked(handler, stored)
-    except DatabaseUnavailable as outage:
-        outage.refund = refund
-        raise
-    if isinstance(lease, Lease):
-        return _run(store, lease, message, envelope, options)
-    return lease or Outcome.DUPLICATE
+    return _run(lease_store(options), lease, message, envelope, options)
 
 
 def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Outcome:
@@ -126,8 +109,9 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
             settled = not lease.lost and store_as_owner(lease, "its outcome", write)
             if refund is not None and not settled:
                 committed(refund, alias)
-        except DatabaseUnavailable as outage:
-            outage.refund = refund
+        except DatabaseUnavailable:
+            if refund is not None:
+                refunds.add(alias, refund)
             raise
     if not settled:
         logger.error(

@@ -37,7 +37,7 @@ from inbox.receiving.outcomes import announce_duplicate
 from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
 from inbox.store.rows import ConcurrentDuplicate, NewRow
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) 
 
     Raises:
         Unidentifiable: its body cannot be read now.
-        DatabaseUnavailable: the database does not answer; its `refund` is of this attempt.
+        DatabaseUnavailable: the database does not answer.
     """
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
     return admit_again(handler, stored, arrival, options)
@@ -85,14 +85,10 @@ def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) 
 
 def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Outcome:
     """Admit a claimed delivery that was stored unread as it was read now, and delete its row."""
-    try:
-        if in_hand.holds(arrival.row):
-            return _defer(handler, stored)
+    became = Outcome.DEFERRED
+    if not in_hand.holds(arrival.row):
         (became,) = admit(handler, [arrival], replace(options, DUPLICATE_TIMEOUT=_LOCK_WAIT), parked=stored)
-        return _defer(handler, stored) if became is Outcome.DEFERRED else became
-    except DatabaseUnavailable as outage:
-        outage.refund = partial(claims.give_back, handler.using, stored)
-        raise
+    return _defer(handler, stored) if became is Outcome.DEFERRED else became
 
 
 def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:

@@ -67,7 +67,7 @@ def begin_fresh(
     inserted = insert_many(alias, insertions, duplicate_timeout, recorded=False)
     if not inserted.rows:
         return None
-    if not is_postgresql(connection):
+    if not inserted.transaction:  # SQLite
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     new, ids, begun = {**inserted.rows}, [], []

@@ -269,12 +269,12 @@ def insert_many(
         ConcurrentDuplicate: a transaction that was waited for did not end in time.
     """
     connection = connections[alias]
-    if not is_postgresql(connection):
-        return _insert_each(connection, insertions, recorded=recorded)
     if len(insertions) == 1 and longest_wait and is_usable(connection) and not (recorded and is_recorded(matters=False)):
         (insertion,) = insertions
         if _others_of(insertion) == _OTHER_DEFAULTS:
             return _insert_single(connection, insertion, longest_wait)
+    if not is_postgresql(connection):
+        return _insert_each(connection, insertions, recorded=recorded)
     bound = None if longest_wait is None else as_bound(longest_wait)
     documents = [_document(insertion) for insertion in insertions]
     entries = _entries(insertions) if recorded else {}
@@ -298,7 +298,7 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
     rows: dict[str, tuple[int, str]] = {}
     ids: list[int] = []
     entries = _entries(insertions)
-    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+    with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
         for index, insertion in enumerate(insertions):
             copied = [*_copied_of(insertion.row), adapted(connection, insertion.received_at)]
             cursor.execute(_RECEIPT_ON_SQLITE, copied)

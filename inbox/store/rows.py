@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -47,11 +48,8 @@ class KeyBusy(Exception):
     """Another message of the same ordering key is being run."""
 
 
-class _LockedMeansBusy:
+class _LockedMeansBusy(AbstractContextManager[object]):
     """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:

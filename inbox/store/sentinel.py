@@ -114,6 +114,11 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
+    if not commit:
+        _record_and_promote(guard, following)
+
+
+def _record_and_promote(guard: Guard, following: list[tuple[Any, ...]] | None) -> None:
     record(guard.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
     if guard.order is not None:
         if guard.successor is None:
@@ -264,7 +269,7 @@ def refuse_if_ended(guard: Guard) -> None:
         TransactionEnded: it is not.
     """
     connection = connections[guard.alias]
-    if is_postgresql(connection) or connection.closed_in_transaction:
+    if guard.transaction or connection.closed_in_transaction:
         return
     try:
         # Through the driver: Django refuses statements in a transaction that it has marked for rollback.

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -35,10 +35,7 @@ class DatabaseUnavailable(Exception):
     Attributes:
         remedy: the operator's remedy, or "".
         refused: it answers, but has refused to store this on two sessions; it may store other messages.
-        refund: call it when the database is available, to refund an attempt that was counted but not made.
     """
-
-    refund: Callable[[], None] | None = None
 
     def __init__(self, reason: str, remedy: str = "", *, refused: bool = False) -> None:
         super().__init__(reason)
@@ -50,11 +47,8 @@ class _Unstored(Exception):
     """A statement of the inbox failed for a reason other than its row. `__cause__` is the database's error."""
 
 
-class _StatementsOfOurs:
+class _StatementsOfOurs(AbstractContextManager[object]):
     """A context of statements of the inbox, not of a handler."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, DatabaseError | InterfaceError) and not (is_collision(error) or is_about_values(error)):

@@ -12,10 +12,8 @@ from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.deliveries import at_once
 
 
-def unavailable(refund=None):
-    error = DatabaseUnavailable("unavailable")
-    error.refund = refund
-    return error
+def unavailable():
+    return DatabaseUnavailable("unavailable")
 
 
 @pytest.fixture
@@ -29,9 +27,8 @@ def _frequent_thread_switches():
 
 def test_a_refund_is_made_once_and_only_for_its_own_database():
     refunds, done = AttemptRefunds(), []
-    refunds.add("here", unavailable(lambda: done.append("here")))
-    refunds.add("there", unavailable(lambda: done.append("there")))
-    refunds.add("here", unavailable())
+    refunds.add("here", lambda: done.append("here"))
+    refunds.add("there", lambda: done.append("there"))
 
     refunds.settle("here")
     refunds.settle("here")
@@ -48,7 +45,7 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
         done.append(name)
 
     for name in "ab":
-        refunds.add("here", unavailable(lambda name=name: refund(name)))
+        refunds.add("here", lambda name=name: refund(name))
     with pytest.raises(DatabaseUnavailable):
         refunds.settle("here")
     is_unavailable = False
@@ -59,8 +56,8 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
 
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
     refunds, done = AttemptRefunds(), []
-    refunds.add("here", unavailable(lambda: 1 / 0))
-    refunds.add("here", unavailable(lambda: done.append("next")))
+    refunds.add("here", lambda: 1 / 0)
+    refunds.add("here", lambda: done.append("next"))
 
     refunds.settle("here")
 
@@ -82,7 +79,7 @@ def test_concurrent_threads_make_each_refund_once_and_lose_none():
 
     def add_refunds(first):
         for number in range(first, first + 100):
-            refunds.add("here", unavailable(lambda number=number: refund(number)))
+            refunds.add("here", lambda number=number: refund(number))
             try:
                 refunds.settle("here")
             except DatabaseUnavailable:
