@@ -296,7 +296,7 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
     rows: dict[str, tuple[int, str]] = {}
     ids: list[int] = []
     entries = _entries(insertions)
-    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+    with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
         for index, insertion in enumerate(insertions):
             copied = [*_copied_of(insertion.row), adapted(connection, insertion.received_at)]
             cursor.execute(_RECEIPT_ON_SQLITE, copied)
