@@ -1,14 +1,16 @@
 """RabbitMQ's management API: what AMQP does not show, such as policies and the number of messages in each queue.
 
-A request takes seconds at most. It must not delay a thread that receives, or a page: read it in a thread of its own.
+A request has a limit for all of it. It must not delay a thread that receives, or a page: read it in a thread of its own.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
@@ -22,6 +24,8 @@ from exactly_once.process.clock import monotonic
 _DEFAULTS = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
 """By the broker's scheme: its default port, and the scheme and default port of the API."""
 _TIMEOUT_SECONDS = 2.0
+_LONGEST_SECONDS = 5.0
+"""For a whole request: the timeout limits each read, and an API may send a byte now and then."""
 _FRESH_SECONDS = 5.0
 _KNOWN_SECONDS = 30.0
 _WAIT_SECONDS = 0.5
@@ -82,6 +86,11 @@ def read_list(url: str, broker: kombu.Connection, kind: str, query: str = "") ->
     connection = (HTTPSConnection if at.scheme == "https" else HTTPConnection)(
         at.hostname or "", at.port, timeout=_TIMEOUT_SECONDS
     )
+    connection.connect()
+    # Of the class socket, because that of an SSLSocket would let the reading thread go on unencrypted.
+    end = threading.Timer(_LONGEST_SECONDS, partial(socket.socket.shutdown, connection.sock, socket.SHUT_RDWR))
+    end.daemon = True
+    end.start()
     try:
         path = f"{at.path.rstrip('/')}/api/{kind}/{quote(broker.virtual_host or '/', safe='')}{query}"
         connection.request("GET", path, headers={"Authorization": f"Basic {credentials}", "Connection": "close"})
@@ -90,6 +99,7 @@ def read_list(url: str, broker: kombu.Connection, kind: str, query: str = "") ->
             raise OSError(f"it answered {answer.status} {answer.reason}")
         found = json.load(answer)
     finally:
+        end.cancel()
         connection.close()
     if not isinstance(found, list):
         raise TypeError("its answer is not a list")

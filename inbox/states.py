@@ -161,19 +161,5 @@ SKIP = Transition(
     permission="skip",
 )
 
-TRANSITIONS = (
-    HANDLE,
-    ACCEPT,
-    REFUSE,
-    SHED,
-    PROMOTE,
-    LEASE,
-    FINISH,
-    RETRY_LATER,
-    DIE,
-    ABANDON,
-    SKIP_COPY,
-    RETRY,
-    OVERRIDE,
-    SKIP,
-)
+TRANSITIONS = tuple(each for each in vars().values() if isinstance(each, Transition))
+"""All of them, in the order of their declarations."""

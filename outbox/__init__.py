@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, arequest, publish, publish_many, request
     from outbox.callbacks import Answer, SettledMessage, UndecidedMessage, checker, on_dead, on_published
-    from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
+    from outbox.decisions import (
+        Decision,
+        Outcome,
+        Restoration,
+        acancel,
+        apublish_now,
+        areschedule,
+        arestore,
+        cancel,
+        publish_now,
+        reschedule,
+        restore,
+    )
     from outbox.errors import (
         AlreadyDecided,
         InvalidMessage,
@@ -31,7 +43,6 @@ if TYPE_CHECKING:
     )
     from outbox.pausing import TopicState, pause, resume
     from outbox.preparing import PreparedMessage, prepare
-    from outbox.restoring import Restoration, arestore, restore
 
 __all__ = [
     "AlreadyDecided",
@@ -74,7 +85,7 @@ __all__ = [
     "resume",
 ]
 
-_MODULES = ("errors", "callbacks", "api", "decisions", "pausing", "preparing", "restoring")
+_MODULES = ("errors", "callbacks", "api", "decisions", "pausing", "preparing")
 """Those that need no models come first."""
 
 

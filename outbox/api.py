@@ -260,14 +260,8 @@ def _insert_one(alias: str, row: writing.NewRow) -> PublishedMessage:
     while (position := writing.insert(alias, row)) is None:
         # The earlier one is not found if it was given up or purged in between; then there is room for ours.
         if found := find_unique(alias, row.topic, row.biz_id):
-            return PublishedMessage(
-                id=found.message_id,
-                topic=row.topic,
-                biz_id=row.biz_id,
-                position=found.position,
-                created=False,
-                state=found.state,
-            )
+            name, position, state = found
+            return PublishedMessage(id=name, topic=row.topic, biz_id=row.biz_id, position=position, created=False, state=state)
     return _published(row, position)
 
 

@@ -13,6 +13,7 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox import doorbell
 from outbox.errors import InvalidMessage
+from outbox.models import PausedTopic
 from outbox.store import pausing
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _after_commit(alias: str, report: Callable[[], None]) -> None:
     transaction.on_commit(report, using=alias, robust=True)
 
 
-def _state(found: pausing.FoundTopic | None) -> TopicState:
+def _state(found: PausedTopic | None) -> TopicState:
     if found is None:
         return TopicState.ACTIVE
     if found.is_resuming:

@@ -221,23 +221,5 @@ RESUME_CHECKS = Transition(
     sets={"attempts": "0", "available_at": "{now}", "settled_at": "NULL"},
 )
 
-TRANSITIONS = (
-    CONFIRM,
-    RETRY,
-    PAUSE,
-    DIE,
-    EXPIRE,
-    HOLD,
-    FIRE,
-    TRY_AGAIN,
-    RESUME,
-    RELEASE,
-    CANCEL,
-    RESCHEDULE,
-    PUBLISH_NOW,
-    RESTORE,
-    COMMIT,
-    ROLL_BACK,
-    GIVE_UP,
-    RESUME_CHECKS,
-)
+TRANSITIONS = tuple(each for each in vars().values() if isinstance(each, Transition))
+"""All of them, in the order of their declarations."""

@@ -4,7 +4,6 @@ Celery passes its messages to a kombu producer. `RowProducer` replaces that prod
 body, the headers, the properties, the exchange and the routing key. It connects to no broker.
 """
 
-import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,7 +16,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.wire.context import current_cause
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import CELERY_TOPICS, Wire
-from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.identity import new_message_id, uuid_in
 from exactly_once.wire.text import describe, fit
 from outbox import doorbell
 from outbox.api import MAX_PRIORITY, TRACEPARENT
@@ -138,7 +137,7 @@ def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | N
             "limit."
         )
     return writing.NewRow(
-        message_id=_as_uuid(task_id) or new_message_id(),
+        message_id=uuid_in(task_id) or new_message_id(),
         topic=fit(f"{CELERY_TOPICS}{headers['task']}"),
         biz_id=fit(task_id),
         key="",
@@ -186,10 +185,3 @@ def _write(alias: str, row: writing.NewRow, wire: str) -> None:
     # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
     while writing.insert_formed(alias, row, wire) is None:
         row = row._replace(message_id=new_message_id())
-
-
-def _as_uuid(text: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        return None

@@ -107,9 +107,7 @@ class AlertAdmin(ActingAdmin):
 
     app_name = computed(_("app"), lambda row: app_name(row.app))
 
-    @admin.display(description=_("condition, object"))
-    def what(self, row: Any) -> SafeString:
-        return stacked(*(identifier(name) for name in (row.condition, row.object) if name))
+    what = computed(_("condition, object"), lambda row: stacked(*map(identifier, filter(None, (row.condition, row.object)))))
 
     @admin.display(description=_("state"))
     def status(self, row: Any) -> SafeString:

@@ -149,9 +149,7 @@ class AuditAdmin(ActingAdmin):
             return format_html("{}", NOTHING)
         return stacked(*(format_html("{}: {}", visible(name), _short(value)) for name, value in row.parameters.items()))
 
-    @admin.display(description=_("parameters"))
-    def all_given(self, row: Any) -> SafeString:
-        return as_json(row.parameters).as_html() if row.parameters else format_html("{}", NOTHING)
+    all_given = computed(_("parameters"), lambda row: as_json(row.parameters).as_html() if row.parameters else NOTHING)
 
 
 def _short(value: Any) -> str:

@@ -163,9 +163,9 @@ class OperationAdmin(ActingAdmin):
 
     chosen = shown(_("messages"), "selection", identifier)
 
-    @admin.display(description=_("parameters"))
-    def parameters_text(self, row: Any) -> SafeString:
-        return stacked(*(identifier(f"{name}: {value}") for name, value in row.given.items()))
+    parameters_text = computed(
+        _("parameters"), lambda row: stacked(*(identifier(f"{name}: {value}") for name, value in row.given.items()))
+    )
 
     @admin.display(description=_("progress"))
     def progress(self, row: Any) -> SafeString:

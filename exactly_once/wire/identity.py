@@ -29,6 +29,14 @@ def new_message_ids(count: int) -> list[uuid.UUID]:
     return [uuid.UUID(int=now | bits) for bits in sorted(int.from_bytes(piece, "big") & _RANDOM for piece in pieces)]
 
 
+def uuid_in(text: str) -> uuid.UUID | None:
+    """The UUID that the text is, or None."""
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
 def _this_millisecond() -> int:
     return time.time_ns() // 1_000_000 << 80 | _UUID7
 

@@ -187,9 +187,7 @@ class RunAdmin(ActingAdmin):
     deadline = computed(_("deadline"), lambda row: labelled(_("deadline"), moment(row.deadline_at, row.database_now)))
     error = shown(_("last error, or reason"), "row.last_error", headline)
 
-    @admin.display(description=_("started without the missing messages"))
-    def started(self, row: Any) -> SafeString:
-        return identifier(row.started_by) if row.started_by else format_html("{}", NOTHING)
+    started = shown(_("started without the missing messages"), "started_by", identifier)
 
     @admin.display(description=_("its row in the inbox"))
     def message_link(self, row: Any) -> SafeString:

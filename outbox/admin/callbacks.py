@@ -1,7 +1,5 @@
 """Pending callbacks, and their last errors."""
 
-import uuid
-from contextlib import suppress
 from typing import Any
 
 from django.contrib import admin
@@ -18,6 +16,7 @@ from exactly_once.admin.filters import ConditionFilter, Conditions
 from exactly_once.admin.pages import message_link
 from exactly_once.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
 from exactly_once.operators.actions import Action, Given
+from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
@@ -101,8 +100,8 @@ class PendingCallbackAdmin(ActingAdmin):
         if not term:
             return queryset, False
         named = Q(callback=term) | Q(message__topic=term) | Q(message__biz_id=term)
-        with suppress(ValueError):
-            named |= Q(message__message_id=uuid.UUID(term))
+        if name := uuid_in(term):
+            named |= Q(message__message_id=name)
         return queryset.filter(named), False
 
     def subject(self, row: Any) -> str:

@@ -1,7 +1,6 @@
 """The list and the pages of the outbox's messages."""
 
 import json
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -14,19 +13,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.admin import filters
 from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import computed, instant
 from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.filters import (
-    MOST_OFFERED,
-    AgeFilter,
-    AttemptsFilter,
-    ErrorClassFilter,
-    HostFilter,
-    StateFilter,
-    StuckFilter,
-    TopicFilter,
-)
 from exactly_once.admin.messages import EXPORT, MessageAdmin
 from exactly_once.admin.sections import count_text
 from exactly_once.display import (
@@ -49,24 +39,12 @@ from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.identity import uuid_in
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
-from outbox.operators import figures
+from outbox.operators import figures, operations
 from outbox.operators.dead_letters import letters
-from outbox.operators.operations import (
-    ACTIONS,
-    ASK_AGAIN,
-    CANCEL_THEM,
-    COMMIT_THEM,
-    PUBLISH_THEM_NOW,
-    RESCHEDULE_THEM,
-    RESTORE_THEM,
-    ROLL_THEM_BACK,
-    groups,
-    is_overdue,
-    notes,
-)
 from outbox.operators.replaying import REPLAY
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import operating, unique
@@ -81,9 +59,9 @@ _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=St
 register_messages(
     OperatedMessages(
         model=OutboxMessage,
-        actions={**ACTIONS, **by_name(REPLAY)},
-        groups=groups,
-        notes=notes,
+        actions={**operations.ACTIONS, **by_name(REPLAY)},
+        groups=operations.groups,
+        notes=operations.notes,
         who_label=_("Topics"),
     )
 )
@@ -101,7 +79,7 @@ _WHY = {
 _CALLBACKS = 20
 
 
-class OutboxStuckFilter(StuckFilter):
+class OutboxStuckFilter(filters.StuckFilter):
     words = _("Dead, retrying, stuck or overdue")
     failing = (State.DEAD, State.RETRYING, State.STUCK)
 
@@ -109,7 +87,7 @@ class OutboxStuckFilter(StuckFilter):
         return Q(_OPEN, day=LIVE, available_at__lt=before)
 
 
-class OutboxStateFilter(StateFilter):
+class OutboxStateFilter(filters.StateFilter):
     """With the counts of the overview, which have a limit."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
@@ -133,21 +111,19 @@ class OutboxMessageAdmin(MessageAdmin):
 
     large_columns = (*MessageAdmin.large_columns, "wire")
     letters = letters
-    actions: Any = (
-        *(PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN, EXPORT),
-    )
+    actions: Any = (*operations.OF_A_MESSAGE, EXPORT)
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
-        ErrorClassFilter,
+        filters.ErrorClassFilter,
         FailureFilter,
-        TopicFilter,
-        AgeFilter,
-        AttemptsFilter,
-        HostFilter,
+        filters.TopicFilter,
+        filters.AgeFilter,
+        filters.AttemptsFilter,
+        filters.HostFilter,
     )
     age_column = "message_id"
     born_column = "created_at"
@@ -172,10 +148,10 @@ class OutboxMessageAdmin(MessageAdmin):
         words = super().remark(action, row)
         if words:
             return words
-        if action is RESTORE_THEM:
+        if action is operations.RESTORE_THEM:
             if row.is_unique and unique.is_replaced(self.using, row.pk):
                 return gettext("A later message has replaced it: it is not changed.")
-            if is_overdue(row):
+            if operations.is_overdue(row):
                 return gettext("Overdue: it is sent at once.")
             return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
         return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
@@ -184,7 +160,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return outbox_options().STUCK_AFTER
 
     def topics(self) -> Sequence[str]:
-        return operating.topics(self.using, MOST_OFFERED)
+        return operating.topics(self.using, filters.MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
         return sorted({relay.host for relay in relays.known(self.using)})
@@ -211,10 +187,7 @@ class OutboxMessageAdmin(MessageAdmin):
     def called(self, term: str) -> Q:
         """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
         named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=operating.topics(self.using), biz_id=term)
-        try:
-            return named | Q(message_id=uuid.UUID(term))
-        except ValueError:
-            return named
+        return named | Q(message_id=name) if (name := uuid_in(term)) else named
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:

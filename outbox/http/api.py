@@ -3,7 +3,7 @@
 import logging
 from http import HTTPStatus
 from itertools import islice
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 from uuid import UUID
 
 from django.db import transaction
@@ -18,25 +18,12 @@ from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
 from exactly_once.operators.operation_rows import Plan
-from outbox import decisions, restoring
+from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
+from outbox.http import schemas
 from outbox.http.publishing import publish_all, publish_with_key
-from outbox.http.schemas import (
-    Chosen,
-    Decided,
-    MessageStatus,
-    NewMessage,
-    NewMessages,
-    OperationStatus,
-    Published,
-    PublishedMessages,
-    Rescheduling,
-    Restored,
-    Restoring,
-    Statuses,
-)
 from outbox.models import OutboxMessage
 from outbox.operators.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
 from outbox.operators.replaying import plan_alone
@@ -69,12 +56,12 @@ api = Api(
 )
 
 
-@api.post("/messages", operation_id="publish", response=answers({200: Published, 201: Published}, 409))
+@api.post("/messages", operation_id="publish", response=answers({200: schemas.Published, 201: schemas.Published}, 409))
 def publish(
     request: HttpRequest,
-    message: NewMessage,
+    message: schemas.NewMessage,
     idempotency_key: Annotated[Name | None, Header(alias="Idempotency-Key")] = None,
-) -> Status[Published]:
+) -> Status[schemas.Published]:
     """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
 
     A request with an Idempotency-Key may be repeated: the message is published once per client, topic and key. Its biz-id is
@@ -85,11 +72,11 @@ def publish(
         (published,) = publish_all([message], _options().DATABASE)
     else:
         published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _options().DATABASE)
-    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, Published.model_validate(published))
+    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, schemas.Published.model_validate(published))
 
 
-@api.post("/messages/batch", operation_id="publish_many", response=answers({200: PublishedMessages}, 409))
-def publish_many(request: HttpRequest, batch: NewMessages) -> PublishedMessages:
+@api.post("/messages/batch", operation_id="publish_many", response=answers({200: schemas.PublishedMessages}, 409))
+def publish_many(request: HttpRequest, batch: schemas.NewMessages) -> schemas.PublishedMessages:
     """Publish messages in one transaction: all of them are committed, or none.
 
     A request may be repeated if every message has a biz_id and unique: true. An Idempotency-Key is for a single message.
@@ -103,55 +90,47 @@ def publish_many(request: HttpRequest, batch: NewMessages) -> PublishedMessages:
             HTTPStatus.UNPROCESSABLE_ENTITY,
             "An Idempotency-Key is for a single message: give each message of a batch a biz_id and unique: true.",
         )
-    return PublishedMessages(
-        messages=[Published.model_validate(one) for one in publish_all(batch.messages, _options().DATABASE)]
-    )
+    published = publish_all(batch.messages, _options().DATABASE)
+    return schemas.PublishedMessages(messages=[schemas.Published.model_validate(one) for one in published])
 
 
-@api.get("/messages/{uuid:message_id}", operation_id="message", response=answers({200: MessageStatus}, 404))
-def message(request: HttpRequest, message_id: UUID) -> MessageStatus:
+@api.get("/messages/{uuid:message_id}", operation_id="message", response=answers({200: schemas.MessageStatus}, 404))
+def message(request: HttpRequest, message_id: UUID) -> schemas.MessageStatus:
     """The state of a message."""
-    return MessageStatus.model_validate(_identified(client_of(request), message_id, "publish", "manage"))
+    return schemas.MessageStatus.model_validate(_identified(client_of(request), message_id, "publish", "manage"))
 
 
-@api.get("/messages", operation_id="messages", response=answers({200: Statuses}))
-def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Annotated[Name, Query()]) -> Statuses:
+@api.get("/messages", operation_id="messages", response=answers({200: schemas.Statuses}))
+def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Annotated[Name, Query()]) -> schemas.Statuses:
     """The state of the messages with a topic and biz-id, the newest first."""
     if not client_of(request).may(topic, "publish", "manage"):
         require(request, "publish", topic)
     decisions.refuse_unfit(topic=topic, biz_id=biz_id)
     found = _rows().filter(topic=topic, biz_id=biz_id).order_by("-pk")[: _options().MAX_MESSAGES]
-    return Statuses(messages=[MessageStatus.model_validate(row) for row in found])
+    return schemas.Statuses(messages=[schemas.MessageStatus.model_validate(row) for row in found])
 
 
-@api.post("/messages/cancel", operation_id="cancel", response=answers({200: Decided}, 404, 409))
-def cancel(request: HttpRequest, which: Chosen) -> Decided:
+@api.post("/messages/cancel", operation_id="cancel", response=answers({200: schemas.Decided}, 404, 409))
+def cancel(request: HttpRequest, which: schemas.Chosen) -> schemas.Decided:
     """Cancel a message before it is published, or all unpublished ones with a topic and biz-id. 409: it is too late."""
     client = _manager(request, which)
-    decision = decisions.cancel(
-        which.id, topic=which.topic, biz_id=which.biz_id, by=_name_of(client), using=_options().DATABASE
-    )
-    return _decided(client, "cancel", which, decision)
+    return _decided(client, "cancel", which, decisions.cancel(**_named(client, which)))
 
 
-@api.post("/messages/reschedule", operation_id="reschedule", response=answers({200: Decided}, 404, 409))
-def reschedule(request: HttpRequest, which: Rescheduling) -> Decided:
+@api.post("/messages/reschedule", operation_id="reschedule", response=answers({200: schemas.Decided}, 404, 409))
+def reschedule(request: HttpRequest, which: schemas.Rescheduling) -> schemas.Decided:
     """Change the time before which an unpublished message is not delivered; a delay of 0 publishes it now."""
     client = _manager(request, which)
-    decision = decisions.reschedule(
-        which.id,
-        topic=which.topic,
-        biz_id=which.biz_id,
-        delay=which.delay,
-        deliver_at=which.deliver_at,
-        by=_name_of(client),
-        using=_options().DATABASE,
-    )
+    decision = decisions.reschedule(**_named(client, which), delay=which.delay, deliver_at=which.deliver_at)
     return _decided(client, "reschedule", which, decision)
 
 
-@api.post("/messages/restore", operation_id="restore", response=answers({200: Restored, 202: OperationStatus}, 404))
-def restore(request: HttpRequest, response: HttpResponse, which: Restoring) -> Restored | Status[OperationStatus]:
+@api.post(
+    "/messages/restore", operation_id="restore", response=answers({200: schemas.Restored, 202: schemas.OperationStatus}, 404)
+)
+def restore(
+    request: HttpRequest, response: HttpResponse, which: schemas.Restoring
+) -> schemas.Restored | Status[schemas.OperationStatus]:
     """Have cancelled, expired or dead messages published after all: one by its id, all with a topic and biz-id, or all of a
     topic.
 
@@ -165,30 +144,22 @@ def restore(request: HttpRequest, response: HttpResponse, which: Restoring) -> R
         match = cast(ResolverMatch, request.resolver_match)
         response["Location"] = reverse(f"{match.namespace}:operation", args=[planned.id])
         return Status(HTTPStatus.ACCEPTED, planned)
-    restored = restoring.restore(
-        which.id,
-        topic=which.topic,
-        biz_id=which.biz_id,
-        states=which.states,
-        overdue=which.overdue,
-        by=_name_of(client),
-        using=_options().DATABASE,
-    )
+    restored = decisions.restore(**_named(client, which), states=which.states, overdue=which.overdue)
     logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
-    return Restored(restored=restored.restored, left=dict(restored.left))
+    return schemas.Restored(restored=restored.restored, left=dict(restored.left))
 
 
-@api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: OperationStatus}, 404))
-def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> OperationStatus:
+@api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: schemas.OperationStatus}, 404))
+def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> schemas.OperationStatus:
     """The progress of an operation that this client has asked for."""
     client = client_of(request)
     found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=_name_of(client)).first()
     if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
-    return OperationStatus.model_validate(found)
+    return schemas.OperationStatus.model_validate(found)
 
 
-def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
+def _planned(client: Client, topic: str, which: schemas.Restoring) -> schemas.OperationStatus:
     """Plan the operation, unless one that this client has asked for with the same values is still open."""
     decisions.refuse_unfit(topic=topic)
     states = [str(state) for state in which.states or restored_by_default(by_id=False)]
@@ -207,13 +178,13 @@ def _planned(client: Client, topic: str, which: Restoring) -> OperationStatus:
         same = operations.rows(alias).filter(action=plan.action, requested_by=plan.requested_by, state__in=OPEN)
         for found in same.filter(selection=plan.selection):
             if (found.sources, found.given) == (states, plan.given):
-                return OperationStatus.model_validate(found)
+                return schemas.OperationStatus.model_validate(found)
         rows = Selection(topic=topic, states=states).positions(alias)
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
     logger.info(
         "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic
     )
-    return OperationStatus.model_validate(planned)
+    return schemas.OperationStatus.model_validate(planned)
 
 
 def _bare(key: str) -> str:
@@ -225,7 +196,7 @@ def _bare(key: str) -> str:
     return key
 
 
-def _manager(request: HttpRequest, which: Chosen) -> Client:
+def _manager(request: HttpRequest, which: schemas.Chosen) -> Client:
     """The client, if it may decide about these messages."""
     if which.topic is not None:
         return require(request, "manage", which.topic)
@@ -253,7 +224,7 @@ def _rows() -> QuerySet[OutboxMessage]:
     return OutboxMessage.objects.using(_options().DATABASE).only(*_SHOWN, *_SHOWN_AT)
 
 
-def _decided(client: Client, action: str, which: Chosen, decision: Decision) -> Decided:
+def _decided(client: Client, action: str, which: schemas.Chosen, decision: Decision) -> schemas.Decided:
     if decision.outcome is Outcome.NOT_FOUND:
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no message with {_text_of(which)}.")
     if not decision:
@@ -263,11 +234,17 @@ def _decided(client: Client, action: str, which: Chosen, decision: Decision) -> 
             state=decision.state,
         )
     logger.info("http: client %s: %s (%s): %s", client.name, action, _text_of(which), decision.outcome)
-    return Decided(outcome=decision.outcome, state=decision.state)
+    return schemas.Decided(outcome=decision.outcome, state=decision.state)
 
 
-def _text_of(which: Chosen) -> str:
+def _text_of(which: schemas.Chosen) -> str:
     return ", ".join(f"{name} {value}" for name in ("id", "topic", "biz_id") if (value := getattr(which, name)) is not None)
+
+
+def _named(client: Client, which: schemas.Chosen) -> dict[str, Any]:
+    """Which messages, and who decides."""
+    names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
+    return {**names, "by": _name_of(client), "using": _options().DATABASE}
 
 
 def _name_of(client: Client) -> str:

@@ -31,18 +31,9 @@ class NewMessage(Body):
 
     @property
     def draft(self) -> Draft:
-        return Draft(
-            self.topic,
-            self.payload,
-            biz_id=self.biz_id,
-            key=self.key,
-            headers=self.headers,
-            priority=self.priority,
-            delay=_duration(self.delay_seconds),
-            deliver_at=self.deliver_at,
-            expires_in=_duration(self.expires_in_seconds),
-            unique=self.unique,
-        )
+        given = dict(self)
+        given |= {name: _duration(given.pop(f"{name}_seconds")) for name in ("delay", "expires_in")}
+        return Draft(**given)
 
 
 class NewMessages(Body):

@@ -64,19 +64,6 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """What became of an event.
-
-    Attributes:
-        message: the event's, or an earlier one with its id.
-        conflicts: the earlier one has different content, so this event was not stored.
-    """
-
-    message: PublishedMessage
-    conflicts: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """The arguments of `WebhookView.as_view`, see there.
 
@@ -127,8 +114,11 @@ class Endpoint:
             payload=payload if self.payload is None else self._part(callback),
         )
 
-    def store(self, event: Event) -> Stored:
+    def store(self, event: Event) -> tuple[PublishedMessage, bool]:
         """Publish the event in a transaction of its own, and return after its commit. A repeated event changes nothing.
+
+        Returns:
+            the event's message, or an earlier one with its id; and whether that has different content.
 
         Raises:
             Unreadable, PayloadTooLarge: it cannot be published.
@@ -140,10 +130,7 @@ class Endpoint:
                 raise
             except InvalidMessage:
                 raise Unreadable("its payload cannot be published") from None
-            return Stored(
-                message=published,
-                conflicts=not (published.created or has_payload(self.using, published.id, event.payload)),
-            )
+            return published, not (published.created or has_payload(self.using, published.id, event.payload))
 
     def _part(self, callback: Callback) -> Any:
         if (part := self._value("payload", callback)) is None:

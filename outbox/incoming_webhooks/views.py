@@ -86,11 +86,11 @@ class WebhookView(View):
 
 
 def _stored(endpoint: Endpoint, event: Event) -> HttpResponse:
-    stored = endpoint.store(event)
-    if stored.conflicts:
-        _report_conflict(endpoint.topic, event.biz_id, str(stored.message.id))
+    message, conflicts = endpoint.store(event)
+    if conflicts:
+        _report_conflict(endpoint.topic, event.biz_id, str(message.id))
         return _answer(HTTPStatus.CONFLICT, "an earlier event has this id and different content")
-    return _answer(HTTPStatus.OK, "stored" if stored.message.created else "known")
+    return _answer(HTTPStatus.OK, "stored" if message.created else "known")
 
 
 def _report_conflict(topic: str, biz_id: str, message_id: str) -> None:

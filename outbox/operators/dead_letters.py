@@ -1,8 +1,6 @@
 """Export and import of the outbox's dead letters."""
 
-import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from django.db import IntegrityError
@@ -10,6 +8,7 @@ from django.utils.translation import gettext as _
 
 from exactly_once.operators.audit import Subject
 from exactly_once.operators.dead_letters import Letters, Refused
+from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
 from outbox.states import State
@@ -29,11 +28,7 @@ COLUMNS = (
 class OutboxLetters(Letters):
     def ids(self, message_ids: Iterable[str]) -> list[Any]:
         """Another id than a UUID is none of the outbox."""
-        found = []
-        for given in message_ids:
-            with suppress(ValueError):
-                found.append(uuid.UUID(given))
-        return found
+        return [name for given in message_ids if (name := uuid_in(given))]
 
     def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
         try:

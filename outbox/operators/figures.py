@@ -16,6 +16,7 @@ from outbox.store import history
 from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
 
+_BY_DUE_TIME = (State.SCHEDULED, State.RETRYING, State.PREPARED, State.STUCK)
 WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)
 """States whose earliest due time is of interest, once it has passed."""
 
@@ -52,16 +53,9 @@ def _sources(alias: str, states: Iterable[State]) -> dict[str, list[str]]:
             sources[state] = [f"FROM {table} m WHERE {condition} AND day = {LIVE}" for condition in (STREAM, SECONDARY)]
         else:
             # In the order of an index, so that the planner needs no other reason to use it.
-            sources[state] = [f"FROM {table} WHERE state = '{state}' AND day = {LIVE}{_ORDER.get(state, '')}"]
+            order = " ORDER BY available_at, id" if state in _BY_DUE_TIME else ""
+            sources[state] = [f"FROM {table} WHERE state = '{state}' AND day = {LIVE}{order}"]
     return sources
-
-
-_ORDER = {
-    State.SCHEDULED: " ORDER BY available_at, id",
-    State.RETRYING: " ORDER BY available_at, id",
-    State.PREPARED: " ORDER BY available_at, id",
-    State.STUCK: " ORDER BY available_at, id",
-}
 
 
 def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:

@@ -24,8 +24,7 @@ from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
-from outbox.operators import bulk
-from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
+from outbox.states import CANCEL, COMMIT, IN_TROUBLE, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 from outbox.store import operating, preparing, restoring, unique
 from outbox.store.dialect import live
 from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
@@ -48,16 +47,13 @@ def restore(
     alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
 ) -> Sequence[RowOutcome]:
     """Restore messages with a full set of attempts."""
-    names = bulk.names_of(alias, rows)
+    names = names_of(alias, rows)
     restored = restoring.restore_some(
         alias, rows, states=sources, overdue=bool(given.get("overdue", True)), reason=_told(by, reason)
     )
     if restored.ready:
         doorbell.ring_after_commit(alias)
-    return [
-        RowOutcome(row, names.get(row, f"number {row}"), _why(restored.unchanged[row]) if row in restored.unchanged else "")
-        for row in rows
-    ]
+    return _outcomes(rows, names, restored.unchanged)
 
 
 def _decided(
@@ -70,15 +66,17 @@ def _decided(
     by: str,
     reason: str,
 ) -> Sequence[RowOutcome]:
-    names, told = bulk.names_of(alias, rows), _told(by, reason)
+    names, told = names_of(alias, rows), _told(by, reason)
     changed = operating.decide(alias, transition, rows, sources=sources, reason=told)
     if changed:
         doorbell.ring_after_commit(alias)
-    states = bulk.states_of(alias, [row for row in rows if row not in changed])
-    return [
-        RowOutcome(row, names.get(row, f"number {row}"), "" if row in changed else _why(states.get(row, LOCKED)))
-        for row in rows
-    ]
+    left = [row for row in rows if row not in changed]
+    return _outcomes(rows, names, dict.fromkeys(left, LOCKED) | _states_of(alias, left))
+
+
+def _outcomes(rows: Sequence[int], names: Mapping[int, str], unchanged: Mapping[int, str]) -> list[RowOutcome]:
+    """The outcome for each row; `unchanged` has the state or reason of those that were left."""
+    return [RowOutcome(row, names.get(row, f"number {row}"), _why(unchanged[row]) if row in unchanged else "") for row in rows]
 
 
 def _told(by: str, reason: str) -> str:
@@ -93,9 +91,32 @@ cancel: Perform = partial(_decided, CANCEL)
 publish_now: Perform = partial(_decided, PUBLISH_NOW)
 
 
+def names_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
+    """The names of these messages, for reports."""
+    found = OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "message_id", "topic", "biz_id")
+    return {row: f"{message_id} ({topic} {biz_id})" for row, message_id, topic, biz_id in found}
+
+
+def _states_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
+    """The states of these messages, by position."""
+    return dict(OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "state"))
+
+
+def _failures_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
+    """What these messages failed with."""
+    found = OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "error_class", "topic")
+    return {row: f"{kind} {topic}".strip() for row, kind, topic in found}
+
+
 def _judge(alias: str, rows: Sequence[int], instant: datetime) -> CanaryResult:
-    since = bulk.since(alias, rows, instant)
-    return CanaryResult(pending=since.pending, succeeded=since.succeeded, failed=since.failed)
+    """What has become of these messages since `instant`, by the database's clock. A deleted one was published."""
+    found = _states_of(alias, rows)
+    in_trouble = OutboxMessage.objects.using(alias).filter(pk__in=rows, state__in=IN_TROUBLE, failed_at__gte=instant)
+    failed = _failures_of(alias, list(in_trouble.values_list("pk", flat=True)))
+    over = {State.PUBLISHED, State.CANCELLED, State.EXPIRED, State.SCHEDULED}
+    succeeded = [row for row in rows if found.get(row, State.PUBLISHED) in over]
+    settled = {*succeeded, *failed}
+    return CanaryResult(pending=[row for row in rows if row not in settled], succeeded=succeeded, failed=failed)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forms
@@ -232,7 +253,7 @@ RESTORE_THEM = Action(
     question=_("Restore these messages? They get a full set of attempts, and the same time until they expire again."),
     button=_("Restore the messages"),
     perform=restore,
-    canary=Canary(failures=bulk.failures_of, judge=_judge),
+    canary=Canary(failures=_failures_of, judge=_judge),
 )
 CANCEL_THEM = Action(
     name="cancel",
@@ -306,6 +327,7 @@ ASK_AGAIN = Action(
     sources=UNDECIDED,
     run=_ask_again,
 )
+OF_A_MESSAGE = (PUBLISH_THEM_NOW, RESCHEDULE_THEM, CANCEL_THEM, RESTORE_THEM, COMMIT_THEM, ROLL_THEM_BACK, ASK_AGAIN)
 ACTIONS = by_name(RESTORE_THEM, CANCEL_THEM, PUBLISH_THEM_NOW)
 """Those that can be operations."""
 MANAGE = "manage"

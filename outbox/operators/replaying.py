@@ -33,8 +33,7 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
-from outbox.operators import bulk
-from outbox.operators.operations import ACTIONS, operations, why_not
+from outbox.operators.operations import ACTIONS, names_of, operations, why_not
 from outbox.states import State
 from outbox.store import trail
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
@@ -188,7 +187,7 @@ def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by
     said = f"sent again{to}: {by}: {reason}" if reason else f"sent again{to}: {by}"
     published = State.PUBLISHED.value
     trail.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
-    names = bulk.names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
+    names = names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
     return [
         RowOutcome(row)
         if row in verdicts and row not in failed

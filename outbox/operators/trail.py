@@ -1,10 +1,11 @@
 """The history of one message in the outbox: its trail, and the facts of its row."""
 
-import uuid
 from collections.abc import Iterator, Sequence
 
 from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.rows import value_of
+from exactly_once.wire.identity import uuid_in
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
@@ -24,7 +25,7 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 
 def part_of_history(alias: str, message_id: str) -> PartOfHistory:
     """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
-    if (name := _as_id(message_id)) is None:  # the outbox's ids are UUIDs
+    if (name := uuid_in(message_id)) is None:  # the outbox's ids are UUIDs
         return PartOfHistory()
     row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
     entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
@@ -50,24 +51,18 @@ def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
 
 def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
     """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
-    rows, name = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN), _as_id(correlation_id)
+    rows, name = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN), uuid_in(correlation_id)
     found = [] if name is None else list(rows.filter(message_id=name))
     found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most - len(found)]
     return [
-        ChainRow(
+        value_of(
+            ChainRow,
+            row,
             app="outbox",
-            pk=row.pk,
             message_id=str(row.message_id),
-            correlation_id=row.correlation_id,
-            causation_id=row.causation_id,
-            topic=row.topic,
-            biz_id=row.biz_id,
             where=_HERE,
-            state=row.state,
             began_at=row.created_at,
-            settled_at=row.settled_at,
             published_at=row.created_at,
-            attempts=row.attempts,
             error=row.last_error,
             database=alias,
         )
@@ -77,16 +72,9 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
 
 def correlation_of(alias: str, message_id: str) -> str:
     """See `exactly_once.operators.trail`."""
-    if (name := _as_id(message_id)) is None:
+    if (name := uuid_in(message_id)) is None:
         return ""
     return OutboxMessage.objects.using(alias).filter(message_id=name).values_list("correlation_id", flat=True).first() or ""
-
-
-def _as_id(message_id: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(message_id)
-    except ValueError:
-        return None
 
 
 def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[HistoryEvent]:

@@ -27,6 +27,7 @@ from django.db import connections
 
 from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
@@ -112,7 +113,7 @@ class Attendant:
         self._changing = threading.Lock()
         self._running: list[_Running] = []
         self._interrupted: list[Call] = []
-        self._outage_reported_at = -inf
+        self._outages = Reminder()
         self._threads: list[threading.Thread] = []
         self._numbers = count()
         self._bell = Bell()
@@ -227,12 +228,8 @@ class Attendant:
             self._bell.ring()
 
     def _report_outage(self, call: Call, error: BaseException) -> None:
-        level = logging.DEBUG
-        with self._changing:
-            if (now := monotonic()) - self._outage_reported_at >= _REPORT_SECONDS:
-                level, self._outage_reported_at = logging.WARNING, now
         logger.log(
-            level,
+            logging.WARNING if self._outages.is_due() else logging.DEBUG,
             "%s: a database became unavailable during %s, which is called again: %s.",
             self._name,
             call,

@@ -25,6 +25,7 @@ from exactly_once.process.outage import OutageLog
 from exactly_once.redactors import redacted_error
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.sql.rows import value_of
 from exactly_once.wire.text import describe
 from outbox import doorbell, signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry
@@ -254,16 +255,8 @@ class _Check:
 
 
 def _undecided(row: OutboxMessage) -> UndecidedMessage:
-    return UndecidedMessage(
-        id=row.message_id,
-        topic=row.topic,
-        biz_id=row.biz_id,
-        key=row.key,
-        payload=json.loads(bytes(row.body)),
-        headers=row.headers,
-        created_at=row.created_at,
-        checks=row.attempts,
-    )
+    payload = json.loads(bytes(row.body))
+    return value_of(UndecidedMessage, row, id=row.message_id, payload=payload, checks=row.attempts)
 
 
 def _named(message: UndecidedMessage) -> str:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from django.db import Error
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import Reminder
 from outbox.models import SHARDS
 from outbox.store import claiming
 from outbox.store.claiming import Claim, RelayedMessage
@@ -24,7 +25,6 @@ _REMEMBERED_SECONDS = 1.0
 """Since the last locked row was found."""
 _REMEMBERED_AT_MOST_SECONDS = 10.0
 """Since the first locked row was found, while more are found."""
-_REPORT_SECONDS = 60.0
 
 
 class Contention:
@@ -40,7 +40,8 @@ class Contention:
         self._locked: dict[int, str] = {}
         self._locked_before: set[int] = set()
         self._found_at = self._last_found_at = 0.0
-        self._report_rows_at = self._report_tables_at = self._report_shards_at = self._look_for_holders_at = 0.0
+        self._rows, self._tables, self._shards = Reminder(), Reminder(), Reminder()
+        self._look_for_holders_at = 0.0
 
     def skipped(self) -> Mapping[int, str]:
         """The positions of the locked rows, with the keys of their messages. They are forgotten from time to time."""
@@ -57,22 +58,18 @@ class Contention:
             self._remember(claim.locked_rows, now)
         if claim.locked_shards and now >= self._look_for_holders_at:
             self._look_for_holders_at = now + self._longest_pass.total_seconds()
-            self._report_shards(now)
+            self._report_shards()
         return len(self._locked)
 
     def timed_out(self) -> None:
         """A pass timed out waiting for a lock: report the session that has locked the tables, if there is one."""
-        now = monotonic()
-        if now < self._report_tables_at:
-            return
         try:
             pids = claiming.table_lockers(self._alias)
         except Error as error:
             logger.debug("relay: the session that has locked the tables was not found: %s", error)
             return
-        if not pids:
+        if not pids or not self._tables.is_due():
             return
-        self._report_tables_at = now + _REPORT_SECONDS
         logger.warning(
             "relay: no message is sent, because another session (pid %s) has locked the outbox's tables against writing, as "
             "CREATE INDEX does without CONCURRENTLY. Sending continues when its transaction ends: commit it, or end it by "
@@ -86,8 +83,7 @@ class Contention:
         self._last_found_at = now
         self._locked.update((row.position, row.key) for row in locked)
         # A row that was found locked only once may have been locked for a moment.
-        if now >= self._report_rows_at and (again := [row for row in locked if row.position in self._locked_before]):
-            self._report_rows_at = now + _REPORT_SECONDS
+        if (again := [row for row in locked if row.position in self._locked_before]) and self._rows.is_due():
             self._report_rows(again)
 
     def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
@@ -103,7 +99,7 @@ class Contention:
             locked[0].biz_id,
         )
 
-    def _report_shards(self, now: float) -> None:
+    def _report_shards(self) -> None:
         holders = claiming.shard_holders(self._alias, self._longest_pass)
         for holder in (one for one in holders if one.is_ended):
             logger.warning(
@@ -116,10 +112,7 @@ class Contention:
                 SHARDS,
             )
         held = [one for one in holders if not one.is_ended]
-        if not held or now < self._report_shards_at:
-            return
-        self._report_shards_at = now + _REPORT_SECONDS
-        for holder in held:
+        for holder in held if held and self._shards.is_due() else ():
             logger.warning(
                 "relay: the ready messages of %d of %d shards (%s) are not sent, because the transaction of another session "
                 "(pid %d) has held them for %d s, which no pass of a relay takes. They are sent when it ends: commit it, or "

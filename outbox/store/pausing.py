@@ -11,7 +11,7 @@ Only an operator's transaction waits for a lock. A relay skips locked rows and t
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import OperationalError, connections, transaction
 from django.db.models import BooleanField, Count, ExpressionWrapper, OuterRef, Q, QuerySet, Subquery
@@ -38,17 +38,6 @@ _AT_LEAST_EVERY = timedelta(seconds=10)
 """After this time the next batch is resumed even if most of the last one is still ready: its rows may be unchangeable."""
 _ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming")
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
-
-
-class FoundTopic(NamedTuple):
-    """The state of a paused topic before an operator changed it.
-
-    Attributes:
-        paused_by: the name of the operator who paused it; "" for the circuit breaker.
-    """
-
-    paused_by: str
-    is_resuming: bool
 
 
 def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
@@ -185,7 +174,7 @@ def paused_topics(alias: str) -> QuerySet[PausedTopic]:
     return rows.order_by("topic")
 
 
-def pause_topic(alias: str, topic: str, by: str, reason: str) -> FoundTopic | None:
+def pause_topic(alias: str, topic: str, by: str, reason: str) -> PausedTopic | None:
     """Pause a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
     found = _found(alias, topic)
     row = PausedTopic(topic=topic, paused_by=by, reason=printable(reason, ERROR_LENGTH), paused_at=DatabaseTime())
@@ -196,7 +185,7 @@ def pause_topic(alias: str, topic: str, by: str, reason: str) -> FoundTopic | No
     return found
 
 
-def resume_topic(alias: str, topic: str) -> FoundTopic | None:
+def resume_topic(alias: str, topic: str) -> PausedTopic | None:
     """Begin to resume a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
     found = _found(alias, topic)
     if found and not found.is_resuming:
@@ -208,9 +197,9 @@ def _begin_resuming(alias: str, topic: str) -> None:
     _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0)
 
 
-def _found(alias: str, topic: str) -> FoundTopic | None:
-    row = _rows(alias, topic).select_for_update(no_key=True).first()
-    return None if row is None else FoundTopic(row.paused_by, row.is_resuming)
+def _found(alias: str, topic: str) -> PausedTopic | None:
+    found: PausedTopic | None = _rows(alias, topic).select_for_update(no_key=True).first()
+    return found
 
 
 def _locked(alias: str, topic: str, **conditions: Any) -> Any:

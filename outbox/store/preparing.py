@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 
 from django.db import connections, transaction
 from django.db.models import QuerySet
@@ -44,7 +45,7 @@ def resume(alias: str, position: int, *, reason: str = "") -> bool:
 
 def make_check_due(alias: str, position: int) -> bool:
     """Make the check of a prepared message due now. False: it is not prepared."""
-    return bool(_prepared(alias).filter(pk=position).update(available_at=DatabaseTime()))
+    return _update(alias, position, available_at=DatabaseTime())
 
 
 def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedelta) -> list[OutboxMessage]:
@@ -64,9 +65,7 @@ def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedel
 
 def defer_check(alias: str, position: int, every: timedelta, said: str) -> bool:
     """Defer the next check to `every` from now, because the checker still runs. False: the message was decided meanwhile."""
-    return bool(
-        _prepared(alias).filter(pk=position).update(available_at=DatabaseTime(every), last_error=printable(said, ERROR_LENGTH))
-    )
+    return _update(alias, position, available_at=DatabaseTime(every), last_error=printable(said, ERROR_LENGTH))
 
 
 def record_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
@@ -98,7 +97,7 @@ def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -
 
 def record_no_answer(alias: str, position: int, error: str) -> bool:
     """Record why a check gave no answer; this is not counted. False: the message is not prepared any more."""
-    return bool(_prepared(alias).filter(pk=position).update(last_error=printable(error, ERROR_LENGTH)))
+    return _update(alias, position, last_error=printable(error, ERROR_LENGTH))
 
 
 def state_of(alias: str, message_id: uuid.UUID) -> str:
@@ -109,6 +108,10 @@ def state_of(alias: str, message_id: uuid.UUID) -> str:
     last = decided.order_by("-pk").values_list("became", flat=True).first() or ""
     # A deleted message is settled, and its trail need not have that it was published.
     return State.PUBLISHED if last and last not in SETTLED else last
+
+
+def _update(alias: str, position: int, **columns: Any) -> bool:
+    return bool(_prepared(alias).filter(pk=position).update(**columns))
 
 
 def _prepared(alias: str) -> QuerySet[OutboxMessage]:

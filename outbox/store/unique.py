@@ -15,7 +15,7 @@ rolled back, conflicts in the index `outbox_history_unique` with a message that 
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, OperationalError, connections, transaction
@@ -72,12 +72,6 @@ IS_REPLACED = Q(is_unique=True, state__in=GIVEN_UP) & Q(
 """The message was given up, and another one with its topic and biz-id was published later or is not given up."""
 
 
-class UniqueMessage(NamedTuple):
-    message_id: uuid.UUID
-    position: int
-    state: str
-
-
 def is_published_already(alias: str, positions: Sequence[int]) -> bool:
     """Is a unique message with the topic and biz-id of one of these newly inserted messages in history?
 
@@ -120,10 +114,10 @@ def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int])
     return True
 
 
-def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
-    """The message with which an insert conflicted; None if it has been given up or purged since."""
+def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int, str] | None:
+    """Id, position and state of the message with which an insert conflicted; None if it has been given up or purged since."""
     # The last of several: a transaction with one snapshot still sees a message that was given up after it began.
-    found = (
+    return (
         OutboxMessage.objects.using(alias)
         .filter(topic=topic, biz_id=biz_id, is_unique=True)
         .exclude(state__in=GIVEN_UP)
@@ -131,7 +125,6 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
         .values_list("message_id", "pk", "state")
         .first()
     )
-    return found and UniqueMessage(*found)
 
 
 def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:

@@ -253,13 +253,8 @@ class AmqpTransport(Transport):
         self._channel.events["basic_return"].add(self._on_return)
 
     def _discard(self) -> None:
-        connection, self._connection, self._amqp, self._channel, self._blocked = (
-            self._connection,
-            None,
-            None,
-            None,
-            None,
-        )
+        connection = self._connection
+        self._connection = self._amqp = self._channel = self._blocked = None
         self._is_overdue = False
         self._late = {position: late for position, late in self._late.items() if late.verdict is not None}
         if connection is not None:

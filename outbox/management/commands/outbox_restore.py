@@ -9,8 +9,8 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
+from outbox.decisions import restoring
 from outbox.operators.previews import Restorable, preview_restoring
-from outbox.restoring import restoring
 from outbox.states import RESTORE
 from outbox.store.restoring import Restored, restored_by_default
 from outbox.store.selecting import Selection

@@ -16,7 +16,7 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from exactly_once.sql.now import DatabaseTime
-from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring
+from outbox import InvalidMessage, UnknownMessage, cancel, decisions, publish, reschedule, restore
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
 from outbox.store.restoring import restore as restore_one
@@ -63,7 +63,7 @@ class TestRestoredMessage:
         message = ended(state, delay=2 * HOUR, expires_in=HOUR)
         before = row_of(message)
 
-        assert restore(message.id) == restoring.Restoration(restored=1)
+        assert restore(message.id) == decisions.Restoration(restored=1)
 
         row = row_of(message)
         assert (row.pk, row.state, row.attempts, row.settled_at) == (before.pk, State.SCHEDULED, 0, None)
@@ -126,7 +126,7 @@ class TestRestoredMessage:
         message = ended()
 
         assert restore(message.id)
-        assert restore(message.id) == restoring.Restoration(restored=0, left={"ready": 1})
+        assert restore(message.id) == decisions.Restoration(restored=0, left={"ready": 1})
 
     def test_restore_leaves_messages_in_other_states_and_returns_the_state(self):
         for state in set(State) - set(RESTORE.sources):
@@ -141,7 +141,7 @@ class TestRestoredMessage:
     def test_restore_can_leave_overdue_messages(self):
         late, ahead = ended(biz_id="b"), ended(biz_id="b", delay=HOUR)
 
-        assert restore(topic=TOPIC, biz_id="b", overdue=False) == restoring.Restoration(restored=1, left={"overdue": 1})
+        assert restore(topic=TOPIC, biz_id="b", overdue=False) == decisions.Restoration(restored=1, left={"overdue": 1})
         assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
 
     def test_restore_records_the_previous_state_in_the_trail(self):
@@ -187,7 +187,7 @@ class TestRestore:
         assert state_of(message) == State.SCHEDULED
 
     def test_restore_by_topic_takes_every_message_in_several_steps(self, monkeypatch):
-        monkeypatch.setattr(restoring, "_AT_ONCE", 3)
+        monkeypatch.setattr(decisions, "_RESTORED_AT_ONCE", 3)
         mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
         others = [ended(topic="b"), published(topic="a")]
 
@@ -198,7 +198,7 @@ class TestRestore:
     def test_restore_can_be_limited_to_states(self):
         dead, cancelled = ended(State.DEAD, biz_id="b"), ended(biz_id="b")
 
-        assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == restoring.Restoration(restored=1, left={"dead": 1})
+        assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == decisions.Restoration(restored=1, left={"dead": 1})
         assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
         with pytest.raises(InvalidMessage, match="published"):
             restore(dead.id, states=["dead", "published"])
@@ -214,7 +214,7 @@ class TestRestore:
         assert state_of(message, "other") == State.SCHEDULED
 
     def test_restore_of_an_unknown_message_restores_nothing(self):
-        assert restore(uuid.uuid4()) == restore(topic="unknown") == restoring.Restoration(restored=0)
+        assert restore(uuid.uuid4()) == restore(topic="unknown") == decisions.Restoration(restored=0)
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
@@ -225,9 +225,9 @@ class TestRestore:
             restore(*arguments, **options)
 
     def test_restore_can_continue_after_an_interruption(self, monkeypatch):
-        monkeypatch.setattr(restoring, "_AT_ONCE", 2)
+        monkeypatch.setattr(decisions, "_RESTORED_AT_ONCE", 2)
         messages = [ended() for _ in range(5)]
-        first = next(restoring.restoring("default", [m.position for m in messages], states=RESTORABLE, overdue=True, reason=""))
+        first = next(decisions.restoring("default", [m.position for m in messages], states=RESTORABLE, overdue=True, reason=""))
 
         assert first.ready == 2
         assert restore(topic=TOPIC).restored == 3
@@ -258,7 +258,7 @@ def test_restore_leaves_a_row_locked_by_another_transaction_and_reports_it(monke
         with in_threads(lambda: restorations.append(restore(topic=TOPIC, biz_id="b"))):
             pass
 
-    assert restorations == [restoring.Restoration(restored=1, left={"locked": 1})]
+    assert restorations == [decisions.Restoration(restored=1, left={"locked": 1})]
     assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
 
 
@@ -273,14 +273,14 @@ class TestUniqueMessages:
         latest = published(biz_id="b", unique=True)
         set_columns(latest, state=second)
 
-        assert restore(replaced.id) == restoring.Restoration(restored=0, left={"replaced": 1})
+        assert restore(replaced.id) == decisions.Restoration(restored=0, left={"replaced": 1})
         assert (state_of(replaced), state_of(latest)) == (first, second)
         assert not restore_one("default", replaced.position)
 
     def test_restore_brings_back_the_last_of_several_cancelled_messages(self):
         messages = [ended(biz_id="b", unique=True) for _ in range(3)]
 
-        assert restore(topic=TOPIC, biz_id="b") == restoring.Restoration(restored=1, left={"replaced": 2})
+        assert restore(topic=TOPIC, biz_id="b") == decisions.Restoration(restored=1, left={"replaced": 2})
         assert [state_of(message) for message in messages] == [State.CANCELLED, State.CANCELLED, State.READY]
         assert not published(biz_id="b", unique=True).created
 
@@ -341,7 +341,7 @@ def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(endin
     replaced = [messages[7]] if ending == "commits" else []
     assert [message for message in messages if state_of(message) != State.READY] == replaced
     restored = len(messages) - len(replaced)
-    assert restorations == [restoring.Restoration(restored=restored, left={"replaced": 1} if replaced else {})]
+    assert restorations == [decisions.Restoration(restored=restored, left={"replaced": 1} if replaced else {})]
     assert TrailEntry.objects.filter(became=State.READY, was=State.CANCELLED).count() == restored
 
 
@@ -355,7 +355,7 @@ def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_resto
         with in_threads(lambda: restorations.append(restore(topic=TOPIC))):
             pass
 
-    assert restorations == [restoring.Restoration(restored=19, left={"locked": 1})]
+    assert restorations == [decisions.Restoration(restored=19, left={"locked": 1})]
     assert state_of(messages[7]) == State.CANCELLED
 
 

@@ -9,14 +9,14 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import pause, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
-from outbox.store import settling
+from outbox.store import settling, unwritable_rows
 from outbox.store.unwritable_rows import UnwritableRows
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.refused_rows import POISON, cleared, refused
-from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of
-from tests.support.waiting import wait_until
+from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of, states
+from tests.support.waiting import wait_until, wait_until_reached
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
 
 HOUR = timedelta(hours=1)
 REFUSED = "the database refuses to change the rows of"
@@ -148,9 +148,16 @@ class TestManyRows:
             wait_until(lambda: all_published(others))
             assert not all_published(bad)
             cleared()
-            wait_until(lambda: all_published(bad))
+            wait_until_reached(len(bad) + len(others), lambda: states().count(State.PUBLISHED))
 
         assert len(reports(caplog)) == 1
+
+    def test_search_that_takes_too_long_continues_in_later_passes(self, peer, monkeypatch):
+        monkeypatch.setattr(unwritable_rows, "_LONGEST_SEARCH_SECONDS", 0)
+        bad, others = among_others(backed_off, bad=3)
+        with refused(where=NOT_READY), relaying(peer.url, timed=True):
+            wait_until(lambda: all_published(others))
+            assert not any(state_of(one) == State.PUBLISHED for one in bad)
 
     def test_error_that_affects_every_row_is_raised(self):
         for _ in range(120):

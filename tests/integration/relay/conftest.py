@@ -1,0 +1,20 @@
+"""Fixtures of the tests of relays."""
+
+from math import inf
+
+import pytest
+
+from exactly_once.process import logs
+from outbox.store import unwritable_rows
+
+
+@pytest.fixture
+def reported_once(monkeypatch):
+    """What is reported once a minute is reported once, however long the test takes."""
+    monkeypatch.setattr(logs, "_REMINDER_SECONDS", inf)
+
+
+@pytest.fixture
+def unhurried_search(monkeypatch):
+    """A search for unwritable rows finds all of them, however slow the machine is; else it continues after their backoff."""
+    monkeypatch.setattr(unwritable_rows, "_LONGEST_SEARCH_SECONDS", inf)
