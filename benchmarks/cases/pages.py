@@ -53,7 +53,7 @@ FROM generate_series(0, %(rows)s - 1) n
 RECEIPTS = """
 INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at)
 SELECT id, handler, topic, biz_id, message_id, digest, received_at FROM inbox_inboxmessage UNION ALL
-SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'older-' || n, n, '',
+SELECT nextval('inbox_receipt_id_seq'), 'shop.handler-' || n %% 10, 'bench.topic', 'older-' || n, n::text, '',
   now() - interval '30 days'
 FROM generate_series(1, %(older)s) n
 """
