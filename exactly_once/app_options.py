@@ -1,7 +1,5 @@
 """The options that `OUTBOX` and `INBOX` both have, and those of `ALERTS`, as dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property

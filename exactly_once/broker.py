@@ -6,8 +6,6 @@ This module ensures that kombu tries each of them, and that they are of one kind
 This module opens no connection.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Callable

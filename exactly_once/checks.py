@@ -1,7 +1,5 @@
 """`manage.py check` for what both apps need: databases, their settings, and the functions that redact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 

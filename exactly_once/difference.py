@@ -1,7 +1,5 @@
 """What differs between two texts, line by line, for a person who is about to confirm it."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Sequence
 

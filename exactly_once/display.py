@@ -4,8 +4,6 @@ All content of a message is untrusted. It reaches the page through `format_html`
 could disguise a line are made visible.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from codecs import getincrementaldecoder

@@ -4,8 +4,6 @@ Both are short and do not contain values, so messages that fail for one reason h
 standard library, of installed packages and of this package are not the project's own.
 """
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import traceback

@@ -9,8 +9,6 @@ waits for it would itself look dead.
 A view says no more than which check failed: no host name, no error text. The command says why.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

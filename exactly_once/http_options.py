@@ -3,8 +3,6 @@
 A token is stored as the SHA-256 of its text. That is sufficient for a random token of 32 bytes, and it is not for a password.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

@@ -3,8 +3,6 @@
 A request has a limit for all of it. It must not delay a thread that receives, or a page: read it in a thread of its own.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

@@ -4,8 +4,6 @@ Only those parts of a URL are shown that are known to contain no secret. A value
 its type is shown instead.
 """
 
-from __future__ import annotations
-
 import re
 from urllib.parse import SplitResult, urlsplit
 

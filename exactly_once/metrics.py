@@ -8,8 +8,6 @@ fill the memory of this process and of the monitoring system.
 This module does not import prometheus_client, which is an extra.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 A table is in each database that has messages; its column `app` says which half a row is about.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from django.db import models

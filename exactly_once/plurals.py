@@ -1,7 +1,5 @@
 """Numbers, and counts in sentences: "1 message", "2,000 messages"."""
 
-from __future__ import annotations
-
 from django.utils.formats import number_format
 from django.utils.translation import ngettext as translated
 

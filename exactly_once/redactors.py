@@ -1,7 +1,5 @@
 """Functions of the project that redact: loaded by their dotted path when they are needed."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Callable

@@ -5,8 +5,6 @@ one. One error reports every problem of the dictionary. A value of the wrong typ
 password.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What a declaration of the states of a message consists of: its transitions, each declared once, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 A transport declares its `Capabilities`, and its users do not check which broker it is. One thread uses a transport.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

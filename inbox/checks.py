@@ -1,7 +1,5 @@
 """`manage.py check` for the inbox."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The `INBOX` setting, read into one frozen dataclass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta

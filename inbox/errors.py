@@ -1,7 +1,5 @@
 """Exceptions that a handler may raise, and errors of the inbox."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 _LONGEST_DELAY = timedelta(days=3650)

@@ -5,8 +5,6 @@ marks the message published. This is one database transaction, without network o
 each in its own transaction. Messages are durable and effects happen exactly once, on SQLite too.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence

@@ -5,8 +5,6 @@ a transition writes the same columns in all of them. The guard of each is in the
 write further columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of the alerts; see `operators.alerts`."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any, ClassVar
 

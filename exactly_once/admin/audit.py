@@ -1,7 +1,5 @@
 """The page of the audit log, with filters and export; see `operators.audit`."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

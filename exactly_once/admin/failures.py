@@ -1,7 +1,5 @@
 """Failure groups in the admin: messages that are retrying or dead, by what failed and where; with notes and decisions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

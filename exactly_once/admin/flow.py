@@ -1,7 +1,5 @@
 """The flow of messages: a chain by its correlation id, from each publish to its effects and to what its handlers published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from django.contrib import admin

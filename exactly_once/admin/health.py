@@ -3,8 +3,6 @@
 See `operators.database_health`. A figure that the database does not have is shown as unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any

@@ -9,8 +9,6 @@ An exact name has an index. For the others there is none, and they are searched 
 an error among those that are retrying or dead. A path and its value are parameters of the statement.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

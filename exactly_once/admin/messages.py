@@ -3,8 +3,6 @@
 This module contains no model: its subclasses declare theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Bulk operations in the admin: what, which messages, by whom, progress and outcome; and their cancellation."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar

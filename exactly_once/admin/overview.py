@@ -3,8 +3,6 @@
 What needs attention stands first, and each thing is said once: an alert is shown in the line that reports the same condition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Pages of the admin that show no rows of a table: flow, what runs now, topics and handlers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The admin page of pauses: topics in the outbox, handlers in the inbox. Adding a row pauses the topic or handler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

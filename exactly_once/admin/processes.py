@@ -3,8 +3,6 @@
 And what they run now, as they said with these heartbeats; and the runs under leases, which have rows.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ cost little: counts up to a limit, and the statistics of each minute that the pr
 figure is shown as unknown, never as 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta

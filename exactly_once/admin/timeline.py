@@ -1,7 +1,5 @@
 """The history of a message on its page: every transition in order of time, its present states, and its failed attempts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """A management command of any app: its help text is translated, and what it prints is escaped."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What commands draw on a terminal, with `rich`. Texts of messages are escaped: none can move the cursor or change a colour."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ They are read on a thread of its own: "q" and Ctrl-C end the view also while a d
 the last tables on the screen, below a line that says why. Without a terminal, or without `rich`, plain texts follow each other.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -4,8 +4,6 @@ An app registers the name of its `Part` when Django is ready. The part is import
 it, so no other process pays for it.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

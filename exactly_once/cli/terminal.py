@@ -4,8 +4,6 @@ On a terminal `rich` draws them, if it is installed (the extra `terminal`). With
 plain lines with the same words.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import uuid

@@ -3,8 +3,6 @@
 A token says which client calls, and what it may do. Only the body of a known client is read, up to a limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import wraps

@@ -1,7 +1,5 @@
 """Errors as problem details (RFC 9457): every answer of 400 and above is `application/problem+json`."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -9,8 +9,6 @@ that does this has its own database connection and delays no message. A delivery
 process holds the lease; it may be repeated when a process is killed in between.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -4,8 +4,6 @@ Call `record` inside the transaction of the action, so that an action without an
 be committed. The log is in the database of the objects, in the table `AuditEntry`.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import socket

@@ -7,8 +7,6 @@ Everything is read from PostgreSQL's statistics and catalogs; no table of messag
 is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta

@@ -1,7 +1,5 @@
 """Makes the partitions of history for the days ahead, and drops old ones: see `exactly_once.sql.partitions`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta

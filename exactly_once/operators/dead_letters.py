@@ -4,8 +4,6 @@ A line is a JSON object: `dead_letter`, the name of its app; the columns of the 
 if it is UTF-8, otherwise as base64 in `body_base64`. Instants are in ISO 8601. Content is neither masked nor shortened.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import uuid

@@ -1,7 +1,5 @@
 """What a rolled back transaction would have published, as the apps of this process see it; see `inbox.dry_run`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

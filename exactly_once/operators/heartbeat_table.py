@@ -1,7 +1,5 @@
 """The rows of processes, and what writes them: one heartbeat of each process every few seconds; see `process.heartbeat`."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence

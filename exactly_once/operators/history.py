@@ -5,8 +5,6 @@ partition is in the default partition. On SQLite history is the rows whose `day`
 transactions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta

@@ -7,8 +7,6 @@ message depends on it.
 No step ends or delays its process. A failed step is reported with its remedy, and tried again in the next round.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from datetime import timedelta

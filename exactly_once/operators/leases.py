@@ -3,8 +3,6 @@
 The alerts of an app and its housekeeping; on SQLite all relaying, on PostgreSQL the timer.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from datetime import timedelta

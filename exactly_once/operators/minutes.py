@@ -12,8 +12,6 @@ Prometheus is supported too, but the pages of the admin work without it.
 The ideas of counting are described in `telemetry.statistics`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

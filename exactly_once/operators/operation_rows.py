@@ -5,8 +5,6 @@ the batch is rolled back as a whole, and another process continues with the same
 longer finds its token, and changes nothing.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Each batch is one transaction under the lease of the operation, see `operation_r
 batch. A canary runs in waves: it waits until a wave has been run, and stops by itself when a message fails as before.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Callable, Collection, Mapping

@@ -7,8 +7,6 @@ The function gets a decoded payload of its own and may change it. If it fails, n
 cannot be decoded is not shown either.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ message id, which is the same from the publishing transaction to the last attemp
 Nothing is guessed. Facts that neither a trail nor a row contains are reported as unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime

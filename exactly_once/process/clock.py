@@ -6,8 +6,6 @@ running while the machine is suspended, as the database, the broker and the leas
 process could run; it stops during suspension.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -9,8 +9,6 @@ With its heartbeat a process also reads the operator's request in its row, see `
 This module contains no table, see `operators.heartbeat_table`.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

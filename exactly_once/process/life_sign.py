@@ -5,8 +5,6 @@ these does not make a process look dead. The process holds a lock on its file, w
 it ends: so a file that a killed process left is recognised, also when its pid has been given to another program.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

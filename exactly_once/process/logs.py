@@ -7,8 +7,6 @@ some handlers group by them.
 `Reminder` limits the lines about a lasting condition: one at once, then one a minute.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """An unavailable dependency: log it, wait with a cap, log it again at growing intervals, and log its recovery once."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ executes no bytecode. On the main thread such a wait would delay SIGTERM until t
 only for signals and for the end of the work, and ends the process when a stop takes too long.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ A heartbeat writes it, so that operators see also what has no row until it commi
 and to end only change a dictionary.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any, NamedTuple
 

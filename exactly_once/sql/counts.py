@@ -1,7 +1,5 @@
 """Cheap counts: exact up to a limit, or the planner's estimate. No count reads millions of rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

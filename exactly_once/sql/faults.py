@@ -7,8 +7,6 @@ fault of the code that ran the statement. For a statement of this project only i
 missing table or privilege then counts as an unavailable database.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

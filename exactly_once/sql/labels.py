@@ -5,8 +5,6 @@ Django derives from it the names of tables, permissions, URLs of the admin and m
 apps name themselves and each other by package, and convert it to the label where Django asks for one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from django.apps import apps

@@ -1,7 +1,5 @@
 """Values made from the rows of a model, and the deletion of old rows in short transactions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import timedelta

@@ -4,8 +4,6 @@ No error ends a loop. The loop waits for a database that is unavailable or lacks
 collision it tries again at once. An unexpected error is logged once a minute, and the loop pauses, longer each time.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from enum import Enum, auto

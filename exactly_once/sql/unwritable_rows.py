@@ -1,8 +1,6 @@
 """Rows that the database refuses to change, for example because of another application's trigger. They are skipped for a time,
 longer each time."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf

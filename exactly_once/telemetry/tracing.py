@@ -8,8 +8,6 @@ Names and attributes are those of the semantic conventions for messaging. Withou
 `traceparent` of the caller's message is passed on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ The outbox and the inbox compare the instants in their rows with the database's 
 moves the instants into the past instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 

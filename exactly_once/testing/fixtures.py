@@ -1,7 +1,5 @@
 """The functions of `outbox.testing` and `inbox.testing` as pytest fixtures."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

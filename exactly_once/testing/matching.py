@@ -3,8 +3,6 @@
 A message is a frozen dataclass with a `topic` and a `payload`. A path is written with `__`: `payload__items__0__sku="pen"`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

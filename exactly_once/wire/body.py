@@ -5,8 +5,6 @@ a limit, and the number of values is estimated before parsing, by a pass over th
 limits are proportional to the limit that the caller passes.
 """
 
-from __future__ import annotations
-
 import bz2
 import json
 import lzma

@@ -1,7 +1,5 @@
 """The message being handled in this context, so that messages that its handler publishes can name their cause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -8,8 +8,6 @@ Sources: CloudEvents 1.0.2; CloudEvents AMQP Protocol Binding 1.0.2; W3C Trace C
 docs/reference/wire-format.md documents this format, with frozen vectors.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """Unique names of messages and of processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -5,8 +5,6 @@ Blog, 2015). The delay is at least half of its nominal value, so that a document
 readable. The jitter keeps processes from retrying in step.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Make external text fit a column."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from functools import lru_cache

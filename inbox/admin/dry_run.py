@@ -1,7 +1,5 @@
 """The action “dry run”, and the page that shows its result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Admin pages of inbox messages: their state, why a message was not handled, and the operators' actions."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What the inbox shows on the pages about both halves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache, partial

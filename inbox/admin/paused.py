@@ -1,7 +1,5 @@
 """The paused handlers in the admin: since when, by whom, why, and how many stored messages wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from django import forms

@@ -4,8 +4,6 @@ This module accesses no database and no broker. Arguments and results are serial
 Decimals, UUIDs and bytes keep their types.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import pickle

@@ -9,8 +9,6 @@ The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This 
   comes later. If it were requeued, the broker would redeliver it at once, in a loop, and count that against it.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -3,8 +3,6 @@
 Celery counts the retries and computes the delays. A `Retry` that it cannot apply is refused when the task is declared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -7,8 +7,6 @@ channel, whose first confirm is that of the task, and the confirm has a deadline
 Other brokers have no confirms: there a task is sent when the transport's method returns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kombu.exceptions import OperationalError

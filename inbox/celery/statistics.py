@@ -7,8 +7,6 @@ written: an eager task, or one that a test calls, belongs to its caller's transa
 Celery imports this before Django's models can be imported, so what needs them is imported when the worker runs.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -13,8 +13,6 @@ A project's celery.py imports this module before Django's models can be imported
 a task is run.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

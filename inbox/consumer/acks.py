@@ -4,8 +4,6 @@ For RabbitMQ, an ack with `multiple` ("this tag and all before it") costs as muc
 settled. So one frame acknowledges the settled tags up to the first unsettled one. The later ones are acknowledged singly.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import kombu

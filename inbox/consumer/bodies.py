@@ -5,8 +5,6 @@ thread that owns the connection, and before the inbox knows which message it is.
 disables both; see `inbox.receiving.reading`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

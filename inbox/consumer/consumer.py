@@ -6,8 +6,6 @@ answer for a previous connection is dropped, because its delivery tag may now na
 or of a channel closes the connection; the broker delivers again, and the inbox suppresses the duplicates.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

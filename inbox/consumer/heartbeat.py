@@ -5,8 +5,6 @@ for them. The watchdog, not the heartbeat, ends a process whose loops are silent
 to send one affects only what operators see.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Housekeeping beside a process that runs handlers: the days of history, and what `operators.purging` deletes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import sha256
 

@@ -3,8 +3,6 @@
 A lane knows how many its handler takes at a time: one message, a batch, a group commit, or all that are waiting.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

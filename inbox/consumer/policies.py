@@ -7,8 +7,6 @@ are not detected.
 They are read when the consumer connects to the broker, and again while a queue may not be received from.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -4,8 +4,6 @@ The thread that owns the broker connection puts deliveries in and gets answers o
 so that neither starves the other. No more handlers run at a time than there are threads.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """How a worker handles a load of deliveries: read, receive and answer each."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -4,8 +4,6 @@ Each message is claimed in its own commit and run in its own transaction, so any
 any number of processes.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """A consumer process: consumer, runner, watchdog, companions, and an orderly shutdown."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator, Sequence

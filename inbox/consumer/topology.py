@@ -8,8 +8,6 @@ the next when that one ends, so messages are stored in order. `partitions` makes
 hashes the ordering key, so that a key is always in the same queue.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A registered handler: its function, topic, database and options."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator

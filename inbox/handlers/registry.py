@@ -1,7 +1,5 @@
 """The registry of handlers."""
 
-from __future__ import annotations
-
 import difflib
 
 from exactly_once.wire.formats import RUN_ELSEWHERE

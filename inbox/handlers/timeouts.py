@@ -6,8 +6,6 @@ cancels it. A handler that still runs at twice its timeout ends the process: its
 unanswered deliveries are redelivered to another process, which counts the attempt.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import logging

@@ -6,8 +6,6 @@ counted when a message is claimed, in the commit before the answer, so a message
 The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_STORE"]` is: the messages have rows in any case.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Registering a subscription: a handler whose messages clients claim."""
 
-from __future__ import annotations
-
 import re
 
 from django.db import DEFAULT_DB_ALIAS

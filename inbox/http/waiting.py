@@ -7,8 +7,6 @@ It polls, at growing intervals, and closes the connection before each pause. A n
 connection for each process that waits, and SQLite has none.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """The runs of joins in the admin: what they wait for, since when and until when, and the operators' decisions."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@
 message is a part of its run if and only if it is handled. The run id is its biz-id, so the inbox suppresses copies.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each locks the run, so that no message is added meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any

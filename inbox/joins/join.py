@@ -1,7 +1,5 @@
 """A join: what it waits for, and the argument of its function."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta

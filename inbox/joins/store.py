@@ -6,8 +6,6 @@ serialization error and is run again, because the lock is an UPDATE. The lock is
 while a user's function runs. The row of a run is locked after the run, or alone, so these locks cannot deadlock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The connection of a handler that runs outside any transaction: each of its statements commits by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 

@@ -4,8 +4,6 @@ The row is stored, with its body, when the lease is acquired. So a duplicate can
 over the message of a dead process when its lease has ended.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping

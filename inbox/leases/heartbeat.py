@@ -8,8 +8,6 @@ extension is retried until the lease must have ended. When the process is asked 
 its row then says so: see `receiving.crash_quarantine`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

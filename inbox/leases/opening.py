@@ -1,7 +1,5 @@
 """The lease store that the settings name."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

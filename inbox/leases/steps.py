@@ -5,8 +5,6 @@ whether the step has happened. A *repeatable* step is then taken again. Any othe
 finds it begun and not ended, the message becomes a dead letter, for an operator to check and decide.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -7,8 +7,6 @@ refused once the lease has ended or another was granted: an owner that was froze
 If the store is unavailable, it raises, and the message is not run.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ tokens from these. `take` never waits for a database: a separate thread leases m
 unavailable, no tokens are granted.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -5,8 +5,6 @@ as bring it to that length, shared between the queue's consumers. So they hardly
 Without a fresh reading nothing is dropped.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import threading

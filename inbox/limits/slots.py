@@ -7,8 +7,6 @@ slots in turn; otherwise stored messages would wait as long as deliveries arrive
 a stored message, a slot that a delivery used is not given to another delivery until the runner has polled again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace

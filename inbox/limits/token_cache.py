@@ -8,8 +8,6 @@ tokens expire (Jacobson 1988); otherwise a slow process would take tokens from t
 Pure arithmetic: the caller passes the time (monotonic, in seconds) and serialises the calls.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass

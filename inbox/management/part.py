@@ -1,7 +1,5 @@
 """The inbox's part of the commands and health checks for both apps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta

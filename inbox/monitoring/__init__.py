@@ -1,7 +1,5 @@
 """Monitoring of the inbox: gauges read from its tables, and the dashboard and alert rules for Prometheus and Grafana."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from exactly_once.process.clock import utcnow

@@ -4,8 +4,6 @@ The balance counts one row for the first delivery of a message, and one duplicat
 They are counted without being read: each count and sum has a partial index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The conditions that raise alerts of the inbox; see `exactly_once.operators.alerts`."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

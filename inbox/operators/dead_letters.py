@@ -1,7 +1,5 @@
 """Export and import of the inbox's dead letters, with the steps that they had completed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

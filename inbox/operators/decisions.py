@@ -5,8 +5,6 @@ statement for each state that they have. A row in an order, a running message an
 another row is promoted, a lease store is asked, or the task is sent again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

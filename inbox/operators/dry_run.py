@@ -6,8 +6,6 @@ so is what a handler does on connections and threads of its own, and what it com
 driver's connection.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading

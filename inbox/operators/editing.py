@@ -3,8 +3,6 @@
 The first row stays, as `skipped`: later deliveries of the published message still match its biz-id and its digest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence

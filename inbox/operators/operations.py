@@ -1,7 +1,5 @@
 """What operators can do to messages of the inbox, and how an operation does it in batches."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@ The inbox deduplicates by handler. So a renamed handler is a new one: it handles
 the queue of that name collects a copy of every message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

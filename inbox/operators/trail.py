@@ -1,7 +1,5 @@
 """The history of one message in the inbox: its trail in every handler, and the data of its rows."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 from operator import attrgetter

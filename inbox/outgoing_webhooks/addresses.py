@@ -5,8 +5,6 @@ that trust this network (server-side request forgery). So the host is resolved o
 connection is made to a checked address: a second answer of the name server (DNS rebinding) has no effect.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network

@@ -1,7 +1,5 @@
 """The endpoints of webhooks in the admin: how they fare, what waits for them, and the operators' decisions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`manage.py check` for webhooks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

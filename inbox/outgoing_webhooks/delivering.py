@@ -4,8 +4,6 @@ A request is sent at least once. If the process dies between the answer and the 
 same id and the same body.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import uuid

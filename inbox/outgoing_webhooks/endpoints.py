@@ -9,8 +9,6 @@ While an endpoint is not active, its messages stay due in the inbox, and no atte
 M. Nygard, "Release It!".
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from datetime import timedelta

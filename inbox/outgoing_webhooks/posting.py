@@ -8,8 +8,6 @@ A timeout of a socket limits each read, so a server that sends a byte now and th
 the socket down at the end of the time.
 """
 
-from __future__ import annotations
-
 import http.client
 import socket
 import ssl

@@ -4,8 +4,6 @@ It is a process of its own, so that requests to slow endpoints never occupy a th
 messages are read again and again; a new, paused or changed one takes effect in all processes without a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

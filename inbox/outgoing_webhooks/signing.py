@@ -4,8 +4,6 @@ The receiver verifies the id, the time and the body, see `outbox.incoming_webhoo
 every attempt, so the receiver deduplicates on it. The time is that of the attempt.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -13,8 +13,6 @@ many with one statement, and acknowledged after that commit; a runner handles it
 - a delivery that was parked (`parking`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The runner, or the next task, makes them before it claims a message.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import defaultdict, deque

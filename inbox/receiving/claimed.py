@@ -4,8 +4,6 @@ careful path.
 A run takes the same steps as that of a fresh delivery (`receive`), but begins with the lock of its row.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta

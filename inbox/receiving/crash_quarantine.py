@@ -8,8 +8,6 @@ A message is alone for `REDELIVERY_AFTER` at most, or one that hangs would stop 
 because its process was asked to stop causes no quarantine.
 """
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ Otherwise each duplicate would occupy a worker while it waits in the database fo
 process is handling the message, that is known only after a timeout, and is then remembered for a short time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator

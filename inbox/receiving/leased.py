@@ -5,8 +5,6 @@ ended. So a message has one owner at a time, its effect happens at least once, a
 overwrite the outcome of the next owner.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,6 @@ nor returned to the broker, and all its handlers pause. If the database can stor
 only that handler pauses, unless the message can be deferred: see `consumer.reception`.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The outcome of a delivery: stored, logged and announced by a signal. The other modules of `receiving` run the handler."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ Some redeliveries must be read before they can be stored. For these, a parked ro
 begun; it is deleted when the body has been read.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

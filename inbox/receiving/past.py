@@ -1,7 +1,5 @@
 """Which new handlers wait for their past, the messages that were published before they existed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from django.apps import apps

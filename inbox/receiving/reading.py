@@ -7,8 +7,6 @@ A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a re
 counted, because reading it may have ended the process before. See `parking`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from datetime import timedelta

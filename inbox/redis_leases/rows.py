@@ -1,7 +1,5 @@
 """The rows of messages whose lease is in Redis, and the record of its data losses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta

@@ -9,8 +9,6 @@ that this process knows of, and then does nothing. After a loss it is unknown wh
 run again automatically.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

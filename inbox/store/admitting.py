@@ -1,7 +1,5 @@
 """Storing deliveries that are not handled now, in their order, many with one statement."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

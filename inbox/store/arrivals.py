@@ -1,7 +1,5 @@
 """The first delivery of a message, and its duplicates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Heartbeats of consumers; see `exactly_once.process.heartbeat`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from django.db.models import QuerySet

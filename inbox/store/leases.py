@@ -4,8 +4,6 @@ A `running` row belongs to the owner of its latest *fence*, until `next_attempt_
 names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Messages from rows that a statement of PostgreSQL returns, without the ORM, which takes longer than the statement."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

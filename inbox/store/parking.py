@@ -1,7 +1,5 @@
 """Rows of parked deliveries, which are stored as they came, until their message can be identified and admitted."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from django.db import connections, transaction

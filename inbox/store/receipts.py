@@ -3,8 +3,6 @@
 The receipt outlives the message, whose history is dropped earlier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

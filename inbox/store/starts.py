@@ -1,7 +1,5 @@
 """The starts of new handlers: which of them wait for their past, and how far the outbox has handed it over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple

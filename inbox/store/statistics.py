@@ -4,8 +4,6 @@ Everything that handles messages counts here, in memory. The processes that send
 was counted; in any other process it is never written.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime

@@ -3,8 +3,6 @@
 A result of SQL's NULL means that the step was begun and its outcome is unknown. JSON's null is an ordinary result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from django.db import connections

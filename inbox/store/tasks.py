@@ -4,8 +4,6 @@ Such a row exists while a redelivered message is running, and after a worker die
 leaves none: Celery decides what comes next.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from datetime import timedelta

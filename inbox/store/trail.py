@@ -4,8 +4,6 @@ An entry is written in the transaction of its transition, on a row that this tra
 only if the transition was committed, even if the process was killed a moment later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trial write: can a database store now? Made after a failure to store, and when a process first uses the database."""
 
-from __future__ import annotations
-
 import os
 import uuid
 

@@ -1,7 +1,5 @@
 """This project's handlers as the test helpers run them: observed, and without limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields

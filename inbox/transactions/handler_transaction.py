@@ -3,8 +3,6 @@
 A handler that ends the transaction, or leaves it unable to commit, is detected.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

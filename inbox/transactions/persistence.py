@@ -5,8 +5,6 @@ statement of the inbox, and neither a collision nor the values of its row are th
 nothing is decided.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -15,8 +15,6 @@ would be committed, and all later work of this thread would be part of a transac
 removed, and the handler fails.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import defaultdict

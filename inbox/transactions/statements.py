@@ -4,8 +4,6 @@ Most statements contain none of the keywords. In the others, comments, quoted te
 statement of the string is checked.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
