@@ -6,9 +6,11 @@ from typing import Any, TypeVar
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, router
+from django.db import DatabaseError, InterfaceError, connections, router
 
+from exactly_once.operators.history import History
 from exactly_once.redactors import why_not_loaded
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.schema import our_apps
 
 _Options = TypeVar("_Options")
@@ -52,6 +54,29 @@ def check_databases(app_configs: object, databases: Sequence[str] | None = None,
         for alias in _with_our_tables(databases or ())
         if connections[alias].vendor not in _SUPPORTED_VENDORS
     ]
+
+
+def warnings_of_history(history: History, databases: Sequence[str], check: str) -> list[CheckMessage]:
+    """One for each of these databases whose user may not make and drop the partitions of history."""
+    app = history.model._meta.app_config.verbose_name.lower()
+    return [
+        Warning(
+            f"The user of the database {alias!r} may not make or drop the partitions of the {app}'s history. A process that "
+            "does its housekeeping as this user keeps all of it in the default partition, and deletes old messages one by one.",
+            hint=f"Make it the owner of the tables of the {app}, with CREATE on their schema; or silence this check if such "
+            "processes run as another user.",
+            id=check,
+        )
+        for alias in databases
+        if router.allow_migrate_model(alias, history.model) and _lacks_rights(alias, history)
+    ]
+
+
+def _lacks_rights(alias: str, history: History) -> bool:
+    try:
+        return is_postgresql(connections[alias]) and not history.days.may_be_made(alias)
+    except (DatabaseError, InterfaceError):
+        return False  # not migrated, which another check says, or unavailable
 
 
 @register()

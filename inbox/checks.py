@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
-from exactly_once.checks import check_with
+from exactly_once.checks import check_with, warnings_of_history
 from exactly_once.masking import masked
 from exactly_once.redactors import load, why_not_loaded
 from exactly_once.settings import InvalidOptions
@@ -24,6 +24,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.operators.purging import HISTORY
 from inbox.operators.renaming import names_without_code, warnings_of_new_names
 from inbox.receiving.past import has_outbox
 
@@ -41,6 +42,14 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
         # If the outbox is installed, it reports this.
         return [] if apps.is_installed("outbox") else [Error(str(error), id="inbox.E001")]
     return []
+
+
+@register(Tags.database)
+def check_history(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """inbox.W008: a database user that may not make and drop the partitions of history."""
+    return warnings_of_history(HISTORY, databases or (), "inbox.W008")
 
 
 @register()

@@ -10,17 +10,15 @@ import kombu
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
 from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
-from exactly_once.checks import check_with
+from exactly_once.checks import check_with, warnings_of_history
 from exactly_once.masking import masked
 from exactly_once.settings import InvalidOptions
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
-from outbox.models import OutboxMessage
-from outbox.store import claiming, history
+from outbox.store.history import HISTORY
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
 
@@ -79,24 +77,7 @@ def check_history(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """outbox.W007: a database user that may not make and drop the partitions of history."""
-    return [
-        Warning(
-            f"The user of the database {alias!r} may not make or drop the partitions of the outbox's history. A relay that "
-            "runs as this user keeps all of it in the default partition, and deletes old messages one by one.",
-            hint="Make it the owner of the tables of the outbox, with CREATE on their schema; or silence this check if relays "
-            "run as another user.",
-            id="outbox.W007",
-        )
-        for alias in databases or ()
-        if router.allow_migrate_model(alias, OutboxMessage) and _lacks_rights(alias)
-    ]
-
-
-def _lacks_rights(alias: str) -> bool:
-    try:
-        return claiming.claims_by_locks(alias) and not history.HISTORY.days.may_be_made(alias)
-    except (DatabaseError, InterfaceError):
-        return False  # not migrated, which another check says, or unavailable
+    return warnings_of_history(HISTORY, databases or (), "outbox.W007")
 
 
 @check_with(outbox_options)
