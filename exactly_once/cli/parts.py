@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from django.apps import apps
@@ -61,7 +62,7 @@ class Part:
         kind: their name in the checks of health, "relay".
         letters: its dead letters.
         history: of its messages.
-        remains: what is deleted besides, each with `name`, `rows` and `deletions`.
+        remains: by name, what is deleted besides, each with `rows` and `deletions`.
         trail: the model of the trail's entries.
         operations: its bulk operations.
         options: returns its settings.
@@ -71,7 +72,7 @@ class Part:
     kind: str
     letters: Letters
     history: History
-    remains: Sequence[Any] = ()
+    remains: Mapping[str, Any] = MappingProxyType({})
     trail: type[Model]
     operations: OperationTable
     options: Callable[[], Any]

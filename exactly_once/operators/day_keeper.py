@@ -54,8 +54,11 @@ class DayKeeper:
             if day not in {*existing} | self._unmakeable:
                 self._attempt(days.make, day, is_urgent=day <= today + 1)
         for day in existing:
-            if day <= last and self._attempt(self._history.drop_day, day, is_urgent=day < last):
-                logger.info("Dropped the history of the %s of %s.", self._app, date_of(day))
+            if day > last or self._history.keeps(self._alias, day):
+                continue
+            if not self._attempt(self._history.drop_day, day, is_urgent=day < last):
+                return  # each try delays those who write history
+            logger.info("Dropped the history of the %s of %s.", self._app, date_of(day))
 
     def deletions(self, last: int, *, chunk: int) -> Iterator[int]:
         """Delete the rows up to the day `last` whose days could not be dropped, once for each day; see `History`."""

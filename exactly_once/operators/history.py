@@ -5,7 +5,7 @@ partition is in the default partition. On SQLite history is the rows whose `day`
 transactions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
 from typing import Any
@@ -27,12 +27,14 @@ class History:
 
     Attributes:
         by: a unique field that history has an index of.
+        instants: the fields of the instants from which a row is kept; the latest counts.
         stays: by alias, the condition of rows that are not deleted, whatever their age.
         keeps: by alias and day, does the day have such a row? It is asked while the partition is locked.
     """
 
     model: type[Model]
     by: str
+    instants: Sequence[str]
     stays: Callable[[str], Q]
     keeps: Callable[[str, int], bool]
 
@@ -69,12 +71,12 @@ class History:
     def delete_days(self, alias: str, last: int, *, chunk: int) -> Iterator[int]:
         """Delete the rows of all days up to `last`; yields the number of rows deleted by each small transaction.
 
-        On PostgreSQL it deletes rows of the default partition, and those of partitions that have rows that stay.
+        On PostgreSQL it deletes rows of the default partition, and of partitions that could not be dropped for a day.
         """
         rows = self._old(alias).filter(day__lte=last)
         if is_postgresql(connections[alias]):
-            held = [day for day in self.days.existing(alias) if day <= last and self.keeps(alias, day)]
-            days = held + self.days.in_default(alias, last)
+            overdue = [day for day in self.days.existing(alias) if day < last]
+            days = overdue + self.days.in_default(alias, last)
             rows = rows.filter(day__in=days) if days else rows.none()
         yield from self._deleted(rows, chunk)
 
@@ -90,7 +92,8 @@ class History:
         return self.rows(alias).exclude(self.stays(alias))
 
     def _older(self, alias: str, older_than: timedelta) -> QuerySet[Any]:
-        return self._old(alias).filter(settled_at__lt=DatabaseTime(-older_than))
+        before = DatabaseTime(-older_than)
+        return self._old(alias).filter(*(Q(**{name: None}) | Q(**{f"{name}__lt": before}) for name in self.instants))
 
     def _deleted(self, rows: QuerySet[Any], chunk: int) -> Iterator[int]:
         """Delete along an index: on PostgreSQL each chunk starts after the last, so that it does not read the deleted rows."""
@@ -105,9 +108,7 @@ class History:
 
     def _dropped(self, alias: str, day: int) -> int:
         """Drop this day; the number of its rows. 0: it could not be dropped, so its rows have to be deleted."""
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"SELECT count(*) FROM {self.days.name(day)}")  # noqa: S608 - our own names
-            count: int = cursor.fetchone()[0]
+        count = self.rows(alias).filter(day=day).count()
         try:
             return count if self.drop_day(alias, day) else 0
         except DatabaseError as error:

@@ -31,15 +31,15 @@ class Housekeeper(Housekeeping):
         service = [inbox_options().group, *sorted(handler.name for handler in registry.all())]
         self._lease = TableLease(alias, f"inbox: housekeeping {sha256(repr(service).encode()).hexdigest()[:32]}")
         self._days = DayKeeper("inbox", alias, HISTORY)
-        self._walks = {one.name: Walk() for one in remains}
+        self._walks = {name: Walk() for name in remains}
 
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
         last = day_of(self._alias, options.KEEP_HISTORY) - 1
         self._days.keep(last)
         self._delete(self._days.deletions(last, chunk=CHUNK), stop)
-        for one in remains:
-            self._delete(one.deletions(self._alias, chunk=CHUNK, walk=self._walks[one.name]), stop)
+        for name, kind in remains.items():
+            self._delete(kind.deletions(self._alias, chunk=CHUNK, walk=self._walks[name]), stop)
         self._delete_entries(TrailEntry, operations, options, stop)
 
 

@@ -16,7 +16,7 @@ from django.db import OperationalError, connections, transaction
 
 from exactly_once.operators.operation_rows import RowOutcome, one_by_one
 from exactly_once.sql.connections import is_postgresql, lock_timeout
-from exactly_once.sql.faults import is_collision
+from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
@@ -158,6 +158,16 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
 
 def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     """Make the transition of these messages. Those that another transaction has locked are not waited for."""
+    try:
+        return _decide_many(alias, rows, decision)
+    except OperationalError as error:
+        if sqlstate_of(error) != SERIALIZATION_FAILURE:
+            raise
+    # A row was settled, and so moved, while it was being locked. The second time its new state is found.
+    return _decide_many(alias, rows, decision)
+
+
+def _decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     messages = InboxMessage.objects.using(alias).filter(pk__in=rows).only(*_NAMED).order_by("pk")
     changed: dict[str, list[int]] = {}
     unchanged: dict[int, str] = {}

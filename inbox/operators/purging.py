@@ -27,20 +27,22 @@ from inbox.store.heartbeats import lately_running_handlers
 _READ_ALL_SECONDS = 3600.0
 
 
-def _of_others(alias: str) -> Q:
+def _of_other_services(alias: str) -> Q:
     return Q(handler__in=[name for name in lately_running_handlers(alias) if not may_exist(name)])
 
 
-def _stays(alias: str) -> Q:
-    """A row with new content may have its only copy, so it stays as if it had been settled then."""
-    return _of_others(alias) | Q(conflicting_at__gte=DatabaseTime(-inbox_options().KEEP_HISTORY))
-
-
 def _has_rows_of_others(alias: str, day: int) -> bool:
-    return HISTORY.rows(alias).filter(_of_others(alias), day=day).exists()
+    return HISTORY.rows(alias).filter(_of_other_services(alias), day=day).exists()
 
 
-HISTORY = History(model=InboxMessage, by="id", stays=_stays, keeps=_has_rows_of_others)
+HISTORY = History(
+    model=InboxMessage,
+    by="id",
+    # A row with new content may have its only copy, so it stays as if it had been settled then.
+    instants=("settled_at", "conflicting_at"),
+    stays=_of_other_services,
+    keeps=_has_rows_of_others,
+)
 purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
 
 
@@ -74,8 +76,9 @@ class Remains:
         if not router.allow_migrate_model(alias, self.model):
             return
         walk, until = walk or Walk(), database_time(alias) - self.kept(inbox_options())
+        walk.begin()
         keys: QuerySet[Any] = QuerySet(self.model, using=alias).order_by("pk").values_list("pk", self.at)
-        while found := list(keys.filter(pk__gt=walk.begun())[:chunk]):
+        while found := list(keys.filter(pk__gt=walk.last)[:chunk]):
             last, youngest = found[-1][0], max(at for _, at in found)
             yield self.rows(alias).filter(pk__gte=found[0][0], pk__lte=last).delete()[1].get(self.model._meta.label, 0)
             if youngest >= until:
@@ -90,22 +93,28 @@ class Walk:
     last: int = 0
     again_at: float = field(default=-inf)
 
-    def begun(self) -> int:
+    def begin(self) -> None:
         if (now := monotonic()) >= self.again_at:
             self.last, self.again_at = 0, now + _READ_ALL_SECONDS
-        return self.last
 
 
-def of_history(options: InboxOptions) -> timedelta:
+def history_lifetime(options: InboxOptions) -> timedelta:
     return options.KEEP_HISTORY
 
 
-def _of_receipts(options: InboxOptions) -> timedelta:
+def _receipt_lifetime(options: InboxOptions) -> timedelta:
     return options.RETENTION
 
 
-remains = [
-    Remains(name="receipts", model=Receipt, message="pk", at="received_at", kept=_of_receipts, stays=_of_others),
-    Remains(name="steps", model=Step, message="message_id", at="taken_at", kept=of_history),
-]
-"""An optional package that stores more about messages adds its own."""
+remains: dict[str, Remains] = {}
+"""By name. An optional package that stores more about messages adds its own."""
+
+
+def add_remains(*kinds: Remains) -> None:
+    remains.update((kind.name, kind) for kind in kinds)
+
+
+add_remains(
+    Remains(name="receipts", model=Receipt, message="pk", at="received_at", kept=_receipt_lifetime, stays=_of_other_services),
+    Remains(name="steps", model=Step, message="message_id", at="taken_at", kept=history_lifetime),
+)

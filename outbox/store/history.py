@@ -19,7 +19,9 @@ def _has_pending(alias: str, day: int) -> bool:
         return cursor.fetchone() is not None
 
 
-HISTORY = History(model=OutboxMessage, by="message_id", stays=lambda _: _IS_PENDING, keeps=_has_pending)
+HISTORY = History(
+    model=OutboxMessage, by="message_id", instants=("settled_at",), stays=lambda _: _IS_PENDING, keeps=_has_pending
+)
 days, make_day, drop_day = HISTORY.days.existing, HISTORY.days.make, HISTORY.drop_day
 purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
 

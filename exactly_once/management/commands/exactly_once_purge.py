@@ -36,7 +36,7 @@ class Command(PartsCommand):
             messages = part.history.purgeable(alias, older_than)
             others = list(old_rows(part.app, alias, part.trail, part.operations, part.options()))
             counts = {_("messages"): messages}
-            counts |= {_(one.name): one.rows(alias).count() for one in part.remains}
+            counts |= {_(name): kind.rows(alias).count() for name, kind in part.remains.items()}
             counts |= {str(old.name): old.rows.count() for old in others}
             verb = _("would be deleted")
             if not options["dry_run"]:
@@ -44,7 +44,7 @@ class Command(PartsCommand):
                 # First, because the deletion is many transactions.
                 subject = Subject(kind="messages", name=f"{messages} messages")
                 record(part.app, alias, actor_of_command(__name__), "purge", [subject], {"older_than": str(older_than)})
-                deletions = [part.history.purge(alias, older_than), *(one.deletions(alias) for one in part.remains)]
+                deletions = [part.history.purge(alias, older_than), *(kind.deletions(alias) for kind in part.remains.values())]
                 deletions += [delete_in_chunks(old.rows, by=old.by) for old in others]
                 for (name, count), deletion in zip(list(counts.items()), deletions, strict=True):
                     counts[name] = _finished(Progress(f"{part.app}: {name}", count), deletion)

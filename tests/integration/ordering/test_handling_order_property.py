@@ -246,7 +246,7 @@ class Machine:
                 continue
             name, key = f"{self._names:03}", self.chance.choice(KEYS)
             self._names += 1
-            age = timedelta(days=40 if self.chance.random() < 0.04 else 0)  # too old is dead from the start
+            age = timedelta(days=400 if self.chance.random() < 0.04 else 0)  # too old is dead from the start
             self.queue.append(an_envelope({}, biz_id=name, key=key, created_at=utcnow() - age))
 
     def _consume(self, actor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.core.management import call_command
@@ -17,17 +18,19 @@ from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import skip
+from inbox.operators.editing import conflict_token, run_conflicting
+from inbox.operators.purging import purge_settled
 from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store.heartbeats import consumers
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, deliver, the_effect
+from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
 from tests.support.inbox_rows import delete_messages, make_older
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
-YEARS = timedelta(days=1000)
+WEEK, YEARS = timedelta(days=7), timedelta(days=1000)
 
 
 def fails(message):
@@ -172,3 +175,48 @@ def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_ro
     monkeypatch.setattr("inbox.operators.purging.monotonic", lambda: monotonic() + 3600)
     keeper.drain(StopRequest())
     assert receipts() == set(), "all of them once an hour"
+
+
+class TestConflictWithoutHistory:
+    @pytest.fixture
+    def handler(self, handles):
+        handler = handles(the_effect, name="tests.done")
+        deliver(handler, an_envelope(biz_id="7"))
+        make_older(InboxMessage.objects.all(), YEARS)
+        Receipt.objects.update(received_at=DatabaseTime())
+        list(purge_settled("default", WEEK))
+        assert not InboxMessage.objects.exists()
+        return handler
+
+    def test_other_content_is_not_run_and_is_shown_in_a_row(self, handler):
+        other = an_envelope({"order_id": 8}, biz_id="7")
+        assert deliver(handler, other) is Outcome.DUPLICATE
+
+        row = InboxMessage.objects.get()
+        assert (row.state, row.biz_id, row.conflicts, row.conflicting_id) == (State.DONE, "7", 1, other.id)
+        assert bytes(row.conflicting_body) == other.body
+        assert "history has been dropped" in row.last_error
+        assert Effect.objects.count() == 1
+
+        assert deliver(handler, other) is Outcome.DUPLICATE
+        assert InboxMessage.objects.get().conflicts == 2
+
+    def test_two_at_the_same_moment_are_shown_in_one_row(self, handler):
+        others = [an_envelope({"order_id": number}, biz_id="7") for number in (8, 9)]
+
+        def delivered(other):
+            while deliver(handler, other) is Outcome.DEFERRED:
+                pass
+
+        at_once([partial(delivered, other) for other in others])
+
+        assert (InboxMessage.objects.get().conflicts, Effect.objects.count()) == (2, 1)
+
+    def test_it_can_be_run_as_its_own_message(self, handler):
+        deliver(handler, an_envelope({"order_id": 8}, biz_id="7"))
+        row = InboxMessage.objects.get()
+
+        assert run_conflicting("default", row.pk, confirmed=[conflict_token(row)], by="by anna")
+        drain()
+
+        assert Effect.objects.count() == 2

@@ -140,7 +140,7 @@ class World:
         self.deliver(to, an_envelope(body=b"not JSON", id=f"bad-{fact}"), redelivered=redelivered)
 
     def too_old(self, to, fact):
-        self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=40)))
+        self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=400)))
 
     def stored_for_later(self, fact, *, redelivered):
         plain = self.handlers["plain"]

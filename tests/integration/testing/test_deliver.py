@@ -146,7 +146,7 @@ class TestDeliver:
         message = a_message()
 
         with pytest.raises(HandlerFailed, match="past the deduplication window"):
-            inbox_deliver(make_message(TOPIC, {}, created_at=message.created_at - timedelta(days=40)))
+            inbox_deliver(make_message(TOPIC, {}, created_at=message.created_at - timedelta(days=400)))
 
         assert len(inbox_dead()) == 1
 

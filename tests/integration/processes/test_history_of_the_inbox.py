@@ -1,0 +1,91 @@
+"""The days of the inbox's history: made and dropped by the processes that run handlers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from threading import Event
+
+import pytest
+from django.db import connection
+
+from exactly_once.process.loop import StopRequest
+from exactly_once.sql.days import day_of
+from inbox.consumer.housekeeping import Housekeeper
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
+from inbox.operators.purging import HISTORY
+from tests.support.deliveries import InAThread, deliver, the_effect
+from tests.support.heartbeats import a_consumer
+from tests.support.inbox_rows import make_older
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+WEEK = timedelta(days=7)
+
+
+@pytest.fixture
+def days():
+    """Those of the inbox, without what earlier tests have left."""
+    kept = HISTORY.days
+    for day in kept.existing("default"):
+        kept.drop("default", day)
+    yield kept
+    for day in kept.existing("default"):
+        kept.drop("default", day)
+
+
+def long_ago(days, *names, weeks=2):
+    """Messages of these handlers on a day with a partition."""
+    day = day_of("default", weeks * WEEK)
+    days.make("default", day)
+    make_older(InboxMessage.objects.filter(handler__in=names), weeks * WEEK)
+    return day
+
+
+class TestDays:
+    def test_old_day_is_dropped_and_the_days_ahead_are_made(self, handles, days):
+        deliver(handles(the_effect, name="tests.done"))
+        old, today = long_ago(days, "tests.done"), day_of("default")
+
+        Housekeeper("default").drain(StopRequest())
+
+        assert days.existing("default") == [today, today + 1, today + 2, today + 3]
+        assert (InboxMessage.objects.count(), old < today) == (0, True)
+        deliver(handles(the_effect, name="tests.new"))
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT count(*) FROM {days.name(today)}")
+            assert cursor.fetchone() == (1,)
+
+    def test_day_with_messages_of_another_service_stays_and_ours_of_that_day_are_deleted(self, handles, days):
+        for name in ("tests.done", "tests.elsewhere"):
+            deliver(handles(the_effect, name=name))
+        old = long_ago(days, "tests.done", "tests.elsewhere")
+        registry.remove("tests.elsewhere")
+        a_consumer(handlers=["tests.elsewhere"])
+
+        Housekeeper("default").drain(StopRequest())
+
+        assert old in days.existing("default")
+        assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"tests.elsewhere"}
+
+    def test_messages_of_a_day_that_cannot_be_dropped_for_long_are_deleted(self, handles, days):
+        """A handler's transaction holds a lock of history, and there may be one at every moment."""
+        deliver(handles(the_effect, name="tests.done"))
+        old, begun, ended = long_ago(days, "tests.done"), Event(), Event()
+
+        def slow(message):
+            begun.set()
+            ended.wait(60)
+
+        handler = handles(slow, name="tests.slow")
+        with InAThread(lambda: deliver(handler)):
+            try:
+                assert begun.wait(60)
+                Housekeeper("default").drain(StopRequest())
+                assert old in days.existing("default")
+                assert not InboxMessage.objects.filter(handler="tests.done").exists()
+            finally:
+                ended.set()
+
+        Housekeeper("default").drain(StopRequest())
+        assert old not in days.existing("default")
