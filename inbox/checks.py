@@ -18,7 +18,7 @@ from exactly_once.masking import masked
 from exactly_once.redactors import load, why_not_loaded
 from exactly_once.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
-from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, keeps_history
+from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, outbox_keeps_history
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
@@ -222,7 +222,7 @@ def check_starts(chosen: InboxOptions) -> Iterator[CheckMessage]:
                 + ". Then remove start_from.",
                 id="inbox.W005",
             )
-        elif not keeps_history():
+        elif not outbox_keeps_history():
             yield Warning(
                 f"{said} OUTBOX['KEEP_HISTORY'] is None, so there is no history and it gets messages from now on only.",
                 hint="Set OUTBOX['KEEP_HISTORY'] before you deploy a handler that wants its past, or remove start_from.",

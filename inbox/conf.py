@@ -179,7 +179,7 @@ def inbox_options() -> InboxOptions:
     return _latest[2]
 
 
-def keeps_history() -> bool:
+def outbox_keeps_history() -> bool:
     """Does the outbox of this project keep published messages?"""
     return _given_to_the_outbox("KEEP_HISTORY", ...) is not None
 

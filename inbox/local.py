@@ -16,7 +16,7 @@ from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
 from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.text import describe
-from inbox.conf import inbox_options, keeps_history
+from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
@@ -138,7 +138,7 @@ class LocalTransport(Transport):
         waiting = waiting_among(self._alias, unknown)
         self._started.update(handler.name for handler in unknown if handler.name not in waiting)
         # Without history it would not get them later, so it gets them before the rest of its past.
-        return waiting if keeps_history() else ()
+        return waiting if outbox_keeps_history() else ()
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
         """The handlers on another database, to which messages cannot be handed over."""

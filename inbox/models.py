@@ -20,7 +20,7 @@ CHAINED = ~Q(correlation_id="") & ~Q(correlation_id=models.F("message_id"))
 class Receipt(models.Model):
     """A message that one handler has accepted. It makes the message handled once, and is stored for `RETENTION`.
 
-    It is inserted with its message, in one statement, and not updated. It outlives its message, whose history is dropped after
+    It is inserted with its message, in one statement. It outlives its message, whose history is dropped after
     `KEEP_HISTORY`. A message that leaves no trace is deleted with it.
     """
 

@@ -20,16 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections, migrations, router, transaction
 from django.db.models import Model
 
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.days import date_of, number_of
-
-if TYPE_CHECKING:
-    pass
 
 LONGEST_WAIT = timedelta(seconds=0.2)
 COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024

@@ -6,7 +6,7 @@ from django.apps import apps
 from django.db import router
 
 from exactly_once.sql.labels import label_of
-from inbox.conf import keeps_history
+from inbox.conf import outbox_keeps_history
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.store import starts
@@ -30,4 +30,4 @@ def waiting_among(alias: str, handlers: Iterable[Handler]) -> frozenset[str]:
     Without history a new handler has no past, so its start is complete when it is recorded.
     """
     wanted = [Wanted(handler.name, handler.starts_at) for handler in handlers]
-    return starts.waiting_among(alias, wanted, has_past=keeps_history())
+    return starts.waiting_among(alias, wanted, has_past=outbox_keeps_history())
