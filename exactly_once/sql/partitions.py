@@ -73,7 +73,8 @@ class Days:
         with connections[alias].cursor() as cursor:
             found: list[int] = []
             for day in self.existing(alias):
-                cursor.execute(f"SELECT 1 FROM {self.name(day)} LIMIT 1")  # noqa: S608 - our own names
+                # Not by the name of its partition, which may have been dropped, or belong to another user.
+                cursor.execute(f"SELECT 1 FROM {self.table} WHERE day = %s LIMIT 1", [day])  # noqa: S608 - our own names
                 if cursor.fetchone():
                     found.append(day)
                     break

@@ -1,6 +1,7 @@
 """Housekeeping beside a process that runs handlers: the days of history, and what `operators.purging` deletes."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from hashlib import sha256
 
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -16,6 +17,9 @@ from inbox.models import TrailEntry
 from inbox.operators.operations import operations
 from inbox.operators.purging import HISTORY, Walk, remains
 
+_LONGEST_WAIT = timedelta(seconds=2)
+"""New deliveries wait as long. A handler's transaction holds a lock of history from its first statement on."""
+
 
 class Housekeeper(Housekeeping):
     """Makes and drops the days of history of one database, and deletes what is older than its retention.
@@ -30,7 +34,7 @@ class Housekeeper(Housekeeping):
         super().__init__(alias)
         service = [inbox_options().group, *sorted(handler.name for handler in registry.all())]
         self._lease = TableLease(alias, f"inbox: housekeeping {sha256(repr(service).encode()).hexdigest()[:32]}")
-        self._days = DayKeeper("inbox", alias, HISTORY)
+        self._days = DayKeeper("inbox", alias, HISTORY, _LONGEST_WAIT)
         self._walks = {name: Walk() for name in remains}
 
     def _steps(self, stop: StopRequest) -> None:

@@ -24,7 +24,7 @@ from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable, stored_row
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import record
@@ -146,6 +146,7 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
             if message is None or decision.why_not(message):
                 return False
             _write(alias, message, decision.written)
+            _remember_longer(alias, [row], decision)
             record(alias, [row], was=message.state, reason=decision.reason)
             if decision.written["state"] == State.RETRYING and _is_task(message):
                 _resend(alias, row)
@@ -183,6 +184,7 @@ def _decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Ro
                 changed.setdefault(message.state, []).append(row)
         for state, together in changed.items():
             InboxMessage.objects.using(alias).filter(pk__in=together).update(**decision.written)
+            _remember_longer(alias, together, decision)
             record(alias, together, was=state, reason=decision.reason)
     if missing := [row for row in rows if row not in found]:
         locked = {message.pk: message for message in messages.filter(pk__in=missing)}
@@ -200,6 +202,12 @@ def _decide_named(alias: str, names: Mapping[int, str], decision: Decision, row:
     message = InboxMessage.objects.using(alias).filter(pk=row).only("state").first()
     now = message and f"it is {message.get_state_display().lower()} now, and a process may be working on it"
     return RowOutcome(row, names[row], now or "it no longer exists")
+
+
+def _remember_longer(alias: str, rows: Sequence[int], decision: Decision) -> None:
+    """Keep the receipts of messages that are run now for `RETENTION` from now on: one that was dead may be as old as that."""
+    if decision.written["state"] == State.RETRYING:
+        Receipt.objects.using(alias).filter(pk__in=rows).update(received_at=DatabaseTime())
 
 
 def _name(message: InboxMessage) -> str:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections, transaction
+from django.db.models import F
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
@@ -161,29 +162,46 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
 
 def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | None:
     """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
+    named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id__in=_names(row))
+    found = {receipt.biz_id: receipt for receipt in named}
+    receipt = next((found[name] for name in _names(row) if name in found), None)
+    if receipt is None or _has_message(alias, receipt):
+        return None
+    cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
+    conflicting = receipt.digest != row.digest
+    if conflicting and not _show_conflict(alias, receipt, row, cause):
+        return None
+    return Earlier(receipt.pk, "", cause, conflicting=conflicting, abandoned=False)
+
+
+def _has_message(alias: str, receipt: Receipt) -> bool:
+    return InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists()
+
+
+def _show_conflict(alias: str, receipt: Receipt, row: NewRow, cause: DuplicateCause) -> bool:
+    """∅ → done, for a message without history and a duplicate with other content. False: another one is doing so, or has."""
     with transaction.atomic(using=alias):
-        # Locked, so that of two such duplicates one stores the row.
-        named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic)
-        found = {one.biz_id: one for one in named.filter(biz_id__in=_names(row)).select_for_update()}
-        receipt = next((found[name] for name in _names(row) if name in found), None)
-        if receipt is None or InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
-            return None
-        cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
-        conflicting, count = receipt.digest != row.digest, 1 + row.copies
-        if conflicting:
-            InboxMessage.objects.using(alias).create(
-                **{field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields},
-                **HANDLE.columns,
-                **counted_duplicates(cause, count),
-                body=b"",
-                last_error=HISTORY_DROPPED,
-                conflicts=count,
-                conflicting_id=row.message_id,
-                conflicting_body=row.body,
-                conflicting_at=DatabaseTime(),
-                conflicting_attributes=json.loads(attributes_of(row)),
-            )
-        return Earlier(receipt.pk, "", cause, conflicting=conflicting, abandoned=False)
+        same = Receipt.objects.using(alias).filter(pk=receipt.pk)
+        if not same.select_for_update(skip_locked=is_postgresql(connections[alias])):
+            return False
+        # A lock alone changes nothing, so a REPEATABLE READ transaction that comes after this one would get no error.
+        same.update(digest=F("digest"))
+        if _has_message(alias, receipt):
+            return False
+        count = 1 + row.copies
+        InboxMessage.objects.using(alias).create(
+            **{field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields},
+            **HANDLE.columns,
+            **counted_duplicates(cause, count),
+            body=b"",
+            last_error=HISTORY_DROPPED,
+            conflicts=count,
+            conflicting_id=row.message_id,
+            conflicting_body=row.body,
+            conflicting_at=DatabaseTime(),
+            conflicting_attributes=json.loads(attributes_of(row)),
+        )
+        return True
 
 
 def _names(row: NewRow) -> list[str]:

@@ -23,7 +23,7 @@ def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
         insert_one(alias, Insertion(row=row, state=State.WAITING), duplicate_timeout, recorded=False)
         with connections[alias].cursor() as cursor:
             cursor.execute(
-                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} AND {IS_OPEN} RETURNING attempts",
+                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE id = {receipts.ID_OF} RETURNING attempts",
                 receipts.name_of(row),
             )
             found = cursor.fetchone()

@@ -230,7 +230,11 @@ def is_rolled_back(guard: Guard) -> bool:
 
 def _committed(guard: Guard) -> tuple[str, list[Any]]:
     """A query for its rows if the handler has committed them."""
-    found = f"SELECT id FROM {TABLE} WHERE id = ANY(%s) AND state = 'done' AND xmin = %s::xid8::xid"
+    # By the receipt, because a duplicate may have been counted in the message since.
+    found = (
+        f"SELECT m.id FROM {TABLE} m JOIN {RECEIPTS} r ON r.id = m.id "
+        "WHERE r.id = ANY(%s) AND m.state = 'done' AND r.xmin = %s::xid8::xid"
+    )
     return found, [list(guard.rows), guard.transaction]
 
 

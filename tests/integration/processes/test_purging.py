@@ -13,20 +13,23 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import NAME_LENGTH
+from inbox import Retry
 from inbox.conf import inbox_options
 from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, TrailEntry
-from inbox.operators.decisions import skip
+from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.operators.purging import purge_settled
 from inbox.outcome import Outcome
+from inbox.receiving.reading import parked_row
 from inbox.states import State
 from inbox.store.heartbeats import consumers
+from inbox.store.parking import begin_reading
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
-from tests.support.inbox_rows import delete_messages, make_older
+from tests.support.inbox_rows import delete_messages, make_older, settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -175,6 +178,34 @@ def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_ro
     monkeypatch.setattr("inbox.operators.purging.monotonic", lambda: monotonic() + 3600)
     keeper.drain(StopRequest())
     assert receipts() == set(), "all of them once an hour"
+
+
+def test_receipt_of_an_old_dead_letter_is_kept_for_its_retention_after_it_was_retried(handles, settings):
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    broken = [True]
+
+    def handle(message):
+        if broken:
+            raise ValueError("not yet")
+
+    deliver(handles(handle, name="tests.dead", retry=Retry(max_attempts=1)))
+    make_older(InboxMessage.objects.all(), YEARS)
+    broken.clear()
+    assert retry("default", InboxMessage.objects.get().pk)
+    drain()
+    settle(InboxMessage.objects.all(), ago=2 * WEEK)
+
+    call_command("inbox_consume", drain=True)
+
+    assert (states(), receipts()) == (set(), {"tests.dead"})
+
+
+def test_attempts_to_read_a_parked_body_are_counted_after_an_operator_has_skipped_it(handles):
+    row = parked_row(handles(the_effect), an_envelope(), redelivered=True)
+    assert begin_reading("default", row, WEEK) == 1
+    skip("default", InboxMessage.objects.get().pk, "not wanted")
+
+    assert begin_reading("default", row, WEEK) == 2
 
 
 class TestConflictWithoutHistory:

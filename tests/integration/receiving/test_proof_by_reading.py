@@ -20,7 +20,7 @@ from inbox.store import arrivals, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, drain, make_due, the_effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, drain, make_due, the_effect
 from tests.support.servers import PostgresServer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -99,6 +99,21 @@ class TestTransactionThatEnded:
         assert received(handles(handler)) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
+
+    def test_duplicate_that_is_counted_between_such_a_commit_and_a_failure_changes_nothing(self, handles):
+        envelope = an_envelope()
+
+        def handler(message):
+            commits_by_the_driver(message)
+            with InAThread(lambda: received(registered, envelope)) as copy:
+                pass
+            assert copy.answer is Outcome.DUPLICATE
+            raise ValueError("half done")
+
+        registered = handles(handler)
+        assert received(registered, envelope) is Outcome.DEAD
+        row = InboxMessage.objects.get()
+        assert (row.state, row.last_error, row.duplicates) == (State.DEAD, ABANDONED, 1)
 
     def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
         handler, envelope = handles(commits_by_the_driver), an_envelope()
