@@ -56,16 +56,16 @@ def check_databases(app_configs: object, databases: Sequence[str] | None = None,
     ]
 
 
-def warnings_of_history(history: History, databases: Sequence[str], check: str) -> list[CheckMessage]:
+def warnings_of_history(history: History, databases: Sequence[str], *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
     """One for each of these databases whose user may not make and drop the partitions of history."""
-    app = history.model._meta.app_config.verbose_name.lower()
+    app = id.partition(".")[0]
     return [
         Warning(
             f"The user of the database {alias!r} may not make or drop the partitions of the {app}'s history. A process that "
             "does its housekeeping as this user keeps all of it in the default partition, and deletes old messages one by one.",
             hint=f"Make it the owner of the tables of the {app}, with CREATE on their schema; or silence this check if such "
             "processes run as another user.",
-            id=check,
+            id=id,
         )
         for alias in databases
         if router.allow_migrate_model(alias, history.model) and _lacks_rights(alias, history)

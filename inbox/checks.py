@@ -49,7 +49,7 @@ def check_history(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """inbox.W008: a database user that may not make and drop the partitions of history."""
-    return warnings_of_history(HISTORY, databases or (), "inbox.W008")
+    return warnings_of_history(HISTORY, databases or (), id="inbox.W008")
 
 
 @register()

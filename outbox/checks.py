@@ -77,7 +77,7 @@ def check_history(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """outbox.W007: a database user that may not make and drop the partitions of history."""
-    return warnings_of_history(HISTORY, databases or (), "outbox.W007")
+    return warnings_of_history(HISTORY, databases or (), id="outbox.W007")
 
 
 @check_with(outbox_options)

@@ -4,6 +4,8 @@ The outbox and the inbox compare the instants in their rows with the database's 
 moves the instants into the past instead.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any

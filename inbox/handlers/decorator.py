@@ -4,6 +4,8 @@ Handlers are discovered in each app's `handlers.py`. Deduplication uses the hand
 every message again, so set `renamed_from=` when you rename a function.
 """
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Registering a subscription: a handler whose messages clients claim."""
 
+from __future__ import annotations
+
 import re
 
 from django.db import DEFAULT_DB_ALIAS

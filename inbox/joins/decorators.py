@@ -6,6 +6,8 @@ The run id of a request and its answer is the correlation id, which `outbox.requ
 that arrives before its request waits for it, copies of both are suppressed, and the timeout is the deadline of the run.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Pausing a handler: its messages stay where they are, in order, and no process runs them until it is resumed."""
 
+from __future__ import annotations
+
 import logging
 from functools import partial
 from typing import Any

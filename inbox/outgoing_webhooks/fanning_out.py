@@ -4,6 +4,8 @@ The row has the body that is sent, so every attempt sends the same bytes. The ro
 all, and the receivers deduplicate on it.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace

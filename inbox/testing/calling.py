@@ -1,5 +1,7 @@
 """Call a handler directly, in a transaction as in production."""
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace

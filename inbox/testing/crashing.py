@@ -8,6 +8,8 @@ observed through its call; the commit after it is the next one on its connection
 A forked process has the handlers, settings and databases of the test, including changes by fixtures.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import signal

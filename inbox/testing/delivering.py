@@ -1,5 +1,7 @@
 """Deliver messages to the handlers of this project as a consumer does, and run stored messages."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

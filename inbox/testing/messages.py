@@ -1,5 +1,7 @@
 """Messages for tests, and their wire format."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from datetime import datetime

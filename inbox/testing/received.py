@@ -1,5 +1,7 @@
 """The states of the messages that the handlers under test have received."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
