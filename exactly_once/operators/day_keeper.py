@@ -78,11 +78,11 @@ class DayKeeper:
             if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, self._app, describe(error))
+            elif sqlstate_of(error) == CHECK_VIOLATION:
+                self._unmakeable.add(day)
             elif is_collision(error) or is_canceled(error):
                 # For example, a transaction that reads or writes history is open. Waiting for it would delay the others.
                 logger.debug("History of %s is in use: %s", date_of(day), error)
-            elif sqlstate_of(error) == CHECK_VIOLATION:
-                self._unmakeable.add(day)
             else:
                 raise
             return False

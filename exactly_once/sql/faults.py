@@ -15,6 +15,7 @@ from django.db.transaction import TransactionManagementError
 
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
 _CANCELED = "57014"
+_CHECK_VIOLATION = "23514"
 _COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
 _READ_ONLY, _RESOURCES, _SYSTEM = "25006", "53...", "58..."
 _LOST_SESSION = re.compile(r"08...|57P0[1-5]|25P03")
@@ -37,7 +38,17 @@ _LOST = re.compile(r"connection|terminat|server closed|SSL|EOF|could not receive
 
 def is_collision(error: BaseException) -> bool:
     """Did two transactions conflict? PostgreSQL's documentation says to run this one again."""
-    return any(getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) for link in _chain(error))
+    return any(
+        getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) or _is_misrouted(link) for link in _chain(error)
+    )
+
+
+def _is_misrouted(error: BaseException) -> bool:
+    """Was the row on its way into the default partition while that of its day was made? The next try finds the new one.
+
+    PostgreSQL reports it as the violation of a CHECK constraint without a name.
+    """
+    return getattr(error, "sqlstate", None) == _CHECK_VIOLATION and error.diag.constraint_name is None  # type: ignore[attr-defined] # psycopg's
 
 
 def is_lock_timeout(error: BaseException) -> bool:

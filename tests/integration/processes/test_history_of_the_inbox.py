@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
 from threading import Event
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
@@ -14,9 +15,11 @@ from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.purging import HISTORY
+from inbox.outcome import Outcome
 from tests.support.deliveries import InAThread, deliver, the_effect
 from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import make_older
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -40,6 +43,12 @@ def long_ago(days, *names, weeks=2):
     days.make("default", day)
     make_older(InboxMessage.objects.filter(handler__in=names), weeks * WEEK)
     return day
+
+
+def waits_for_the_default():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM pg_locks WHERE relation = %s::regclass AND NOT granted", [HISTORY.days.default])
+        return cursor.fetchone()
 
 
 class TestDays:
@@ -89,3 +98,18 @@ class TestDays:
 
         Housekeeper("default").drain(StopRequest())
         assert old not in days.existing("default")
+
+    def test_delivery_that_waits_while_the_partition_of_its_day_is_made_is_handled_with_one_attempt(self, handles, days):
+        """Its row was on its way into the default partition, which no longer takes it."""
+        handler, today = handles(the_effect, name="tests.done"), day_of("default")
+        with ExitStack() as afterwards, transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(f"LOCK TABLE ONLY {days.history} IN SHARE UPDATE EXCLUSIVE MODE")
+            cursor.execute(f"CREATE TABLE {days.name(today)} (LIKE {days.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+            cursor.execute(f"LOCK TABLE {days.default} IN ACCESS EXCLUSIVE MODE")
+            delivery = afterwards.enter_context(InAThread(lambda: deliver(handler)))
+            wait_until(waits_for_the_default)
+            bounds = f"FROM ({today}) TO ({today + 1})"
+            cursor.execute(f"ALTER TABLE {days.history} ATTACH PARTITION {days.name(today)} FOR VALUES {bounds}")
+
+        assert delivery.answer is Outcome.HANDLED
+        assert InboxMessage.objects.get().attempts == 1
