@@ -451,7 +451,7 @@ MUTATIONS = {
         ),
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
-    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_behind", do_nothing)),
+    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(failures, "promote_behind", do_nothing)),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
     "dead does not block its key": (
