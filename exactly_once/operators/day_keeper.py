@@ -12,8 +12,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import date_of, day_of
-from exactly_once.sql.faults import is_canceled, is_collision, sqlstate_of
-from exactly_once.sql.partitions import CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE
+from exactly_once.sql.faults import CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from django.db.models import Model, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, date_of, day_of
-from exactly_once.sql.faults import is_collision, sqlstate_of
+from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.partitions import INSUFFICIENT_PRIVILEGE, Days
+from exactly_once.sql.partitions import Days
 from exactly_once.sql.rows import delete_in_chunks
 
 

@@ -9,13 +9,16 @@ missing table or privilege then counts as an unavailable database.
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, IntegrityError, InterfaceError, OperationalError
 from django.db.transaction import TransactionManagementError
 
+from exactly_once.sql.partitions import DEFAULT_SUFFIX
+
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
 _CANCELED = "57014"
-_CHECK_VIOLATION = "23514"
+CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE = "23514", "42501"
 _COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
 _READ_ONLY, _RESOURCES, _SYSTEM = "25006", "53...", "58..."
 _LOST_SESSION = re.compile(r"08...|57P0[1-5]|25P03")
@@ -44,11 +47,14 @@ def is_collision(error: BaseException) -> bool:
 
 
 def _is_misrouted(error: BaseException) -> bool:
-    """Was the row on its way into the default partition while that of its day was made? The next try finds the new one.
+    """Was the row on its way into the default partition of history while that of its day was made? The next try finds that.
 
-    PostgreSQL reports it as the violation of a CHECK constraint without a name.
+    PostgreSQL reports it as the violation of a CHECK constraint without a name, like any row that its partition does not take.
     """
-    return getattr(error, "sqlstate", None) == _CHECK_VIOLATION and error.diag.constraint_name is None  # type: ignore[attr-defined] # psycopg's
+    if getattr(error, "sqlstate", None) != CHECK_VIOLATION:
+        return False
+    found: Any = getattr(error, "diag", None)
+    return found.constraint_name is None and (found.table_name or "").endswith(DEFAULT_SUFFIX)
 
 
 def is_lock_timeout(error: BaseException) -> bool:

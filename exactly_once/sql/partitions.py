@@ -30,7 +30,8 @@ from exactly_once.sql.days import date_of, number_of
 
 LONGEST_WAIT = timedelta(seconds=0.2)
 COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
-INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
+DEFAULT_SUFFIX = "_history_default"
+"""Of the names of default partitions."""
 _LONGEST_READ = timedelta(seconds=2)
 LIVE_STORAGE = (
     "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0, "
@@ -52,7 +53,7 @@ class Days:
 
     @property
     def default(self) -> str:
-        return f"{self.table}_history_default"
+        return f"{self.table}{DEFAULT_SUFFIX}"
 
     def name(self, day: int) -> str:
         """The table of a day."""

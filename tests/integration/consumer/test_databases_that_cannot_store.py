@@ -460,6 +460,25 @@ def test_missing_table_of_a_handler_is_its_failed_attempt(handles):
     assert "missing" in row.last_error
 
 
+@pytest.fixture
+def measurements():
+    """A project's own table in partitions, which has none for most of its rows."""
+    execute(
+        "CREATE TABLE measurements (at int) PARTITION BY RANGE (at); "
+        "CREATE TABLE measurements_1 PARTITION OF measurements FOR VALUES FROM (1) TO (2)"
+    )
+    yield
+    execute("DROP TABLE measurements")
+
+
+@pytest.mark.parametrize("insert", ["INSERT INTO measurements VALUES (7)", "INSERT INTO measurements_1 VALUES (7)"])
+def test_row_without_a_partition_of_a_table_of_the_project_is_a_failed_attempt(handles, measurements, insert):
+    deliver(handles(lambda message: execute(insert)), an_envelope())
+
+    row = InboxMessage.objects.get()
+    assert (row.state, row.attempts, row.error_class) == (State.RETRYING, 1, "django.db.utils.IntegrityError")
+
+
 class TestSessions:
     """A session that was opened while the database was read-only stays read-only."""
 
