@@ -1,4 +1,4 @@
-from typing import Any
+from functools import partial
 
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate
@@ -23,6 +23,8 @@ class InboxConfig(AppConfig):
         from exactly_once.operators.trail import register
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.consumer.heartbeat import CONSUMERS
+        from inbox.migrations._partitions import LAYOUT
+        from inbox.models import InboxMessage
         from inbox.operators import trail
         from inbox.operators.alerting import CONDITIONS
 
@@ -31,12 +33,5 @@ class InboxConfig(AppConfig):
         register_process_kind(CONSUMERS)
         register_conditions("inbox", CONDITIONS)
 
-        post_migrate.connect(_partition, sender=self)
+        post_migrate.connect(partial(LAYOUT.partition_plain_table, InboxMessage), sender=self, weak=False)
         autodiscover_modules("handlers")
-
-
-def _partition(sender: Any, using: str, **kwargs: Any) -> None:
-    from inbox.migrations._partitions import LAYOUT
-    from inbox.models import InboxMessage
-
-    LAYOUT.partition_plain_table(InboxMessage, using)

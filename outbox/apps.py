@@ -1,4 +1,4 @@
-from typing import Any
+from functools import partial
 
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate
@@ -23,6 +23,8 @@ class OutboxConfig(AppConfig):
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from outbox import checks  # noqa: F401 - registers itself
+        from outbox.migrations._partitions import LAYOUT
+        from outbox.models import OutboxMessage
         from outbox.operators import dry_run, trail
         from outbox.operators.alerting import CONDITIONS
         from outbox.operators.relays import RELAYS
@@ -33,12 +35,5 @@ class OutboxConfig(AppConfig):
         publishing.register("outbox", dry_run)
         register_conditions("outbox", CONDITIONS)
 
-        post_migrate.connect(_partition, sender=self)
+        post_migrate.connect(partial(LAYOUT.partition_plain_table, OutboxMessage), sender=self, weak=False)
         autodiscover_modules("callbacks")
-
-
-def _partition(sender: Any, using: str, **kwargs: Any) -> None:
-    from outbox.migrations._partitions import LAYOUT
-    from outbox.models import OutboxMessage
-
-    LAYOUT.partition_plain_table(OutboxMessage, using)

@@ -56,6 +56,11 @@ def day_of(alias: str, ago: timedelta = timedelta()) -> int:
     return day
 
 
+def last_day(alias: str, kept: timedelta) -> int:
+    """The last day that is older than `kept` from beginning to end."""
+    return day_of(alias, kept) - 1
+
+
 def date_of(day: int) -> date:
     return _EPOCH + timedelta(days=day)
 

@@ -186,8 +186,8 @@ class Layout:
             f"CREATE TABLE {history}_default PARTITION OF {history} DEFAULT",
         ]
 
-    def partition_plain_table(self, model: type[Model], using: str) -> None:
-        """Partition a table that Django has created without migrations, as for tests that run with `--nomigrations`."""
+    def partition_plain_table(self, model: type[Model], *, using: str, **signal: Any) -> None:
+        """After `post_migrate`: partition a table that Django has created without migrations, as with `--nomigrations`."""
         connection, table = connections[using], model._meta.db_table
         if connection.vendor != "postgresql" or not router.allow_migrate_model(using, model):
             return

@@ -10,7 +10,7 @@ from exactly_once.operators.day_keeper import DayKeeper
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.operators.leases import TableLease
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import day_of
+from exactly_once.sql.days import last_day
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import TrailEntry
@@ -39,7 +39,7 @@ class Housekeeper(Housekeeping):
 
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
-        last = day_of(self._alias, options.KEEP_HISTORY) - 1
+        last = last_day(self._alias, options.KEEP_HISTORY)
         self._days.keep(last)
         self._delete(self._days.deletions(last, chunk=CHUNK), stop)
         for name, kind in remains.items():

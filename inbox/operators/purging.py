@@ -43,7 +43,6 @@ HISTORY = History(
     stays=_of_other_services,
     keeps=_has_rows_of_others,
 )
-purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,8 +222,8 @@ def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> s
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     """Why this delivery is too old (or too new) for deduplication, or "": the maximum message age.
 
-    Rows are purged after RETENTION; a later copy would have its effect again. The margin is far larger than any skew between
-    the compared clocks: that of the producer's database, this machine's and, when rows are purged, our database's.
+    Receipts are deleted after RETENTION; a later copy would have its effect again. The margin is far larger than any skew
+    between the compared clocks: that of the producer's database, this machine's and, when receipts are deleted, our database's.
     """
     if envelope.created_at is None:
         return ""

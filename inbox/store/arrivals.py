@@ -17,7 +17,7 @@ from inbox.states import DUE, HANDLE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
 from inbox.store.inserting import Insertion, insert_many, insert_one
-from inbox.store.receipts import ID_OF, name_of
+from inbox.store.receipts import ID_OF
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
 
@@ -145,7 +145,7 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         [
             *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
             *(row.digest, attributes_of(row), row.digest),
-            *(row.handler, row.topic, conflicting_name(row.digest, row.biz_id), *name_of(row)),
+            *(value for name in _names(row) for value in (row.handler, row.topic, name)),
         ],
     )
     if not found:
@@ -205,5 +205,5 @@ def _show_conflict(alias: str, receipt: Receipt, row: NewRow, cause: DuplicateCa
 
 
 def _names(row: NewRow) -> list[str]:
-    """The biz-ids that `_EARLIER` looks for."""
+    """The biz-ids that `_EARLIER` looks for, in its order."""
     return [conflicting_name(row.digest, row.biz_id), row.biz_id]

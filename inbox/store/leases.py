@@ -102,10 +102,8 @@ def lease_stored(
     """
     token = fence or claimed.fence
     with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
-        written, over = (
-            {**LEASE.columns, "fence": token, "next_attempt_at": DatabaseTime(lease)},
-            claimed.state == State.RUNNING,
-        )
+        written = {**LEASE.columns, "fence": token, "next_attempt_at": DatabaseTime(lease)}
+        over = claimed.state == State.RUNNING
         reason = _LEASE_OVER if over else ""
         ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason, matters=over)
         _refuse_concurrent_run(alias, claimed.pk, exclusive_key)

@@ -10,7 +10,7 @@ from django.utils.translation import gettext as _
 from exactly_once.cli.parts import Part
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.plurals import ngettext
-from exactly_once.sql.days import date_of, day_of
+from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
@@ -62,7 +62,7 @@ class OutboxPart(Part):
             yield _calls(calls)
         if paused := list(pausing.paused_topics(alias)):
             yield _paused(paused)
-        if days := history.days_with_pending_callbacks(alias, day_of(alias, outbox_options().keeps) - 1):
+        if days := history.days_with_pending_callbacks(alias, last_day(alias, outbox_options().keeps)):
             words = _("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.")
             yield sentence(words % {"dates": ", ".join(str(date_of(day)) for day in days)})
         if states[State.STUCK]:

@@ -15,7 +15,7 @@ from exactly_once.operators.day_keeper import DayKeeper
 from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import date_of, day_of
+from exactly_once.sql.days import date_of, last_day
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
 from outbox.operators.operations import operations
@@ -50,8 +50,7 @@ class Housekeeper(Housekeeping):
 
     @property
     def _last(self) -> int:
-        """The last day that is older than the retention from beginning to end."""
-        return day_of(self._alias, self._options.keeps) - 1
+        return last_day(self._alias, self._options.keeps)
 
     def _report_pending_days(self) -> None:
         if monotonic() - self._reported_pending_at < _PENDING_REPORT_SECONDS:

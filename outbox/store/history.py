@@ -22,8 +22,6 @@ def _has_pending(alias: str, day: int) -> bool:
 HISTORY = History(
     model=OutboxMessage, by="message_id", instants=("settled_at",), stays=lambda _: _IS_PENDING, keeps=_has_pending
 )
-days, make_day, drop_day = HISTORY.days.existing, HISTORY.days.make, HISTORY.drop_day
-purge_settled, purgeable = HISTORY.purge, HISTORY.purgeable
 
 
 def days_with_pending_callbacks(alias: str, last: int) -> list[int]:

@@ -32,6 +32,7 @@ from tests.support.crash.points import (
     WRITE,
 )
 
+DAYS = history.HISTORY.days
 UNHURRIED = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
 """Long enough that no message is sent again because of a deadline, also on a slow machine."""
 
@@ -76,10 +77,10 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
 @pytest.mark.parametrize("point", [f"{when} {step} 2" for step in (MAKE_DAY, DROP_DAY) for when in ("before", "after")])
 def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point):
     today = day_of("default")
-    for day in history.days("default"):
-        history.drop_day("default", day)  # an earlier test's
+    for day in DAYS.existing("default"):
+        history.HISTORY.drop_day("default", day)  # an earlier test's
     for day in (today - 20, today - 19, today - 18):
-        history.make_day("default", day)
+        DAYS.make("default", day)
 
     world.dies_at(point, world.relay)
     Lease.objects.all().delete()  # as if it had run out
@@ -88,8 +89,8 @@ def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point)
     world.operate(OPERATIONS)
 
     ahead = range(today + 1, today + 4)
-    world.wait_until(lambda: set(ahead) <= set(history.days("default")), "the days ahead have their partitions")
-    world.wait_until(lambda: min(history.days("default")) >= today, "the old days are dropped")
+    world.wait_until(lambda: set(ahead) <= set(DAYS.existing("default")), "the days ahead have their partitions")
+    world.wait_until(lambda: min(DAYS.existing("default")) >= today, "the old days are dropped")
     world.assert_nothing_went_wrong(world.drain())
 
 

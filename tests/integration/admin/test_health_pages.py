@@ -62,8 +62,8 @@ class TestOnPostgreSQL:
             assert expected in text
 
     def test_partitions_of_history_are_one_table_among_the_tables(self):
-        for day in history.days("default"):  # of earlier tests
-            history.drop_day("default", day)
+        for day in history.HISTORY.days.existing("default"):  # of earlier tests
+            history.HISTORY.drop_day("default", day)
         found = health.tables("default", ["outbox_outboxmessage"])
         assert {table.name: table.parent for table in found} == {
             "outbox_outboxmessage_live": "",

@@ -124,7 +124,7 @@ def test_purge_deletes_in_chunks():
     for _ in range(7):
         settled(State.PUBLISHED, 8 * DAY)
 
-    assert list(history.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
+    assert list(history.HISTORY.purge("default", DAY, chunk=3)) == [3, 3, 1]
     assert left() == []
 
 

@@ -20,7 +20,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
-from inbox.operators.purging import purge_settled
+from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.receiving.reading import parked_row
 from inbox.states import State
@@ -215,7 +215,7 @@ class TestConflictWithoutHistory:
         deliver(handler, an_envelope(biz_id="7"))
         make_older(InboxMessage.objects.all(), YEARS)
         Receipt.objects.update(received_at=DatabaseTime())
-        list(purge_settled("default", WEEK))
+        list(HISTORY.purge("default", WEEK))
         assert not InboxMessage.objects.exists()
         return handler
 

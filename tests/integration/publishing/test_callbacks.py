@@ -396,12 +396,12 @@ def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
     relay()
     OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(days=-30)))
 
-    assert history.purgeable("default", timedelta(days=7)) == 1
+    assert history.HISTORY.purgeable("default", timedelta(days=7)) == 1
     call_command("exactly_once_purge", verbosity=0, stdout=io.StringIO())
 
     assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
     discard_call("default", pending().pk)
-    assert history.purgeable("default", timedelta(days=7)) == 1
+    assert history.HISTORY.purgeable("default", timedelta(days=7)) == 1
     assert not OutboxMessage.objects.filter(message_id=purged.id).exists()
 
 
@@ -418,7 +418,7 @@ def test_purge_keeps_a_message_that_is_settled_again_during_the_purge(add_callba
         return execute(sql, *arguments)
 
     with connection.execute_wrapper(meanwhile):
-        assert list(history.purge_settled("default", timedelta(days=7))) == [0]
+        assert list(history.HISTORY.purge("default", timedelta(days=7))) == [0]
 
     assert pending().message.message_id == message.id
 

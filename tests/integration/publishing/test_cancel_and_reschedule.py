@@ -160,7 +160,7 @@ class TestUnknownMessages:
     def test_decision_about_a_deleted_message_is_not_found(self):
         message = in_state(State.PUBLISHED)
         set_columns(message, settled_at=DatabaseTime(-HOUR))
-        assert sum(history.purge_settled("default", A_MOMENT)) == 1
+        assert sum(history.HISTORY.purge("default", A_MOMENT)) == 1
 
         assert cancel(message.id) == NOT_FOUND
 

@@ -32,6 +32,7 @@ from tests.support.http_api import HTTP, Api
 from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, relaying, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
 
+DAYS = history.HISTORY.days
 pytestmark = pytest.mark.django_db(transaction=True)
 every_database = pytest.mark.every_database
 
@@ -139,7 +140,7 @@ def _no_days():
 
 def without_days():
     if connection.vendor == "postgresql":
-        for day in history.days("default"):
+        for day in DAYS.existing("default"):
             execute(f"DROP TABLE {TABLE}_{date_of(day):%Y_%m_%d}")
 
 
@@ -168,7 +169,7 @@ class TestWhereAMessageIs:
             assert row_of(message).day == LIVE
 
     def test_message_moves_to_the_partition_of_its_day_and_back(self, today):
-        history.make_day("default", today)
+        DAYS.make("default", today)
         message = published()
         assert part_of(message) == LIVE_PART
 
@@ -269,26 +270,32 @@ class TestWhoWaits:
         with in_threads(publisher):
             assert first.wait(60)
             try:
-                history.make_day("default", today)
-                assert history.drop_day("default", today)
+                DAYS.make("default", today)
+                assert history.HISTORY.drop_day("default", today)
             finally:
                 done.set()
 
     def test_publisher_does_not_wait_while_making_a_day_waits_for_a_reader_of_history(self, today, monkeypatch):
         monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
-        with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: history.make_day("default", today)):
+        with (
+            a_session(f"SELECT count(*) FROM {TABLE}") as reader,
+            in_threads(lambda: DAYS.make("default", today)),
+        ):
             wait_until(lambda: a_session_waits_for(f"{HISTORY}_default"))
             published()
             with transaction.atomic():
                 publish_many([Draft(TOPIC, {})] * 20)
             assert a_session_waits_for(f"{HISTORY}_default")
             reader.rollback()
-        assert history.days("default") == [today]
+        assert DAYS.existing("default") == [today]
 
     @pytest.mark.parametrize("step", ["make", "drop"])
     def test_making_and_dropping_a_day_wait_for_a_reader_of_history_for_a_moment_only(self, today, step):
-        history.make_day("default", today)
-        changes = {"make": lambda: history.make_day("default", today + 1), "drop": lambda: history.drop_day("default", today)}
+        DAYS.make("default", today)
+        changes = {
+            "make": lambda: DAYS.make("default", today + 1),
+            "drop": lambda: history.HISTORY.drop_day("default", today),
+        }
         with a_session(f"SELECT count(*) FROM {TABLE}"), pytest.raises(OperationalError, match="lock timeout"):
             changes[step]()
         changes[step]()
@@ -495,11 +502,11 @@ class TestHousekeeping:
         a_round()
         a_round()
 
-        assert history.days("default") == [today, today + 1, today + 2, today + 3]
+        assert DAYS.existing("default") == [today, today + 1, today + 2, today + 3]
 
     def test_days_are_made_and_dropped_while_the_passes_of_relays_always_take_long(self, today, peer):
         """A broker that confirms late keeps every pass in its transaction, which has locked history."""
-        history.make_day("default", today - 20)
+        DAYS.make("default", today - 20)
 
         def confirm_late(arrived):
             return [lambda: time.sleep(1.5), lambda: peer.ack(arrived)]
@@ -510,21 +517,21 @@ class TestHousekeeping:
         with relaying(peer.url, relays=2, BATCH_SIZE=1):
             wait_until(lambda: peer.published)
             a_round()
-            made = history.days("default")
+            made = DAYS.existing("default")
 
         assert today + 1 in made
         assert today - 20 not in made
 
     def test_days_older_than_keep_history_are_dropped_and_younger_ones_stay(self, today):
         for day in (today - 9, today - 8, today - 7):
-            history.make_day("default", day)
+            DAYS.make("default", day)
         old, older = settled_before(8), settled_before(9)
         young = settled_before(7)
 
         a_round(KEEP_HISTORY=7 * DAY)
 
         assert set(OutboxMessage.objects.values_list("message_id", flat=True)) == {young.id}
-        assert history.days("default")[0] == today - 7
+        assert DAYS.existing("default")[0] == today - 7
         assert {old.position, older.position} & set(OutboxMessage.objects.values_list("pk", flat=True)) == set()
 
     @every_database
@@ -553,7 +560,7 @@ class TestHousekeeping:
     @every_database
     def test_message_with_a_pending_callback_stays_with_its_day_and_is_reported(self, today, caplog):
         if connection.vendor == "postgresql":
-            history.make_day("default", today - 9)
+            DAYS.make("default", today - 9)
         message = settled_before(9)
         before = DatabaseTime(-9 * DAY)
         PendingCallback.objects.create(message_id=message.id, event="published", settled_at=before, available_at=before)
@@ -573,22 +580,22 @@ class TestHousekeeping:
         assert first.take_lease()
 
         second._round(StopRequest())
-        assert history.days("default") == []
+        assert DAYS.existing("default") == []
 
         first.release_lease()
         second._round(StopRequest())
-        assert history.days("default")
+        assert DAYS.existing("default")
 
     def test_concurrent_housekeepers_do_not_disturb_each_other(self, today, monkeypatch, caplog):
         monkeypatch.setattr(Housekeeper, "take_lease", lambda self: True)
         for day in range(today - 20, today - 10):
-            history.make_day("default", day)
+            DAYS.make("default", day)
 
         with in_threads(*(a_round for _ in range(4))):
             pass
         a_round()
 
-        assert history.days("default") == [today, today + 1, today + 2, today + 3]
+        assert DAYS.existing("default") == [today, today + 1, today + 2, today + 3]
         assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
 
     def test_rows_already_in_the_default_partition_stay_there(self, today):
@@ -596,8 +603,8 @@ class TestHousekeeping:
 
         a_round()
 
-        assert today not in history.days("default")
-        assert today + 1 in history.days("default")
+        assert today not in DAYS.existing("default")
+        assert today + 1 in DAYS.existing("default")
         assert part_of(message) == f"{HISTORY}_default"
 
     def test_user_without_the_right_to_make_partitions_gets_the_remedy_and_old_rows_are_deleted(self, caplog):
@@ -646,21 +653,21 @@ class TestHousekeeping:
 
         keeping = housekeeper()
         with monkeypatch.context() as patch:
-            patch.setattr("outbox.relay.housekeeping.day_of", fail)
+            patch.setattr("outbox.relay.housekeeping.last_day", fail)
             keeping.drain(StopRequest())
             keeping.drain(StopRequest())
         keeping.drain(StopRequest())
 
         assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
-        assert history.days("default")
+        assert DAYS.existing("default")
 
     def test_dropping_a_day_leaves_no_dead_rows(self, today):
-        history.make_day("default", today)
+        DAYS.make("default", today)
         with transaction.atomic():
             messages = publish_many([Draft(TOPIC, {})] * 2000)
             settling.settle("default", Settlement(published=[message.position for message in messages]))
 
-        assert history.drop_day("default", today)
+        assert history.HISTORY.drop_day("default", today)
 
         execute("SELECT pg_stat_force_next_flush()")
         history_and_days = "relname LIKE %s AND relname <> %s"
@@ -764,7 +771,7 @@ class TestMidnight:
 
     def test_messages_settled_before_and_after_midnight_in_one_transaction_move_to_their_days(self, today):
         for day in (today - 1, today):
-            history.make_day("default", day)
+            DAYS.make("default", day)
         first, second = published(), published()
 
         with transaction.atomic():

@@ -215,11 +215,11 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
 
 def test_housekeeping_makes_and_drops_days_and_leaves_no_session_state(pgbouncer):
     today = day_of("default")
-    history.make_day("default", today - 20)
+    history.HISTORY.days.make("default", today - 20)
 
     Housekeeper("default", OutboxOptions()).drain(StopRequest())
 
-    assert [day for day in history.days("default") if day != today] == [today + 1, today + 2, today + 3]
+    assert [day for day in history.HISTORY.days.existing("default") if day != today] == [today + 1, today + 2, today + 3]
     assert left_behind(pgbouncer) == set()
 
 

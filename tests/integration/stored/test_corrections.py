@@ -236,7 +236,7 @@ class TestCorrectedMessage:
         new = corrected(row)
         make_older(InboxMessage.objects.filter(pk=row.pk), 2 * OPTIONS.KEEP_HISTORY)
 
-        assert sum(purging.purge_settled("default", OPTIONS.KEEP_HISTORY)) == 1
+        assert sum(purging.HISTORY.purge("default", OPTIONS.KEEP_HISTORY)) == 1
         drain()
 
         assert (the_row(pk=new.pk).state, seen[-1].biz_id) == (State.DONE, "order-7")
