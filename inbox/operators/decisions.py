@@ -5,12 +5,12 @@ statement for each state that they have. A row in an order, a running message an
 another row is promoted, a lease store is asked, or the task is sent again.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
 
@@ -29,6 +29,8 @@ from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import record
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 OPERATORS_WAIT = timedelta(seconds=10)
 REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
 """Exceptions with which an action on one message reports that it was refused."""
@@ -157,18 +159,28 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
         raise
 
 
+def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decide once more if another transaction has settled a row while it was being locked, to read its new state.
+
+    A settled row moves to another partition, and PostgreSQL refuses to lock the version that was found before.
+    """
+
+    @wraps(function)
+    def decided(*given: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return function(*given, **named)
+        except (OperationalError, NotEditable) as error:
+            cause = error.__cause__ if isinstance(error, NotEditable) else error
+            if cause is None or sqlstate_of(cause) != SERIALIZATION_FAILURE:
+                raise
+        return function(*given, **named)
+
+    return decided
+
+
+@again_if_settled
 def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     """Make the transition of these messages. Those that another transaction has locked are not waited for."""
-    try:
-        return _decide_many(alias, rows, decision)
-    except OperationalError as error:
-        if sqlstate_of(error) != SERIALIZATION_FAILURE:
-            raise
-    # A row was settled, and so moved, while it was being locked. The second time its new state is found.
-    return _decide_many(alias, rows, decision)
-
-
-def _decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     messages = InboxMessage.objects.using(alias).filter(pk__in=rows).only(*_NAMED).order_by("pk")
     changed: dict[str, list[int]] = {}
     unchanged: dict[int, str] = {}

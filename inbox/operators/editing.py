@@ -5,18 +5,17 @@ The first row stays, as `skipped`: later deliveries of the published message sti
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from django.db import OperationalError
 from django.db.models import F
 
 from exactly_once.difference import difference
 from exactly_once.display import as_editable
-from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
+from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -36,8 +35,6 @@ from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail import record
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
 _STEPS_NAMED = 5
 
@@ -95,25 +92,7 @@ def correct(stored: InboxMessage, text: str) -> Correction:
     return Correction(row=replace(row, biz_id=biz_id), changes=difference(before, after))
 
 
-def _again_if_settled(edit: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Once more if another transaction has settled the row that it waited for, to read the new state.
-
-    A settled row moves to another partition, and PostgreSQL refuses to lock the version that was found before.
-    """
-
-    @wraps(edit)
-    def edited(*given: _P.args, **named: _P.kwargs) -> _T:
-        try:
-            return edit(*given, **named)
-        except NotEditable as error:
-            if error.__cause__ is None or sqlstate_of(error.__cause__) != SERIALIZATION_FAILURE:
-                raise
-        return edit(*given, **named)
-
-    return edited
-
-
-@_again_if_settled
+@decisions.again_if_settled
 def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
     """dead → skipped, and ∅ → received, due now, for a row with the payload in `text`; its number. None: it is no longer dead.
 
@@ -183,7 +162,7 @@ def conflict_token(stored: InboxMessage) -> str:
     return hashlib.sha256(named.encode(errors="replace")).hexdigest()
 
 
-@_again_if_settled
+@decisions.again_if_settled
 def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str) -> bool:
     """∅ → received, due now, for the latest duplicate with other content of this row. False: none is stored, or it was run.
 
