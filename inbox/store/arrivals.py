@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections, transaction
-from django.db.models import F
+from django.db.models import Exists, F, OuterRef
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
@@ -162,20 +162,18 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
 
 def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | None:
     """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
+    # By one statement: a message may be deleted with its receipt meanwhile, and its next delivery must not be a duplicate then.
     named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id__in=_names(row))
-    found = {receipt.biz_id: receipt for receipt in named}
+    has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef("pk")))
+    found: dict[str, Any] = {receipt.biz_id: receipt for receipt in named.annotate(has_message=has_message)}
     receipt = next((found[name] for name in _names(row) if name in found), None)
-    if receipt is None or _has_message(alias, receipt):
+    if receipt is None or receipt.has_message:
         return None
     cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
     conflicting = receipt.digest != row.digest
     if conflicting and not _show_conflict(alias, receipt, row, cause):
         return None
     return Earlier(receipt.pk, "", cause, conflicting=conflicting, abandoned=False)
-
-
-def _has_message(alias: str, receipt: Receipt) -> bool:
-    return InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists()
 
 
 def _show_conflict(alias: str, receipt: Receipt, row: NewRow, cause: DuplicateCause) -> bool:
@@ -186,7 +184,7 @@ def _show_conflict(alias: str, receipt: Receipt, row: NewRow, cause: DuplicateCa
             return False
         # A lock alone changes nothing, so a REPEATABLE READ transaction that comes after this one would get no error.
         same.update(digest=F("digest"))
-        if _has_message(alias, receipt):
+        if InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
             return False
         count = 1 + row.copies
         InboxMessage.objects.using(alias).create(

@@ -16,7 +16,10 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
-from tests.support.deliveries import InAThread, deliver, the_effect
+from inbox.receiving.reading import read
+from inbox.store import receipts
+from inbox.store.arrivals import count_duplicate
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, deliver, the_effect
 from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import make_older
 from tests.support.waiting import wait_until
@@ -113,3 +116,34 @@ class TestDays:
 
         assert delivery.answer is Outcome.HANDLED
         assert InboxMessage.objects.get().attempts == 1
+
+
+def test_message_that_is_being_deleted_is_not_taken_for_one_without_history(handles):
+    """As a task that failed, or a parked delivery: it is deleted with its receipt, so its next delivery is handled."""
+    handler, envelope = handles(the_effect), an_envelope()
+    deliver(handler, envelope)
+    row = read(handler, envelope, OPTIONS).row
+    is_deleted, may_commit, statements = Event(), Event(), []
+
+    def delete():
+        with transaction.atomic():
+            receipts.delete("default", "handler = %s", [handler.name])
+            is_deleted.set()
+            assert may_commit.wait(60)
+
+    with InAThread(delete) as deletion:
+
+        def commit_after_two(execute, *statement):
+            statements.append(statement)
+            if len(statements) > 2:
+                may_commit.set()
+                wait_until(lambda: deletion.ended)
+            return execute(*statement)
+
+        assert is_deleted.wait(60)
+        with connection.execute_wrapper(commit_after_two):
+            counted = count_duplicate("default", row)
+        may_commit.set()
+
+    assert counted is None
+    assert deliver(handler, envelope) is Outcome.HANDLED
