@@ -8,6 +8,7 @@ from django.db.models import Exists, OuterRef, Q
 from exactly_once.operators.history import History
 from exactly_once.sql.days import date_of
 from outbox.models import OutboxMessage, PendingCallback
+from outbox.store.dialect import TABLE
 
 _PENDING = PendingCallback._meta.db_table
 _IS_PENDING = Q(Exists(PendingCallback.objects.filter(message=OuterRef("message_id"))))
@@ -15,7 +16,8 @@ _IS_PENDING = Q(Exists(PendingCallback.objects.filter(message=OuterRef("message_
 
 def _has_pending(alias: str, day: int) -> bool:
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {HISTORY.days.name(day)} USING (message_id) LIMIT 1")
+        # Not by the name of the day's partition, which another process may have dropped.
+        cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {TABLE} USING (message_id) WHERE day = %s LIMIT 1", [day])
         return cursor.fetchone() is not None
 
 
