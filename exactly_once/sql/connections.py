@@ -93,7 +93,12 @@ def drop_unusable_connections() -> None:
     connection for every message would cost more than handling the message.
     """
     for connection in connections.all(initialized_only=True):
-        if connection.connection is None or connection.in_atomic_block:
+        if connection.in_atomic_block:
+            continue
+        # Django keeps the last error of a transaction and names it as the cause of any later TransactionManagementError, so an
+        # outage that has ended would excuse every handler that breaks its transaction.
+        connection.rollback_exc = None
+        if connection.connection is None:
             continue
         if not connection.autocommit or has_begun(connection):
             # User code left it after set_autocommit(False) or BEGIN: nothing on such a connection would be committed.

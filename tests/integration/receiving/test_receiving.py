@@ -723,6 +723,19 @@ class TestCollisions:
         assert attempts == [1, 1]
         assert (the_row().attempts, effects()) == (1, 1)
 
+    def test_handler_that_breaks_its_transaction_is_blamed_although_a_connection_was_lost_before(self, handles):
+        """Django would name the lost connection as the cause, for as long as the process lives."""
+        self.test_lost_connection_is_retried_at_once_and_costs_no_attempt(handles)
+
+        def end(message):
+            transaction.set_rollback(True)
+
+        assert deliver(handles(end)) is Outcome.STORED
+
+        row = the_row(handler__endswith="1")
+        assert row.attempts == 1
+        assert row.last_error.startswith("TransactionBroken")
+
     def test_repeated_serialization_failure_is_stored_for_retry_and_costs_no_attempt(self, handles):
         attempts = []
 
