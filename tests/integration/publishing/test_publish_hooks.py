@@ -80,6 +80,6 @@ def test_error_of_a_hook_reaches_the_caller_and_nothing_is_written(publishing, n
     assert not OutboxMessage.objects.exists()
 
 
-def test_headers_of_the_call_that_are_no_dict_are_refused_as_without_hooks():
+def test_headers_of_the_call_must_be_a_dict_as_without_hooks():
     with hooked_by("tenant"), transaction.atomic(), pytest.raises(InvalidMessage, match="headers is"):
         publish(TOPIC, 1, headers=["tenant"])
