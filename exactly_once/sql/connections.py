@@ -92,6 +92,7 @@ def drop_unusable_connections() -> None:
     Django's `close_old_connections` closes every connection if CONN_MAX_AGE is 0, the default. In a long-lived process a new
     connection for every message would cost more than handling the message.
     """
+    connection: Any
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block:
             continue
