@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 
 from exactly_once import settings as options
 from exactly_once.masking import quoted
-from exactly_once.wire.text import why_unfit
+from exactly_once.wire.text import matches, why_unfit
 
 _SCOPE = re.compile(r"(publish|manage|read):(\*|[^*]+(?:\.\*)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -28,15 +28,14 @@ class Scope:
 
     Attributes:
         action: "publish" and "manage" apply to topics, "read" to subscriptions.
-        pattern: a name, or the beginning of names with ".*" after it, or "*" for all.
+        pattern: see `matches`.
     """
 
     action: str
     pattern: str
 
     def covers(self, action: str, name: str) -> bool:
-        is_below = self.pattern.endswith(".*") and name.startswith(self.pattern[:-1])
-        return action == self.action and (self.pattern in {"*", name} or is_below)
+        return action == self.action and matches(self.pattern, name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,14 +75,17 @@ def require_positive(options: Any) -> None:
 
 
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(str(name).upper(), types, n=1)
-    remedy = f"Did you mean {close[0]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
+    known = {option.upper(): option for option in types}
+    close = difflib.get_close_matches(str(name).upper(), known, n=1)
+    remedy = f"Did you mean {known[close[0]]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
     return f"{setting} has no option {quoted(name)}. {remedy}"
 
 
 def _fits(value: object, expected: Any) -> bool:
     if isinstance(expected, GenericAlias) and get_origin(expected) is tuple:
         return isinstance(value, list | tuple) and all(isinstance(item, get_args(expected)[0]) for item in value)
+    if isinstance(expected, UnionType):
+        return any(_fits(value, kind) for kind in get_args(expected))
     if expected is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if expected is int:

@@ -65,6 +65,7 @@ class OutgoingMessage(NamedTuple):
         wire: the text of a `formats.Wire`, for a message that is not sent as a CloudEvent: then only the id and the body of
             the envelope are sent.
         expires_in_seconds: seconds until the broker expires it; None if it never expires, or if `wire` has the expiration.
+        exchange: the exchange to publish to; "" is that of the transport. A transport without exchanges ignores it.
         queue: the name of the only queue to send it to, see `broker.queue_name`; "" for every queue of its topic.
     """
 
@@ -74,6 +75,7 @@ class OutgoingMessage(NamedTuple):
     wire: str | None = None
     expires_in_seconds: float | None = None
     queue: str = ""
+    exchange: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from itertools import groupby
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
-from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 
@@ -32,6 +31,7 @@ from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.store import writing
 from outbox.store.unique import find_unique
+from outbox.topic_options import load_encoder
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,8 +42,7 @@ TRACEPARENT = "traceparent"
 HEADERS_LIMIT_BYTES = 16 * 1024
 _SHOWN = 80
 _INT64 = range(-(2**63), 2**63)
-# NaN and Infinity are Python's own extension; no other JSON reader takes them.
-_PAYLOADS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ENCODER = "django.core.serializers.json.DjangoJSONEncoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
 
     Args:
         topic: what the message is about; routes it. At most 255 bytes.
-        payload: anything `DjangoJSONEncoder` turns into JSON.
+        payload: anything the topic's encoder, by default `DjangoJSONEncoder`, turns into JSON.
         biz_id: the business's own name of the fact ("order-17"); consumers deduplicate on it. Default: the message id.
         key: messages with the same key keep their order, that of their rows; "" promises none.
         headers: text, whole numbers, floats and booleans that travel beside the payload.
@@ -372,14 +371,16 @@ def _priority(draft: Draft) -> int:
 
 
 def _body(draft: Draft) -> bytes:
+    options = outbox_options()
+    encoder = load_encoder(options.topic(draft.topic).encoder or _ENCODER)
     try:
-        body = _PAYLOADS.encode(draft.payload).encode()
+        body = encoder.encode(draft.payload).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage(
             f"The payload for topic {draft.topic!r} is not JSON: {error}. Pass dicts, lists, text, finite numbers, "
             f"booleans, None, dates, Decimals and UUIDs; got {_short(draft.payload)}."
         ) from error
-    limit = outbox_options().BODY_LIMIT_BYTES
+    limit = options.BODY_LIMIT_BYTES
     if len(body) > limit:
         raise PayloadTooLarge(
             f"The payload for topic {draft.topic!r} is {len(body)} bytes as JSON and OUTBOX['BODY_LIMIT_BYTES'] is "

@@ -17,9 +17,11 @@ from exactly_once.checks import check_with, warnings_of_history
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
+from exactly_once.wire.text import describe
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.store.history import HISTORY
+from outbox.topic_options import load_encoder
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
 
@@ -82,6 +84,21 @@ def check_publish_hooks(chosen: OutboxOptions) -> Iterator[CheckMessage]:
                 f"OUTBOX['PUBLISH_HOOKS'] contains {path!r}, which cannot be called: {reason}.",
                 hint="Until it can, every publish() fails. Name a function that takes a Draft and returns headers, or None.",
                 id="outbox.E004",
+            )
+
+
+@check_with(outbox_options)
+def check_encoders(chosen: OutboxOptions) -> Iterator[CheckMessage]:
+    """outbox.E005: TOPICS names an encoder that cannot be loaded."""
+    for pattern, own in chosen.TOPICS.items():
+        try:
+            if path := own.get("encoder"):
+                load_encoder(path)
+        except Exception as error:  # noqa: BLE001 - an import runs code of the project
+            yield Error(
+                f"OUTBOX['TOPICS'][{pattern!r}]['encoder'] is {own['encoder']!r}, which cannot be used: {describe(error)}.",
+                hint="Until it can, every publish() of these topics fails. Name a subclass of json.JSONEncoder.",
+                id="outbox.E005",
             )
 
 

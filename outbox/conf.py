@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from django.conf import settings
@@ -16,8 +16,10 @@ from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import quoted
 from exactly_once.redactors import load
 from exactly_once.wire.retry import RetryPolicy
+from outbox.topic_options import TopicOptions, matching, merged, require_patterns
 
 _POLL_SECONDS_WITH_DOORBELL = 5.0
+_TOPICS_REMEMBERED = 10_000
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _KEPT_UNPUBLISHED = timedelta(days=7)
 """A person may want to know of a message that was not published, or restore it."""
@@ -50,6 +52,7 @@ class OutboxOptions(AppOptions):
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
         KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
             it deletes published messages at once, and the others after seven days.
+        TOPICS: options of some topics by pattern, see `outbox.topic_options.TopicOptions`.
     """
 
     BROKER_URL: str = field(default=LOCAL_BROKER, repr=False)
@@ -76,6 +79,7 @@ class OutboxOptions(AppOptions):
     PUBLISH_HOOKS: tuple[str, ...] = ()
     MAX_ATTEMPTS: int = 16
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
+    TOPICS: dict = field(default_factory=dict)  # type: ignore[type-arg] # the parser compares with the bare type
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +95,7 @@ class OutboxOptions(AppOptions):
                 raise ValueError(
                     f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', without duplicates."
                 )
+        require_patterns(self.TOPICS, self._every_topic)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
 
@@ -124,8 +129,21 @@ class OutboxOptions(AppOptions):
         return max(polled, min(_POLL_SECONDS_WITH_DOORBELL, self.WATCHDOG.total_seconds() / 4)) if connected else polled
 
     @cached_property
+    def topic(self) -> Callable[[str], TopicOptions]:
+        """A function that returns the options of a topic. It computes those of each topic once."""
+        if not self.TOPICS:
+            same = merged((), self._every_topic)
+            return lambda topic: same
+        return lru_cache(maxsize=_TOPICS_REMEMBERED)(lambda topic: merged(matching(self.TOPICS, topic), self._every_topic))
+
+    @property
+    def _every_topic(self) -> dict[str, Any]:
+        first = min(self.RETRY_BASE, self.RETRY_CAP)
+        return {"max_attempts": self.MAX_ATTEMPTS, "backoff": (first, self.RETRY_CAP)}
+
+    @cached_property
     def retry(self) -> RetryPolicy:
-        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=2.0, cap=self.RETRY_CAP)
+        return merged((), self._every_topic).retry
 
     @cached_property
     def unroutable_retry(self) -> RetryPolicy:

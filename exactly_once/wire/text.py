@@ -28,6 +28,11 @@ def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
     return None
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Does `name` match a pattern: a name, or the beginning of names with ".*" after it, or "*" for all?"""
+    return pattern in {"*", name} or (pattern.endswith(".*") and name.startswith(pattern[:-1]))
+
+
 @lru_cache(maxsize=256)  # few topics, checked at every publish
 def why_no_topic(text: str) -> str | None:
     """Why `text` cannot be a topic, or None if it can: a topic exchange must take it literally."""

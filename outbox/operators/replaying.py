@@ -171,7 +171,7 @@ def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by
             continue
         try:
             queue = to_group if "@" in to_group else queue_name(to_group, row.topic) if to_group else ""
-            messages[position] = outgoing(row, options.source, replayed=True, queue=queue)
+            messages[position] = outgoing(row, options, replayed=True, queue=queue)
             sendable.append(row)
         except DamagedRow as damage:
             unchanged[position] = f"its row is damaged: {damage}"

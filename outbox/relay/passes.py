@@ -22,6 +22,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.statistics import Tally
 from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.wire.retry import RetryPolicy
 from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.relay.breaker import PausedTopics
@@ -298,7 +299,7 @@ class Pass:
     def _intact(self, batch: _Batch) -> Iterator[OutgoingMessage]:
         for row in batch.rows:
             with suppress(DamagedRow):
-                batch.outgoing[row.position] = outgoing(row, self._options.source)
+                batch.outgoing[row.position] = outgoing(row, self._options)
                 yield batch.outgoing[row.position]
 
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
@@ -306,7 +307,7 @@ class Pass:
         formed: list[RelayedMessage] = []
         for row in rows:
             try:
-                batch.outgoing[row.position] = outgoing(row, self._options.source)
+                batch.outgoing[row.position] = outgoing(row, self._options)
             except DamagedRow as damage:
                 batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then restore the message"
             else:
@@ -323,7 +324,7 @@ class Pass:
         taken: list[str] = []
         expired: list[int] = []
         waiting: list[int] = []
-        failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
+        failed: dict[tuple[Verdict, int, RetryPolicy], list[RelayedMessage]] = {}
         for row in batch.rows:
             verdict = batch.verdicts.get(row.position)
             if _is_confirmed(row, batch.verdicts):
@@ -335,26 +336,26 @@ class Pass:
                 if row.is_blocked and row.topic not in batch.paused:
                     waiting.append(row.position)
             else:
-                failed.setdefault((verdict, row.attempts + 1), []).append(row)
+                failed.setdefault((verdict, row.attempts + 1, self._options.topic(row.topic).retry), []).append(row)
         self.topics.record(
             taken=taken,
             refused=[
                 (row.topic, verdict.reason)
-                for (verdict, _), rows in failed.items()
+                for (verdict, *_), rows in failed.items()
                 if verdict.outcome in _TOPICS_FAULT
                 for row in rows
             ],
             forbidden=batch.forbidden,
         )
         refused = {
-            row.position for (verdict, _), rows in failed.items() if verdict.outcome is PublishOutcome.REFUSED for row in rows
+            row.position for (verdict, *_), rows in failed.items() if verdict.outcome is PublishOutcome.REFUSED for row in rows
         }
         settlement = Settlement(
             published=published,
             expired=expired,
             waiting=waiting,
             failed=[
-                *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
+                *(self._failure(rows, *failure) for failure, rows in failed.items()),
                 *(
                     Failure(positions=[row], error=damage, error_class=_DAMAGED, retry_after=None)
                     for row, damage in batch.damaged.items()
@@ -365,20 +366,20 @@ class Pass:
         self._refused = (self._refused | refused).difference(published, settlement.dead)
         return settlement
 
-    def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
+    def _failure(self, rows: Sequence[RelayedMessage], verdict: Verdict, attempt: int, retry: RetryPolicy) -> Failure:
         if verdict.outcome in _NEVER_DEAD:
             delay: timedelta | None = self._options.unroutable_retry.delay(attempt)
-        elif self._options.retry.exhausted(attempt):
+        elif retry.exhausted(attempt):
             delay = None
         else:
-            delay = self._options.retry.delay(attempt)
+            delay = retry.delay(attempt)
         return Failure(
             positions=[row.position for row in rows],
             error=verdict.reason,
             error_class=verdict.outcome.value,
             retry_after=delay,
             # A message that is retried without limit leaves no more trail entries than any other.
-            matters=attempt <= self._options.MAX_ATTEMPTS,
+            matters=attempt <= retry.max_attempts,
         )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:

@@ -179,7 +179,7 @@ class Starter:
             if row.expired:
                 continue
             try:
-                messages.append(outgoing(row, self._options.source, replayed=True, queue=queue))
+                messages.append(outgoing(row, self._options, replayed=True, queue=queue))
             except DamagedRow as damage:
                 logger.error("relay: message %s is not handed over to the new handler %s: %s.", row.id, name, damage)  # noqa: TRY400
         sent = self._starts.hand_over(messages, monotonic() + self._options.BATCH_DEADLINE.total_seconds())

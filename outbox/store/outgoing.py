@@ -2,14 +2,14 @@
 
 from exactly_once.transport import OutgoingMessage
 from exactly_once.wire.envelope import REPLAY_HEADER, Envelope
+from outbox.conf import OutboxOptions
 from outbox.store.claiming import RelayedMessage
 
 
-def outgoing(row: RelayedMessage, source: str, *, replayed: bool = False, queue: str = "") -> OutgoingMessage:
+def outgoing(row: RelayedMessage, options: OutboxOptions, *, replayed: bool = False, queue: str = "") -> OutgoingMessage:
     """The message of `row`.
 
     Args:
-        source: the CloudEvents source of this service.
         replayed: an operator has it sent again. A restored message says so in its headers.
         queue: see `OutgoingMessage`.
 
@@ -25,10 +25,11 @@ def outgoing(row: RelayedMessage, source: str, *, replayed: bool = False, queue:
         wire=row.wire,
         expires_in_seconds=row.expires_in_seconds,
         queue=queue,
+        exchange=options.topic(row.topic).exchange if options.TOPICS else "",
         envelope=Envelope(
             id=row.id,
             topic=row.topic,
-            source=source,
+            source=options.source,
             created_at=row.created_at,
             deliver_at=row.deliver_at,
             biz_id=row.biz_id,

@@ -315,7 +315,13 @@ class AmqpTransport(Transport):
 
     def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         # Outside of the `try`: it asks the broker, and the connection may be lost.
-        route = self._route(message, missing) if message.queue else None
+        route = None
+        if message.queue:
+            route = self._route(message, missing)
+        elif message.exchange and message.wire is None:
+            if not self._exists(message.exchange, missing):
+                return _no_exchange(message.exchange)
+            route = message.exchange, message.envelope.topic
         try:
             if message.wire is None:
                 return self._frames.publish(message, route)
@@ -324,7 +330,7 @@ class AmqpTransport(Transport):
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be encoded: {describe(error)}")
         if not self._exists(wire.exchange, missing):
-            return Verdict(PublishOutcome.RETURNED, f"unroutable: exchange {wire.exchange!r} does not exist")
+            return _no_exchange(wire.exchange)
         return frames
 
     def _route(self, message: OutgoingMessage, missing: set[str]) -> tuple[str, str]:
@@ -432,7 +438,7 @@ class AmqpTransport(Transport):
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:
             # An exchange that was deleted after the check.
-            sent = [message for message in sent if message.wire is not None or message.queue]
+            sent = [message for message in sent if message.wire is not None or message.queue or message.exchange]
         named = [message for message in sent if f"topic '{message.envelope.topic}'" in str(error)]
         return [message.position for message in named[:1] or sent]
 
@@ -449,6 +455,10 @@ class AmqpTransport(Transport):
                 f"{self._exchange!r}: rabbitmqctl set_permissions"
             )
         return reason
+
+
+def _no_exchange(name: str) -> Verdict:
+    return Verdict(PublishOutcome.RETURNED, f"unroutable: exchange {name!r} does not exist")
 
 
 def _blames_a_destination(error: Exception) -> bool:

@@ -109,16 +109,18 @@ class VirtualTransport(Transport):
         envelope = message.envelope
         if message.wire is not None:
             return self._send_formed(envelope, Wire.from_text(message.wire))
-        bound = self._bound(self._exchange.name, envelope.topic)
+        exchange = message.exchange or self._exchange.name
+        bound = self._bound(exchange, envelope.topic)
         if bound is not None and (not bound or message.queue not in {"", *bound}):
             which = f"the queue {message.queue!r} is not" if message.queue else "no queue is"
             return Verdict(
                 PublishOutcome.RETURNED,
-                f"unroutable: {which} bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
+                f"unroutable: {which} bound to exchange {exchange!r} for topic {envelope.topic!r}",
             )
         producer = self._direct if message.queue else self._producer
         producer.publish(
             envelope.body,
+            exchange="" if message.queue else exchange,
             routing_key=message.queue or envelope.topic,
             headers=envelope.to_headers(),
             content_type=envelope.content_type,

@@ -1,6 +1,7 @@
-"""Functions for `OUTBOX["PUBLISH_HOOKS"]`."""
+"""Functions for `OUTBOX["PUBLISH_HOOKS"]`, and an encoder for `OUTBOX["TOPICS"]`."""
 
 import contextvars
+import json
 
 from django.db import connections
 
@@ -39,3 +40,8 @@ def no_headers(draft):
 
 async def async_tenant(draft):
     return {}
+
+
+class SortedSets(json.JSONEncoder):
+    def default(self, value):
+        return sorted(value) if isinstance(value, set) else super().default(value)

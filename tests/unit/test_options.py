@@ -152,3 +152,48 @@ class TestOutboxOptions:
 
         assert all(timedelta() < policy.delay(attempt) <= timedelta(minutes=1) for attempt in range(1, 200))
         assert policy.delay(200) >= timedelta(seconds=30)
+
+
+class TestTopics:
+    @pytest.mark.parametrize(
+        ("topics", "problem"),
+        [
+            ({"shop.*": {"max_attemps": 3}}, "TOPICS['shop.*'] has no option 'max_attemps'. Did you mean 'max_attempts'?"),
+            ({"shop.*": {"max_attempts": "3"}}, "TOPICS['shop.*']['max_attempts'] is a str: it must be an int."),
+            ({"shop.*": {"max_attempts": True}}, "TOPICS['shop.*']['max_attempts'] is a bool: it must be an int."),
+            ({"shop.*": {"max_attempts": 0}}, "TOPICS['shop.*']: max_attempts is 0: it must be greater than zero."),
+            ({"shop.*": {"backoff": (timedelta(1),)}}, "TOPICS['shop.*']: backoff must be two durations"),
+            ({"shop.*": {"backoff": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: backoff must be two durations"),
+            ({"shop.*": {"exchange": "amq.topic"}}, "TOPICS['shop.*']: exchange is 'amq.topic': the broker reserves"),
+            ({"shop.*": 3}, "TOPICS['shop.*'] must be a dict, not an int."),
+            ({"shop.*.placed": {}}, "TOPICS has the pattern 'shop.*.placed': it must be a topic"),
+            ({"shop.#": {}}, "TOPICS has the pattern 'shop.#': it must be a topic"),
+            ({"": {}}, "TOPICS has the pattern"),
+            ({7: {}}, "TOPICS has the pattern an int"),
+        ],
+    )
+    def test_invalid_options_of_topics_are_refused_by_name(self, topics, problem):
+        [found] = problems_of({"TOPICS": topics}, OutboxOptions)
+
+        assert problem in found
+
+    @pytest.mark.parametrize(
+        ("topic", "attempts", "exchange"),
+        [("shop.order.placed", 1, "orders"), ("shop.order.paid", 2, "orders"), ("shop.x", 3, "all"), ("shop", 16, "all")],
+    )
+    def test_each_option_is_that_of_the_most_specific_pattern_that_has_it(self, topic, attempts, exchange):
+        topics = {
+            "shop.order.placed": {"max_attempts": 1},
+            "*": {"exchange": "all"},
+            "shop.*": {"max_attempts": 3},
+            "shop.order.*": {"max_attempts": 2, "exchange": "orders"},
+        }
+        found = OutboxOptions(TOPICS=topics).topic(topic)
+
+        assert (found.max_attempts, found.exchange) == (attempts, exchange)
+
+    def test_options_of_a_topic_are_computed_once(self):
+        chosen = OutboxOptions(TOPICS={"*": {"max_attempts": 2}})
+
+        assert chosen.topic("a") is chosen.topic("a")
+        assert (default := OutboxOptions()).topic("a") is default.topic("b")

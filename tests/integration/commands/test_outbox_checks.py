@@ -50,6 +50,20 @@ def test_publish_hook_that_cannot_be_called_is_an_error(settings, path, reason):
     assert reason in problem.msg
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("tests.support.hooks.SortedSet", "did you mean 'tests.support.hooks.SortedSets'?"),
+        ("tests.support.hooks.tenant", "it is not a subclass of json.JSONEncoder"),
+    ],
+)
+def test_encoder_that_cannot_be_loaded_is_an_error(settings, path, reason):
+    settings.OUTBOX = {"TOPICS": {"shop.*": {"encoder": path}, "a": {"encoder": "tests.support.hooks.SortedSets"}, "b": {}}}
+
+    assert repr(path) in (problem := found()["outbox.E005"]).msg
+    assert reason in problem.msg
+
+
 class TestBrokerCheck:
     def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
         settings.OUTBOX = {"BROKER_URL": "local://"}
