@@ -36,6 +36,21 @@ class TestOutboxSetting:
         assert "outbox.E001" in found()
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("tests.support.hooks.tenan", "did you mean 'tests.support.hooks.tenant'?"),
+        ("tests.support.missing.tenant", "No module named"),
+        ("tests.support.hooks.async_tenant", "it is async"),
+    ],
+)
+def test_publish_hook_that_cannot_be_called_is_an_error(settings, path, reason):
+    settings.OUTBOX = {"PUBLISH_HOOKS": ["tests.support.hooks.tenant", path]}
+
+    assert repr(path) in (problem := found()["outbox.E004"]).msg
+    assert reason in problem.msg
+
+
 class TestBrokerCheck:
     def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
         settings.OUTBOX = {"BROKER_URL": "local://"}
