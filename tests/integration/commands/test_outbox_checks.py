@@ -3,6 +3,7 @@
 import sys
 
 import django
+import kombu.transport
 import pytest
 from django.core.checks import run_checks
 
@@ -72,6 +73,14 @@ class TestBrokerCheck:
 
         assert "cannot be loaded" in error.msg
         assert "needs 'inbox'" in error.hint
+
+    def test_broker_whose_library_is_not_installed_is_an_error_that_names_the_extra(self, settings, monkeypatch):
+        settings.OUTBOX = {"BROKER_URL": "redis://host/0"}
+        monkeypatch.setattr(kombu.transport, "_transport_cache", {})
+        monkeypatch.delitem(sys.modules, "kombu.transport.redis", raising=False)
+        monkeypatch.setitem(sys.modules, "redis", None)
+
+        assert "it is in an extra of kombu, such as kombu[redis]" in found()["outbox.E002"].msg
 
     @pytest.mark.parametrize("url", ["nonsense://host", "no-url-at-all", ""])
     def test_broker_unknown_to_kombu_is_an_error(self, settings, url):
