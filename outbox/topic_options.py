@@ -70,8 +70,9 @@ def require_patterns(given: Mapping[Any, Any], default: Mapping[str, Any]) -> No
     """
     for pattern, own in given.items():
         if not isinstance(pattern, str) or (pattern != "*" and why_no_topic(pattern.removesuffix(".*"))):
+            shown = repr(pattern[:60]) if isinstance(pattern, str) else kind(pattern)
             raise ValueError(
-                f'TOPICS has the pattern {repr(pattern[:60]) if isinstance(pattern, str) else kind(pattern)}: it must be a topic, or the beginning of topics with ".*" after it, '
+                f'TOPICS has the pattern {shown}: it must be a topic, or the beginning of topics with ".*" after it, '
                 'or "*" for all, as in "shop.*".'
             )
         merged([(pattern, own)], default)
