@@ -1,17 +1,18 @@
-"""Parking: a delivery that cannot be decided now is stored as it came and acknowledged. The runner admits it later.
+"""Parking: a delivery that cannot be decided now is stored as it came and acknowledged. The runner identifies it later.
 
 One kind is a concurrent duplicate: its message is being handled, and the outcome is unknown until the handler ends. Many
 unacknowledged duplicates would fill the prefetch window of their queue; returned to the broker, each would be redelivered at
 once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
 counted before its body is read.
 
-A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and
-admitted as any other delivery by the transaction that deletes its row.
+A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its row
+becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
 
 Some redeliveries must be read before they can be stored. For these, a parked row that is not run counts how often reading has
 begun; it is deleted when the body has been read.
 """
 
+import json
 import logging
 import random
 import threading
@@ -29,12 +30,11 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import announce_duplicate
+from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
 from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
-from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)
@@ -70,23 +70,46 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     return Outcome.DUPLICATE
 
 
-def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome:
-    """Admit a claimed delivery that was parked; returns its outcome.
+def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
+    """Read a claimed delivery that was parked, see `identify_unread`.
 
     Raises:
         Unidentifiable: its body cannot be read now.
         DatabaseUnavailable: the database does not answer.
     """
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
-    return admit_again(handler, stored, arrival, options)
+    return identify_unread(handler, stored, arrival)
 
 
-def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Outcome:
-    """Admit a claimed delivery that was stored unread as it was read now, and delete its row."""
-    became = Outcome.DEFERRED
-    if not in_hand.holds(arrival.row):
-        (became,) = admit(handler, [arrival], replace(options, DUPLICATE_TIMEOUT=_LOCK_WAIT), parked=stored)
+def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
+    """Make the claimed row of a delivery that was stored unread the row of its message. None: it is to be run.
+
+    Otherwise its outcome: it is refused; or a duplicate, whose row is deleted; or deferred, because its message is being handled.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer.
+    """
+    earlier: Earlier | None = None
+    try:
+        if not in_hand.holds(arrival.row):
+            if _identify(handler, stored, arrival.row):
+                return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
+            earlier = committed(partial(parking.count, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
+    except ConcurrentDuplicate:
+        pass
+    except DatabaseError as error:
+        # The values that were read cause the error; the new row has only the body.
+        row, refused = rows.undecoded(arrival.row), unfit(error)
+        if arrival.refused == refused:
+            raise
+        return identify_unread(handler, stored, replace(arrival, row=row, refused=refused))
+    became = admitted(handler, arrival, earlier)
     return _defer(handler, stored) if became is Outcome.DEFERRED else became
+
+
+def _identify(handler: Handler, stored: InboxMessage, row: NewRow) -> bool | None:
+    columns = {name: getattr(row, name) for name in rows.COLUMNS} | {"headers": json.loads(row.headers)}
+    return committed(partial(claims.identify, handler.using, stored, columns, _LOCK_WAIT), handler.using)
 
 
 def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:

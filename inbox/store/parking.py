@@ -1,5 +1,6 @@
-"""Rows of parked deliveries, which are stored as they came, until their message can be identified and admitted."""
+"""Rows of parked deliveries, which are stored as they came, until their message can be identified."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 from django.db import connections, transaction
@@ -8,9 +9,11 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
+from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import IS_OPEN, TABLE
 from inbox.store.inserting import Insertion, insert_one
-from inbox.store.rows import NewRow
+from inbox.store.ordering import deciding
+from inbox.store.rows import Earlier, NewRow, locked_means_busy
 
 
 def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
@@ -40,7 +43,18 @@ def make_due(alias: str, row: NewRow) -> None:
     receipts.message_of(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
 
 
-def end(alias: str, claimed: InboxMessage) -> int | None:
-    """received → ∅, in the transaction that admits it; returns the number of its further copies. None: the claim has ended."""
-    found = receipts.delete(alias, f"id = %s AND {IS_OPEN} AND fence = %s", [claimed.pk, claimed.fence], returning="duplicates")
-    return next(iter(found), None)
+def count(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> Earlier | None:
+    """received → ∅: its message `row` has another row, on which it is counted with its copies.
+
+    None: a transaction is running that row now, or the claim has ended; try again later.
+
+    Raises:
+        ConcurrentDuplicate: a lock was held for longer than `longest_wait`.
+    """
+    with deciding(alias, longest_wait), locked_means_busy:
+        given = [claimed.pk, claimed.fence]
+        copies = receipts.delete(alias, f"id = %s AND {IS_OPEN} AND fence = %s", given, returning="duplicates")
+        earlier = count_duplicate(alias, replace(row, copies=copies[0])) if copies else None
+        if earlier is None:
+            transaction.set_rollback(True, using=alias)
+    return earlier
