@@ -94,9 +94,11 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
+    lease, is_new = None, handler.lease is not None and is_parked(stored.biz_id)
     try:
         envelope = open_claimed(handler, stored, options)
-        lease = leased.acquire_stored(handler, stored, options) if handler.lease and isinstance(envelope, Envelope) else None
+        if handler.lease and isinstance(envelope, Envelope):
+            lease = leased.acquire_stored(handler, stored, options, envelope if is_new else None)
     except Unidentifiable as error:
         return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
@@ -130,7 +132,7 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
     if exhausted := fail_exhausted(handler, stored, options):
         return exhausted
     if is_parked(stored.biz_id):
-        return identify_parked(handler, stored, options) or stored_envelope(stored)
+        return identify_parked(handler, stored, options)
     envelope = stored_envelope(stored)
     try:
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)

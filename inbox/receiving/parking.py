@@ -5,18 +5,12 @@ unacknowledged duplicates would fill the prefetch window of their queue; returne
 once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
 counted before its body is read.
 
-A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its row
-becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
-
-Some redeliveries must be read before they can be stored. For these, a parked row that is not run counts how often reading has
-begun; it is deleted when the body has been read.
+A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its
+row becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
 """
 
-import json
 import logging
 import random
-import threading
-from collections import defaultdict
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +26,7 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
-from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
+from inbox.receiving.reading import Arrival, is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
 from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
 from inbox.transactions.persistence import committed
@@ -41,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK_WAIT = timedelta(milliseconds=10)
 """How long the runner waits for a row lock before it assumes that another process is handling the message."""
-_ENDED_PROCESS = "Reading its body has ended the process or failed {attempts} times, so it is not read again."
-_reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-"""By database. Reading is serialized, because a delivery read concurrently with one that ends the process would be counted."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
@@ -70,21 +61,21 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     return Outcome.DUPLICATE
 
 
-def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
-    """Read a claimed delivery that was parked, see `identify_unread`.
+def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
+    """Read a claimed delivery that was parked, see `identify_unread`; returns its content, if it is to be run.
 
     Raises:
         Unidentifiable: its body cannot be read now.
         DatabaseUnavailable: the database does not answer.
     """
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
-    return identify_unread(handler, stored, arrival)
+    return identify_unread(handler, stored, arrival) or arrival.envelope
 
 
 def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
     """Make the claimed row of a delivery that was stored unread the row of its message. None: it is to be run.
 
-    Otherwise its outcome: it is refused; or a duplicate, whose row is deleted; or deferred, because its message is being handled.
+    Otherwise its outcome: it is refused; a duplicate, whose row is deleted; or deferred, because its message is being handled.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
@@ -92,7 +83,7 @@ def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) ->
     earlier: Earlier | None = None
     try:
         if not in_hand.holds(arrival.row):
-            if _identify(handler, stored, arrival.row):
+            if committed(partial(parking.identify, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
             earlier = committed(partial(parking.count, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
     except ConcurrentDuplicate:
@@ -105,44 +96,6 @@ def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) ->
         return identify_unread(handler, stored, replace(arrival, row=row, refused=refused))
     became = admitted(handler, arrival, earlier)
     return _defer(handler, stored) if became is Outcome.DEFERRED else became
-
-
-def _identify(handler: Handler, stored: InboxMessage, row: NewRow) -> bool | None:
-    columns = {name: getattr(row, name) for name in rows.COLUMNS} | {"headers": json.loads(row.headers)}
-    return committed(partial(claims.identify, handler.using, stored, columns, _LOCK_WAIT), handler.using)
-
-
-def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:
-    """Read a delivery that must be read before it is stored, and count the reading first.
-
-    Raises:
-        DatabaseUnavailable: the database does not answer; nothing was decided.
-    """
-    row = parked_row(handler, envelope, redelivered=True)
-    with _reading_locks[handler.using]:
-        begun = _begin_reading(handler, row, options)
-        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.most_attempts(options.retry) else ""
-        try:
-            return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
-        except Unidentifiable:
-            begun = 0  # its count stays, so that the delivery becomes a dead letter at last
-            raise
-        finally:
-            if begun:
-                committed(partial(parking.end_reading, handler.using, row), handler.using)
-
-
-def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
-    """How often reading this delivery has begun, including now; 0 if that cannot be counted."""
-    for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
-        try:
-            return committed(partial(parking.begin_reading, handler.using, counted, options.DUPLICATE_TIMEOUT), handler.using)
-        except ConcurrentDuplicate:
-            break
-        except DatabaseError as error:
-            # Its values cause the error; the second row has only the body.
-            logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
-    return 0
 
 
 def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
