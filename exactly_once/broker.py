@@ -106,8 +106,8 @@ def _why_unusable(url: str) -> str | None:
         return "kombu does not know this transport"
     try:
         transport = get_transport_cls(_scheme(url))
-    except (ImportError, NameError) as error:  # kombu's module for Kafka uses a name of the library that it could not import
-        return f"its library is not installed: {error}"
+    except (ImportError, NameError, AttributeError) as error:  # some modules of kombu use names of a library that is missing
+        return f"a library that kombu needs for it is missing ({error}); it is in an extra of kombu, such as kombu[redis]"
     return None if transport.can_parse_url else why_unreadable(url)
 
 

@@ -4,6 +4,7 @@ import difflib
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import Any
 
 from exactly_once.wire.text import describe
@@ -38,6 +39,11 @@ def why_not_loaded(path: str) -> str | None:
     except Exception as error:  # noqa: BLE001 - an import runs code of the project
         return describe(error)
     return None
+
+
+def why_not_called(path: str) -> str | None:
+    """Why there is no synchronous function with this dotted path, or None if there is one."""
+    return why_not_loaded(path) or ("it is async, and must be synchronous" if iscoroutinefunction(load(path)) else None)
 
 
 def redacted_error(path: str, text: str) -> str:

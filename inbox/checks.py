@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from inspect import iscoroutinefunction
 from typing import Any
 
 from django.apps import AppConfig, apps
@@ -15,7 +14,7 @@ from django.db import connections, router
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from exactly_once.checks import check_with, warnings_of_history
 from exactly_once.masking import masked
-from exactly_once.redactors import load, why_not_loaded
+from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
 from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, outbox_keeps_history
@@ -108,10 +107,7 @@ def check_lease_store(chosen: InboxOptions) -> Iterator[CheckMessage]:
 def check_around(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.E008: AROUND names a function that cannot be loaded, or that is async."""
     for path in chosen.AROUND:
-        reason = why_not_loaded(path)
-        if not reason and iscoroutinefunction(load(path)):
-            reason = "it is async, and no context manager"
-        if reason:
+        if reason := why_not_called(path):
             yield Error(
                 f"INBOX['AROUND'] contains {path!r}, which cannot be called around handlers: {reason}.",
                 hint="Until it can, every attempt of every handler fails. Name a function that takes the message and returns a "

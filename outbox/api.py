@@ -48,7 +48,10 @@ _PAYLOADS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=("
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedMessage:
-    """What publish() wrote, or found.
+    """The stored message: what `publish()` has written or, with `unique=True`, found.
+
+    It is returned before the commit, so nothing has been sent yet. A relay sends the message after the commit;
+    `on_published` reports when the broker has confirmed it.
 
     Attributes:
         id: the message id, the same on every resend.
@@ -143,6 +146,7 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
     Raises:
         PublishedOutsideTransaction: `using` is not inside `atomic()`.
         InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
+        Exception: whatever a function of `OUTBOX["PUBLISH_HOOKS"]` raises.
     """
     draft = Draft(topic, payload, **options)
     _require_transaction(using)
@@ -186,9 +190,9 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
     """
     drafts = list(drafts)
+    _require_transaction(using)
     create = tracing.creating()
     rows = [new_row(draft, name, create) for draft, name in zip(drafts, new_message_ids(len(drafts)), strict=True)]
-    _require_transaction(using)
     writing.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
     # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
@@ -280,6 +284,8 @@ def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str
     Raises:
         InvalidMessage, PayloadTooLarge: with the value and the remedy.
     """
+    for path, hook in outbox_options().publish_hooks.items():
+        draft = _with_headers(draft, hook(draft), path)
     name, cause = str(message_id), current_cause()
     at = due(draft.delay, draft.deliver_at)
     headers = "{}"
@@ -306,6 +312,17 @@ def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str
         deliver_at=at if isinstance(at, datetime) else None,
         expires_in=_duration("expires_in", draft.expires_in),
     )
+
+
+def _with_headers(draft: Draft, added: Mapping[str, HeaderValue] | None, path: str) -> Draft:
+    """The draft with the headers of a publish hook, except those that it has already."""
+    if added is None or not isinstance(draft.headers or {}, Mapping):  # the latter is refused with the draft
+        return draft
+    try:
+        _headers(added)
+    except InvalidMessage as error:
+        raise InvalidMessage(f"The publish hook {path} returned headers that cannot be sent. {error}") from error
+    return replace(draft, headers={**added, **(draft.headers or {})})
 
 
 def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:

@@ -18,9 +18,10 @@ from enum import StrEnum
 from typing import Any, Literal, TypeVar
 from uuid import UUID
 
-from asgiref.sync import AsyncToSync, async_to_sync
+from asgiref.sync import async_to_sync
 from django.apps import apps
 
+from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 
 Event = Literal["published", "dead"]
@@ -92,9 +93,9 @@ class Registry:
     def add(self, topic: str, event: Event, name: str, function: Callable[..., Any]) -> None:
         """Raises ValueError if another function has the name."""
         known = self._functions.get(name)
-        if known is not None and _origin(known) != _origin(function):
+        if known is not None and origin(known) != origin(function):
             raise ValueError(
-                f"Two callbacks are called {name!r}: {_origin(known)} and {_origin(function)}. The pending calls of one would "
+                f"Two callbacks are called {name!r}: {origin(known)} and {origin(function)}. The pending calls of one would "
                 "go to the other; give one of them another name=."
             )
         self._functions[name] = function
@@ -171,13 +172,8 @@ def _default_name(function: Callable[..., Any]) -> str:
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function for a thread of a relay: an `async def` is run to its end."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"{_origin(function)} is a generator function: calling it would run nothing. Use return.")
+        raise TypeError(f"{origin(function)} is a generator function: calling it would run nothing. Use return.")
     return async_to_sync(function) if inspect.iscoroutinefunction(function) else function
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    inner = function.awaitable if isinstance(function, AsyncToSync) else function
-    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"
 
 
 class Answer(StrEnum):
@@ -226,9 +222,9 @@ class Checkers:
     def add(self, topic: str, function: Checker) -> None:
         """Raises ValueError if the topic has another checker."""
         known = self._by_topic.get(topic)
-        if known is not None and _origin(known) != _origin(function):
+        if known is not None and origin(known) != origin(function):
             raise ValueError(
-                f"Two checkers are registered for {topic!r}: {_origin(known)} and {_origin(function)}. They could contradict "
+                f"Two checkers are registered for {topic!r}: {origin(known)} and {origin(function)}. They could contradict "
                 "each other; remove one of them."
             )
         self._by_topic[topic] = function

@@ -15,6 +15,7 @@ from django.utils.module_loading import module_has_submodule
 from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.checks import check_with, warnings_of_history
 from exactly_once.masking import masked
+from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
@@ -70,6 +71,18 @@ def _why_no_transport(url: str) -> str | None:
     except ImportError as error:
         return str(error)
     return None if is_local(url) else why_unusable(url)
+
+
+@check_with(outbox_options)
+def check_publish_hooks(chosen: OutboxOptions) -> Iterator[CheckMessage]:
+    """outbox.E004: PUBLISH_HOOKS names a function that cannot be loaded, or that is async."""
+    for path in chosen.PUBLISH_HOOKS:
+        if reason := why_not_called(path):
+            yield Error(
+                f"OUTBOX['PUBLISH_HOOKS'] contains {path!r}, which cannot be called: {reason}.",
+                hint="Until it can, every publish() fails. Name a function that takes a Draft and returns headers, or None.",
+                id="outbox.E004",
+            )
 
 
 @register(Tags.database)

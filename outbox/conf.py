@@ -1,9 +1,11 @@
 """The `OUTBOX` setting as one frozen dataclass."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 from django.conf import settings
 from django.db import connections
@@ -12,6 +14,7 @@ from exactly_once import settings as options
 from exactly_once.app_options import AppOptions
 from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import quoted
+from exactly_once.redactors import load
 from exactly_once.wire.retry import RetryPolicy
 
 _POLL_SECONDS_WITH_DOORBELL = 5.0
@@ -43,6 +46,7 @@ class OutboxOptions(AppOptions):
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
         DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; if off, they only poll.
         LISTEN_ALIAS: the database alias for LISTEN, if the outbox's own goes through a transaction pooler; "" for its own.
+        PUBLISH_HOOKS: dotted paths of functions that take a `Draft` and return headers to add to the message, or None.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
         KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
             it deletes published messages at once, and the others after seven days.
@@ -69,6 +73,7 @@ class OutboxOptions(AppOptions):
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     DOORBELL: bool = True
     LISTEN_ALIAS: str = ""
+    PUBLISH_HOOKS: tuple[str, ...] = ()
     MAX_ATTEMPTS: int = 16
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
 
@@ -93,6 +98,15 @@ class OutboxOptions(AppOptions):
     def delays(self) -> dict[str, timedelta]:
         """The delay levels by name, in their order."""
         return {level: span_of(level) for level in self.DELAY_LEVELS}
+
+    @cached_property
+    def publish_hooks(self) -> dict[str, Callable[..., Any]]:
+        """The functions of PUBLISH_HOOKS by path.
+
+        Raises:
+            Exception: one cannot be loaded; `outbox.E004` reports it.
+        """
+        return {path: load(path) for path in self.PUBLISH_HOOKS}
 
     @cached_property
     def keeps(self) -> timedelta:

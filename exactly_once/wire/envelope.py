@@ -160,14 +160,9 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         "correlationid": properties.get("correlation_id") or None,
     }
     content_type = str(properties.get("content_type") or JSON)
-    plain = Envelope(
-        id="",
-        topic="",
-        content_type=content_type if fits(content_type) else fit(content_type),
-        body=body,
-        headers=own_headers,
-    )
-    return _described(attributes, _described(given, plain))
+    fields = {"content_type": content_type if fits(content_type) else fit(content_type), "body": body, "headers": own_headers}
+    given.update({name: value for name, value in attributes.items() if value is not None and str(value).strip()})
+    return _described(given, fields)
 
 
 def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
@@ -184,7 +179,8 @@ def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
         raise Undecodable(f"The content type is {STRUCTURED_JSON}, but the body is not a CloudEvent.")
     headers = {name: value for name, value in envelope.headers.items() if name != COMPRESSION}
     content_type = fit(str(event.get("datacontenttype") or JSON))
-    return _described(event, envelope._replace(body=_data(event), content_type=content_type, headers=headers))
+    fields = {**envelope._asdict(), "body": _data(event), "content_type": content_type, "headers": headers}
+    return _described(event, fields)
 
 
 def is_structured(envelope: Envelope) -> bool:
@@ -219,12 +215,12 @@ _FIELDS = {
 _INSTANTS = ("time", "deliverat")
 
 
-def _described(attributes: Mapping[str, Any], otherwise: Envelope) -> Envelope:
-    """The envelope that the attributes describe; `otherwise` supplies missing and blank ones."""
-    fields: dict[str, Any] = {}
+def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> Envelope:
+    """The envelope that the attributes describe; `otherwise` has its other fields, also those of blank attributes."""
+    fields = {"id": "", "topic": "", **otherwise}
     for name, field in _FIELDS.items():
         value = attributes.get(name)
-        if value is None or (isinstance(value, str) and not value.strip()):
+        if value is None or not str(value).strip():
             continue
         if name in _INSTANTS:
             fields[field] = _parse_time(value)
@@ -233,7 +229,7 @@ def _described(attributes: Mapping[str, Any], otherwise: Envelope) -> Envelope:
             fields[field] = text if fits(text) else fit(text)
     if attributes.get("replay"):
         fields["replayed"] = True
-    return otherwise._replace(**fields)
+    return Envelope(**fields)
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:

@@ -1,10 +1,12 @@
-"""Unique names of messages and of processes."""
+"""Unique names of messages, processes and functions."""
 
 import os
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 # RFC 9562 §5.7: the version, the variant, and the 74 bits around them that are random.
 _UUID7 = 0x7 << 76 | 0x2 << 62
@@ -42,3 +44,11 @@ def _this_millisecond() -> int:
 def process_name() -> str:
     """A human-readable name of this thread: `host:pid:thread`."""
     return f"{socket.gethostname()}:{os.getpid()}:{threading.current_thread().name}"
+
+
+def origin(function: Callable[..., Any]) -> str:
+    """The dotted path of a function, and its line."""
+    inner = getattr(function, "awaitable", function)
+    path = f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"
+    code = getattr(inner, "__code__", None)
+    return f"{path} (line {code.co_firstlineno})" if code else path

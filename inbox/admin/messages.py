@@ -197,16 +197,17 @@ class InboxMessageAdmin(MessageAdmin):
     def called(self, term: str) -> Q:
         """Also by handler, and by the message id of the latest duplicate with different content.
 
-        The indexes of topics and biz-ids begin with the handler.
+        The index of topics and biz-ids is that of receipts. Messages have none of topics, so a search for a topic reads all of
+        them, and any other search must not.
         """
         handlers, topics = accounting.handlers_and_topics(self.using)
         of_biz_id = Receipt.objects.using(self.using).filter(handler__in=handlers, topic__in=topics, biz_id=term)
-        by_name = Q(handler__in=handlers, topic=term) | Q(pk__in=list(of_biz_id.values_list("pk", flat=True)))
+        by_name = Q(handler=term) | Q(pk__in=list(of_biz_id.values_list("pk", flat=True)))
         ids = {term}
         with suppress(ValueError):
             ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
-        return by_name | Q(handler=term) | named
+        return by_name | named | (Q(handler__in=handlers, topic=term) if term in topics else Q())
 
     def permits(self, request: HttpRequest, action: Action, row: Any = None) -> bool:
         """The page of a correction shows the payload as it is stored."""

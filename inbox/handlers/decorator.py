@@ -17,9 +17,10 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 from inbox.errors import NotCallable
-from inbox.handlers.handler import Handler, origin, why_contradictory
+from inbox.handlers.handler import Handler, why_contradictory
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import (
     AS_THE_SETTINGS,

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from asgiref.sync import AsyncToSync
 
+from exactly_once.wire.identity import origin
 from exactly_once.wire.text import fit
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable
@@ -176,9 +177,3 @@ def why_contradictory(handler: Handler) -> str | None:
             "outcome is stored; shorten the timeout, or extend the limit with Lease(limit=...)"
         )
     return None
-
-
-def origin(function: Callable[..., Any]) -> str:
-    """The dotted path of a function."""
-    inner = getattr(function, "awaitable", function)
-    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"

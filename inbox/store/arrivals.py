@@ -76,7 +76,7 @@ def begin_fresh(
             ids.append(new.pop(row.biz_id)[0])
             begun.append(index)
     return Guard(
-        alias,
+        connection,
         tuple(ids),
         inserted.transaction,
         begun=tuple(begun),

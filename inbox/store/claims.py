@@ -132,7 +132,7 @@ def begin_stored(
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    return Guard(alias, (claimed.pk,), proof, order, successor, claimed.state)
+    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state)
 
 
 def _begin(

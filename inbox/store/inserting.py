@@ -112,12 +112,13 @@ _OPTIONAL = {
     "result": ("text", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
-_columns_of, _optional_of = attrgetter(*COLUMNS), attrgetter(*_OPTIONAL)
+_TEXTS = [column for column in COLUMNS if column != "body"]
+_columns_of, _texts_of, _optional_of = attrgetter(*COLUMNS), attrgetter(*_TEXTS), attrgetter(*_OPTIONAL)
 _DEFAULTS = {field.name: field.default for field in fields(Insertion)}
 _NOT_STORED = {"leads", "due_after", "attempt"}
 _GIVEN = [*COLUMNS, "state", *_OPTIONAL]
 _DOCUMENT = {
-    **{column: "text" if kind == "jsonb" else kind for column, kind in COLUMNS.items() if column != "body"},
+    **{column: "text" if COLUMNS[column] == "jsonb" else COLUMNS[column] for column in _TEXTS},
     "state": "varchar",
     **{column: kind for column, (kind, _) in _OPTIONAL.items()},
     "entry": "text",
@@ -275,7 +276,8 @@ def insert_many(
     entries = _entries(insertions) if recorded else {}
     for number, entry in entries.items():
         documents[number]["entry"] = entry
-    given: list[Any] = [bound, json.dumps(documents), [insertion.row.body for insertion in insertions]]
+    bodies = [insertion.row.body for insertion in insertions]
+    given: list[Any] = [bound, json.dumps(documents, default=datetime.isoformat), bodies]
     given += [this_process()] if entries else []
     with locked_means_busy:
         if is_usable(connection):
@@ -314,9 +316,8 @@ def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
 
 def _document(insertion: Insertion) -> dict[str, Any]:
     """The row in the JSON document, without its body and without defaults."""
-    values: dict[str, Any] = dict(zip(COLUMNS, _columns_of(insertion.row), strict=True))
-    del values["body"]
+    values: dict[str, Any] = dict(zip(_TEXTS, _texts_of(insertion.row), strict=True))
     values["state"] = insertion.state
     optional = zip(_OPTIONAL, _optional_of(insertion), strict=True)
-    values.update((column, value) for column, value in optional if value != _DEFAULTS[column])
-    return {column: value.isoformat() if isinstance(value, datetime) else value for column, value in values.items()}
+    values.update([(column, value) for column, value in optional if value != _DEFAULTS[column]])
+    return values

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import OperationalError
 
@@ -17,6 +17,9 @@ from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.rows import value_of
 from exactly_once.wire.envelope import headers_as_json
 from inbox.models import InboxMessage
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
@@ -222,7 +225,7 @@ class Guard:
         result: the result that its row was inserted with, as JSON.
     """
 
-    alias: str
+    connection: BaseDatabaseWrapper
     rows: tuple[int, ...]
     transaction: str
     order: OrderedKey | None = None

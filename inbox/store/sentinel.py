@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, DataError, InterfaceError, connections, transaction
+from django.db import DatabaseError, DataError, InterfaceError, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
@@ -85,7 +85,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         django.db.Error: the commit failed, or the database is unavailable. If the session was lost, the commit may have
             succeeded.
     """
-    connection, following = connections[guard.alias], None
+    connection, following = guard.connection, None
     if connection.closed_in_transaction:
         raise TransactionBroken(
             "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
@@ -119,17 +119,17 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
 
 
 def _record_and_promote(guard: Guard, following: list[tuple[Any, ...]] | None) -> None:
-    record(guard.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
+    record(guard.connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
     if guard.order is not None:
         if guard.successor is None:
-            promote_next(guard.alias, *guard.order)
+            promote_next(guard.connection.alias, *guard.order)
         else:
-            guard.successor.message = claim_next(guard.alias, *guard.order, guard.successor.claimed_for, following)
+            guard.successor.message = claim_next(guard.connection.alias, *guard.order, guard.successor.claimed_for, following)
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
     """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
-    connection = connections[guard.alias]
+    connection = guard.connection
     return (
         guard.is_settled
         and result == guard.result
@@ -219,7 +219,7 @@ def is_rolled_back(guard: Guard) -> bool:
 
     Django's own rollback finds no open transaction then, and sends nothing.
     """
-    connection = connections[guard.alias]
+    connection = guard.connection
     if not guard.is_settled or not is_outermost(connection) or connection.closed_in_transaction:
         return False
     try:
@@ -243,11 +243,11 @@ def dead_letter_if_committed(guard: Guard) -> bool:
 
     In its own commit, after the handler's transaction was rolled back. False: the rollback removed the rows.
     """
-    connection = connections[guard.alias]
+    connection = guard.connection
     if not guard.is_settled or connection.in_atomic_block:
         return False
     committed, given = _committed(guard)
-    with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
+    with transaction.atomic(using=guard.connection.alias), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE id IN ({committed}) RETURNING id", given
         )
@@ -258,7 +258,7 @@ def dead_letter_if_committed(guard: Guard) -> bool:
                 f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
                 [content.body, content.headers, row],
             )
-        record(guard.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
+        record(guard.connection.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
     return bool(dead_lettered)
 
 
@@ -272,7 +272,7 @@ def refuse_if_ended(guard: Guard) -> None:
     Raises:
         TransactionEnded: it is not.
     """
-    connection = connections[guard.alias]
+    connection = guard.connection
     if guard.transaction or connection.closed_in_transaction:
         return
     try:

@@ -18,7 +18,7 @@ removed, and the handler fails.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -134,9 +134,8 @@ class Supervision(SessionChanges):
             with connections[handler.using].cursor() as cursor:
                 cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
         self._open = _open_blocks()
-        for alias in connections:
-            connection = connections[alias]
-            watch = self._refuse_transaction_control if alias == handler.using else self._warn_of_writes
+        for connection, *_ in self._open:
+            watch = self._refuse_transaction_control if connection.alias == handler.using else self._warn_of_writes
             connection.execute_wrappers.append(watch)
             self._watched.append((connection.execute_wrappers, watch))
 
@@ -194,16 +193,14 @@ class NoneLeftOpen:
         _close_left_open(self._open, error)
 
 
-def _open_blocks() -> dict[str, tuple[int, int]]:
-    """By database, how many blocks and savepoints are open on the connections of this thread."""
-    used = connections.all(initialized_only=True)
-    return {connection.alias: (len(connection.atomic_blocks), len(connection.savepoint_ids)) for connection in used}
+def _open_blocks() -> list[tuple[Any, int, int]]:
+    """The connections of this thread, each with the number of its open blocks and savepoints."""
+    return [(connection, len(connection.atomic_blocks), len(connection.savepoint_ids)) for connection in connections.all()]
 
 
-def _close_left_open(before: Mapping[str, tuple[int, int]], error: BaseException | None) -> None:
+def _close_left_open(before: Sequence[tuple[Any, int, int]], error: BaseException | None) -> None:
     left_open = []
-    for connection in connections.all(initialized_only=True):
-        blocks, savepoints = before.get(connection.alias, (0, 0))
+    for connection, blocks, savepoints in before:
         # A handler that times out inside atomic() may leave only one of the two, or only the flag.
         higher = len(connection.atomic_blocks) > blocks or len(connection.savepoint_ids) > savepoints
         if not higher and (blocks or not connection.in_atomic_block):

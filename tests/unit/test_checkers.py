@@ -41,7 +41,7 @@ def test_the_decorator_returns_the_function_itself_and_may_be_applied_twice():
 def test_a_second_checker_for_a_topic_is_refused_and_the_error_names_both():
     checker(TOPIC)(certain)
 
-    with pytest.raises(ValueError, match=rf"'{TOPIC}': .*test_checkers\.certain and .*test_checkers\.doubtful"):
+    with pytest.raises(ValueError, match=rf"'{TOPIC}': .*test_checkers\.certain \(line \d+\) and .*test_checkers\.doubtful"):
         checker(TOPIC)(doubtful)
 
 

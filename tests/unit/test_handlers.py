@@ -90,6 +90,18 @@ class TestDecorating:
             idempotent_handler("t", name="n")(other)
         assert registry.get("n").function is handle
 
+    def test_a_second_function_of_the_same_name_does_not_replace_the_first(self):
+        def handle(message):
+            pass
+
+        idempotent_handler("t", name="n")(handle)
+
+        with pytest.raises(ValueError, match=r"handle \(line \d+\) on t .*handle \(line \d+\) on t"):
+
+            @idempotent_handler("t", name="n")
+            def handle(message):
+                pass
+
     def test_registering_the_same_function_again_keeps_one_handler(self):
         idempotent_handler("t", name="n")(handle)
         idempotent_handler("t", name="n")(handle)

@@ -3,6 +3,7 @@
 import sys
 
 import django
+import kombu.transport
 import pytest
 from django.core.checks import run_checks
 
@@ -35,6 +36,21 @@ class TestOutboxSetting:
         assert "outbox.E001" in found()
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("tests.support.hooks.tenan", "did you mean 'tests.support.hooks.tenant'?"),
+        ("tests.support.missing.tenant", "No module named"),
+        ("tests.support.hooks.async_tenant", "it is async"),
+    ],
+)
+def test_publish_hook_that_cannot_be_called_is_an_error(settings, path, reason):
+    settings.OUTBOX = {"PUBLISH_HOOKS": ["tests.support.hooks.tenant", path]}
+
+    assert repr(path) in (problem := found()["outbox.E004"]).msg
+    assert reason in problem.msg
+
+
 class TestBrokerCheck:
     def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
         settings.OUTBOX = {"BROKER_URL": "local://"}
@@ -43,6 +59,14 @@ class TestBrokerCheck:
 
         assert "cannot be loaded" in error.msg
         assert "needs 'inbox'" in error.hint
+
+    def test_broker_whose_library_is_not_installed_is_an_error_that_names_the_extra(self, settings, monkeypatch):
+        settings.OUTBOX = {"BROKER_URL": "redis://host/0"}
+        monkeypatch.setattr(kombu.transport, "_transport_cache", {})
+        monkeypatch.delitem(sys.modules, "kombu.transport.redis", raising=False)
+        monkeypatch.setitem(sys.modules, "redis", None)
+
+        assert "it is in an extra of kombu, such as kombu[redis]" in found()["outbox.E002"].msg
 
     @pytest.mark.parametrize("url", ["nonsense://host", "no-url-at-all", ""])
     def test_broker_unknown_to_kombu_is_an_error(self, settings, url):

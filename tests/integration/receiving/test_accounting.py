@@ -12,6 +12,7 @@ from functools import partial
 
 import kombu
 import pytest
+from django.contrib.admin import site
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.db.models import Count, Q, Sum
@@ -342,3 +343,9 @@ class TestQueryPlans:
 
             assert not re.search(f"Seq Scan on {HISTORY}", plans)
             assert "inbox_inboxmessage_live_pkey" not in plans, lookup
+
+    def test_admin_search_for_a_biz_id_uses_indexes_without_a_sequential_scan(self, many_rows):
+        found = InboxMessage.objects.filter(site.get_model_admin(InboxMessage).called("7"))
+
+        assert found.get().biz_id == "7"
+        assert not re.search(f"Seq Scan on {HISTORY}", found.explain())
