@@ -114,7 +114,7 @@ class Days:
     def drop(
         self, alias: str, day: int, longest_wait: timedelta | None = None, *, keeps: Callable[[], bool] | None = None
     ) -> bool:
-        """Drop the partition of this day. False: it does not exist, or is not to be dropped.
+        """Drop the partition of this day. False: history has none (any more), or it is not to be dropped.
 
         Args:
             keeps: asked whether it is to be kept, when it is locked.
@@ -126,8 +126,7 @@ class Days:
         with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
             # Parent before partition, as every statement locks them, and before the question: no row is moved meanwhile.
             cursor.execute(f"LOCK TABLE ONLY {self.history} IN ACCESS EXCLUSIVE MODE")
-            cursor.execute(f"SELECT to_regclass('{name}')")
-            if cursor.fetchone() == (None,):
+            if day not in self.existing(alias):  # dropped meanwhile, or detached, as for an archive
                 return False
             cursor.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
             if keeps is not None and keeps():

@@ -26,8 +26,8 @@ from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import failure_of, store_failure
-from inbox.receiving.parking import park, read_counted
-from inbox.receiving.reading import Arrival, Unidentifiable, can_wait, message_of, read
+from inbox.receiving.parking import park
+from inbox.receiving.reading import Arrival, Unidentifiable, message_of, read, read_unread
 from inbox.receiving.receive import receive
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
-_IDENTITY_REMEDY = "Correct biz_id= of the handler, or the data that it queries."
 _TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
 _Run = Callable[[list[Delivery]], list[Outcome] | None]
@@ -151,7 +150,7 @@ class Reception:
         parts: deque[tuple[list[Delivery], _Run]] = deque()
         together: list[Delivery] = []
         for one in load:
-            if one.arrival.refused or one.redelivered or handler.lease:
+            if one.arrival.refused or one.arrival.unread or handler.lease:
                 parts.append(([one], self._receive))
             else:
                 together.append(one)
@@ -173,7 +172,7 @@ class Reception:
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)
-        if shedder is None or not shedder.is_shedding or arrival.refused or arrival.undecoded:
+        if shedder is None or not shedder.is_shedding or arrival.refused or arrival.unread:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
@@ -290,43 +289,38 @@ class Reception:
         """
         if len(part) > 1:
             return False
-        self._answer_unstored(part[0], part[0].arrival.envelope.id, outage)
-        return True
-
-    def _answer_unstored(self, delivery: Delivery, message_id: str, outage: DatabaseUnavailable) -> None:
+        (delivery,) = part
         if self._refusals[delivery.handler.name].is_due():
             logger.error(
                 "handler %s: message %s cannot be stored, while other messages can (%s). %s It stays unacknowledged and is "
                 "tried again, at last every minute; no message is lost.",
                 delivery.handler.name,
-                message_id or "without id",
+                delivery.arrival.envelope.id or "without id",
                 outage,
-                outage.remedy or (_IDENTITY_REMEDY if isinstance(outage, Unidentifiable) else _REFUSAL_REMEDY),
+                outage.remedy or _REFUSAL_REMEDY,
             )
         with self._counting:
             self.received[Outcome.UNSTORED] += 1
         self._answer(delivery, Outcome.UNSTORED)
+        return True
 
     def _unanswered(self, handler: Handler, left: Iterable[Delivery], outage: DatabaseUnavailable) -> Unanswered:
         seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
         return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[Delivery]:
-        """Read the deliveries of the current connection; returns those that could be read.
+        """Read the deliveries of the current connection, and return them.
 
         Raises:
             Unanswered: see `receive`.
         """
-        left = [delivery for delivery in load if not self._is_unwanted(delivery)]
-        for delivery in [*left]:
+        current = [delivery for delivery in load if not self._is_unwanted(delivery)]
+        for delivery in current:
             try:
                 delivery.arrival = self._read(delivery)
             except DatabaseUnavailable as outage:
-                if handler.ordered or not isinstance(outage, Unidentifiable):
-                    raise self._unanswered(handler, left, outage) from outage
-                self._answer_unstored(delivery, delivery.message.properties.get("message_id", ""), outage)
-                left.remove(delivery)
-        return left
+                raise self._unanswered(handler, current, outage) from outage
+        return current
 
     def _read(self, delivery: Delivery) -> Arrival:
         handler, refused = delivery.handler, delivery.refused
@@ -335,14 +329,10 @@ class Reception:
         except Exception as error:  # noqa: BLE001 - a foreign producer's message must not end the worker
             envelope = _opaque(delivery.message)
             refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
-        if delivery.redelivered and not refused and not can_wait(handler, envelope):
-            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
         try:
             return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
         except Unidentifiable:
-            if can_wait(handler, envelope):
-                raise
-            return read_counted(handler, envelope, self._options, redelivered=delivery.redelivered)
+            return read_unread(handler, envelope, self._options, redelivered=delivery.redelivered)
 
 
 def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:

@@ -21,7 +21,7 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases.stores import LeaseRequest, stored_row
+from inbox.leases.stores import LeaseRequest
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.claimed import open_claimed
@@ -29,7 +29,7 @@ from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handle
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
 from inbox.store import claims, leases, statistics
-from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id
+from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id, stored_row
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)

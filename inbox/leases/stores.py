@@ -15,8 +15,6 @@ from datetime import datetime, timedelta
 from typing import Protocol, TypeVar
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.rows import value_of
-from exactly_once.wire.envelope import headers_as_json
 from exactly_once.wire.retry import Pause
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import Lease as Terms
@@ -179,16 +177,3 @@ class LeaseStore(Protocol):
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         """By handler, for messages without a row: `handled`, `duplicates` (also by cause), and `conflicts` among these."""
-
-
-def stored_row(stored: InboxMessage) -> NewRow:
-    """The `NewRow` of a stored message."""
-    return value_of(
-        NewRow,
-        stored,
-        body=bytes(stored.body),
-        headers=headers_as_json(stored.headers),
-        replayed=False,
-        redelivered=False,
-        copies=0,
-    )

@@ -23,10 +23,11 @@ from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.leases.opening import lease_store
-from inbox.leases.stores import LeaseStoreUnavailable, stored_row
+from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
+from inbox.store.rows import stored_row
 from inbox.store.trail import record
 
 _P = ParamSpec("_P")

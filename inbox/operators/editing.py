@@ -24,7 +24,6 @@ from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotEditable
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.leases.stores import stored_row
 from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
@@ -32,7 +31,7 @@ from inbox.states import State
 from inbox.store import admitting, ordering, receipts
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_one
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name, stored_row
 from inbox.store.trail import record
 
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."

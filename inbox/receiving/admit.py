@@ -10,7 +10,6 @@ many with one statement, and acknowledged after that commit; a runner handles it
 - a delivery that has waited too long for a worker, its batch or a token of its rate limit. RabbitMQ closes the channel of a
   consumer that leaves a delivery unacknowledged for longer than `consumer_timeout`.
 - a delivery that is refused, which is stored as a dead letter, or dropped by load shedding, which is stored as `shed`.
-- a delivery that was parked (`parking`).
 """
 
 import logging
@@ -27,15 +26,13 @@ from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
-from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
 from inbox.receiving.reading import Arrival
 from inbox.states import State
-from inbox.store import admitting, ordering, parking
+from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
-from inbox.store.arrivals import counted_duplicates
 from inbox.store.inserting import Insertion
 from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -52,7 +49,6 @@ def admit(
     options: InboxOptions,
     *,
     shed: str = "",
-    parked: InboxMessage | None = None,
 ) -> list[Outcome]:
     """Store deliveries of one handler in one transaction, in their order; returns the outcome of each.
 
@@ -61,7 +57,6 @@ def admit(
 
     Args:
         shed: why load shedding drops them; "" stores them to be handled.
-        parked: the claimed row of the single delivery, which is deleted if that is admitted.
 
     Raises:
         DatabaseUnavailable: the database does not answer, or the deliveries of an ordered handler could not be stored for any
@@ -69,11 +64,11 @@ def admit(
         django.db.Error: the database refuses to store one delivery of an unordered handler, even without its values.
     """
     try:
-        became = committed(partial(_store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT, parked), handler.using)
+        became = committed(partial(_store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT), handler.using)
     except DatabaseUnavailable:
         raise
     except ConcurrentDuplicate as error:
-        if handler.ordered and parked is None:
+        if handler.ordered:
             reason = f"a transaction has had one of these messages in hand for over {options.DUPLICATE_TIMEOUT}"
             raise DatabaseUnavailable(reason) from error
         # Every part with that message waits for it again, so there must be only one.
@@ -82,7 +77,7 @@ def admit(
     except DatabaseError as error:
         # The values of single deliveries cause the error. Halves find them with the fewest transactions.
         if not (half := len(arrivals) // 2):
-            return _without_values(handler, arrivals[0], options, error, parked)
+            return _without_values(handler, arrivals[0], options, error)
         return _admit_in_parts(handler, [arrivals[:half], arrivals[half:]], options, shed)
     except Exception as error:
         if not handler.ordered:
@@ -119,32 +114,16 @@ def _defer(row: NewRow, options: InboxOptions) -> Outcome:
     return Outcome.DEFERRED
 
 
-def _store(
-    handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta, parked: InboxMessage | None
-) -> list[Admitted]:
+def _store(handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta) -> list[Admitted]:
     order: Sequence[int] = range(len(arrivals))
     if not handler.ordered:
         # Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered handler are
         # inserted as they came; one transaction at a time inserts those of a queue.
         order = sorted(order, key=lambda index: arrivals[index].row.biz_id)
     with ordering.deciding(handler.using, longest_wait):
-        insertions = [_insertion(handler, arrivals[index], shed) for index in order]
-        if parked is not None:
-            if (copies := parking.end(handler.using, parked)) is None:
-                return [None]
-            insertions = [_as_parked(insertion, parked, copies) for insertion in insertions]
-        stored = admitting.admit(handler.using, insertions)
-        if parked is not None and stored == [None]:
-            transaction.set_rollback(True, using=handler.using)
+        stored = admitting.admit(handler.using, [_insertion(handler, arrivals[index], shed) for index in order])
     by_index = dict(zip(order, stored, strict=True))
     return [by_index[index] for index in range(len(arrivals))]
-
-
-def _as_parked(insertion: Insertion, parked: InboxMessage, copies: int) -> Insertion:
-    """The row of a delivery that arrived when it was parked, and of its copies."""
-    row = replace(insertion.row, copies=copies)
-    counts = counted_duplicates(row.cause, copies) if copies else {}
-    return replace(insertion, row=row, received_at=parked.received_at, **counts)
 
 
 def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
@@ -181,13 +160,11 @@ def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], option
     return became
 
 
-def _without_values(
-    handler: Handler, arrival: Arrival, options: InboxOptions, error: DatabaseError, parked: InboxMessage | None
-) -> list[Outcome]:
+def _without_values(handler: Handler, arrival: Arrival, options: InboxOptions, error: DatabaseError) -> list[Outcome]:
     """Store a delivery whose values the database refuses as a dead letter with its body only."""
     body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
     if arrival.refused == body_only.refused:
         if handler.ordered:
             raise DatabaseUnavailable(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
         raise error
-    return admit(handler, [body_only], options, parked=parked)
+    return admit(handler, [body_only], options)

@@ -24,7 +24,7 @@ from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Policy, defer_locked, fail_exhausted, fail_stored, failure_of
-from inbox.receiving.parking import admit_again, admit_parked
+from inbox.receiving.parking import identify_parked, identify_unread
 from inbox.receiving.reading import (
     Unidentifiable,
     identify_late,
@@ -94,9 +94,11 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
+    lease, is_new = None, handler.lease is not None and is_parked(stored.biz_id)
     try:
         envelope = open_claimed(handler, stored, options)
-        lease = leased.acquire_stored(handler, stored, options) if handler.lease and isinstance(envelope, Envelope) else None
+        if handler.lease and isinstance(envelope, Envelope):
+            lease = leased.acquire_stored(handler, stored, options, envelope if is_new else None)
     except Unidentifiable as error:
         return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
@@ -122,7 +124,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
     """The content of a claimed message that can be run; the outcome of one that cannot.
 
-    It cannot be run if its attempts are used up, it is parked, it cannot be read, or its message has another row.
+    It cannot be run if its attempts are used up, it cannot be read, or its message has another row or is being handled.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
@@ -130,20 +132,19 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
     if exhausted := fail_exhausted(handler, stored, options):
         return exhausted
     if is_parked(stored.biz_id):
-        return admit_parked(handler, stored, options)
+        return identify_parked(handler, stored, options)
     envelope = stored_envelope(stored)
     try:
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _refuse(handler, stored, envelope, why_undecodable(error), options)
     if biz_id != stored.biz_id:
-        ours = committed(lambda: claims.rekey(handler.using, stored, biz_id), handler.using)
+        ours = committed(partial(claims.identify, handler.using, stored, {"biz_id": biz_id}), handler.using)
         if ours is False:
             reason = f"its biz-id is {biz_id}, which another message already has"
             committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
         if not ours:
             return Outcome.DUPLICATE
-    stored.biz_id = biz_id
     return envelope
 
 
@@ -152,7 +153,9 @@ def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str
     # If it was stored unread, its biz-id comes from its headers. An unreadable message must not block that biz-id.
     unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
     if unread and not stored.biz_id.startswith(UNIDENTIFIED):
-        return admit_again(handler, stored, read_body(handler, envelope, options, refused=why, redelivered=True), options)
+        arrival = read_body(handler, envelope, options, refused=why, redelivered=True)
+        if (became := identify_unread(handler, stored, arrival)) is not None:
+            return became
     return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
 
 

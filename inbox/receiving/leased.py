@@ -8,11 +8,13 @@ overwrite the outcome of the next owner.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_lost
+from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
@@ -23,16 +25,16 @@ from inbox.leases.autocommit import autocommit, is_inside_a_transaction
 from inbox.leases.heartbeat import heartbeat
 from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, store_as_owner, stored_row
+from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, store_as_owner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outcomes import Policy, announce, failure_of, handled
-from inbox.receiving.reading import Arrival, message_of
+from inbox.receiving.reading import Arrival, message_of, why_undecodable
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import Failure, business_id
+from inbox.store.rows import Failure, business_id, stored_row
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
@@ -56,14 +58,13 @@ def receive(
     """
     row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
-    sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
     store = lease_store(options)
-    lease = store.acquire(LeaseRequest(handler=handler, row=row, sent_at=sent_at))
+    lease = store.acquire(LeaseRequest(handler=handler, row=row, sent_at=_sent_at(envelope)))
     if isinstance(lease, Outcome):
         return lease
     if lease is None:
         return admit(handler, [arrival], options)[0]
-    message = Policy(handler, options).message_for_run(arrival)
+    message = partial(Policy(handler, options).message_for_run, arrival)
     if acknowledge is None or lease.pk is None:
         return _run(store, lease, message, envelope, options)
     acknowledge()
@@ -77,9 +78,22 @@ def receive(
     return Outcome.STORED
 
 
-def acquire_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Lease | Outcome | None:
-    """See `LeaseStore.acquire`, for a stored message whose attempt has been claimed."""
-    return lease_store(options).acquire(LeaseRequest(handler=handler, row=stored_row(stored), stored=stored))
+def _sent_at(envelope: Envelope) -> datetime | None:
+    return envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+
+
+def acquire_stored(
+    handler: Handler, stored: InboxMessage, options: InboxOptions, parked: Envelope | None
+) -> Lease | Outcome | None:
+    """See `LeaseStore.acquire`, for a stored message whose attempt has been claimed.
+
+    Args:
+        parked: the delivery, if it was parked until now, so that the store has not been asked about it.
+    """
+    request = LeaseRequest(handler=handler, row=stored_row(stored), stored=stored)
+    if parked is not None:
+        request = replace(request, row=replace(request.row, redelivered=True), sent_at=_sent_at(parked))
+    return lease_store(options).acquire(request)
 
 
 def run_stored(lease: Lease | Outcome | None, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Outcome:
@@ -90,15 +104,17 @@ def run_stored(lease: Lease | Outcome | None, stored: InboxMessage, envelope: En
     """
     if not isinstance(lease, Lease):
         return lease or Outcome.DUPLICATE
-    message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
+    message = partial(message_of, envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
     return _run(lease_store(options), lease, message, envelope, options)
 
 
-def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Outcome:
+def _run(
+    store: LeaseStore, lease: Lease, message_for_run: Callable[[], Message], envelope: Envelope, options: InboxOptions
+) -> Outcome:
     handler, row, steps = lease.request.handler, lease.request.row, Steps(store, lease)
-    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
+    ran: list[Message] = []
     with heartbeat.extending(store, lease):
-        failure = _attempt(lease, message, steps, envelope, options)
+        failure = _attempt(lease, message_for_run, ran, steps, envelope, options)
         lease.settling = True
         write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
         stored, alias = lease.request.stored, handler.using
@@ -120,7 +136,7 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
         store.leave(lease)
         return Outcome.STORED
     if failure is None:
-        handled(handler, [message])
+        handled(handler, ran)
         return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
@@ -128,17 +144,29 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
-def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
-    """Run the handler; returns its failure, or None."""
+def _attempt(
+    lease: Lease,
+    message_for_run: Callable[[], Message],
+    ran: list[Message],
+    steps: Steps,
+    envelope: Envelope,
+    options: InboxOptions,
+) -> Failure | None:
+    """Run the handler; returns its failure, or None. Its argument is read now, because the lease counts the attempt."""
     handler = lease.request.handler
     if lease.attempt > handler.retry.most_attempts(options.retry):
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
+    try:
+        message = message_for_run()
+    except Undecodable as error:
+        return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
+    ran.append(replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps))
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
-            call(handler, [(message, envelope)])
+            call(handler, [(ran[0], envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):

@@ -1,21 +1,16 @@
-"""Parking: a delivery that cannot be decided now is stored as it came and acknowledged. The runner admits it later.
+"""Parking: a delivery that cannot be decided now is stored as it came and acknowledged. The runner identifies it later.
 
 One kind is a concurrent duplicate: its message is being handled, and the outcome is unknown until the handler ends. Many
 unacknowledged duplicates would fill the prefetch window of their queue; returned to the broker, each would be redelivered at
 once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
 counted before its body is read.
 
-A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and
-admitted as any other delivery by the transaction that deletes its row.
-
-Some redeliveries must be read before they can be stored. For these, a parked row that is not run counts how often reading has
-begun; it is deleted when the body has been read.
+A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its
+row becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
 """
 
 import logging
 import random
-import threading
-from collections import defaultdict
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -29,21 +24,17 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import announce_duplicate
-from inbox.receiving.reading import Arrival, Unidentifiable, is_parked_redelivery, parked_envelope, parked_row, read_body
+from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
+from inbox.receiving.reading import Arrival, is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
-from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)
 
 _LOCK_WAIT = timedelta(milliseconds=10)
 """How long the runner waits for a row lock before it assumes that another process is handling the message."""
-_ENDED_PROCESS = "Reading its body has ended the process or failed {attempts} times, so it is not read again."
-_reading_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-"""By database. Reading is serialized, because a delivery read concurrently with one that ends the process would be counted."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
@@ -70,56 +61,41 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     return Outcome.DUPLICATE
 
 
-def admit_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome:
-    """Admit a claimed delivery that was parked; returns its outcome.
+def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
+    """Read a claimed delivery that was parked, see `identify_unread`; returns its content, if it is to be run.
 
     Raises:
         Unidentifiable: its body cannot be read now.
         DatabaseUnavailable: the database does not answer.
     """
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
-    return admit_again(handler, stored, arrival, options)
+    return identify_unread(handler, stored, arrival) or arrival.envelope
 
 
-def admit_again(handler: Handler, stored: InboxMessage, arrival: Arrival, options: InboxOptions) -> Outcome:
-    """Admit a claimed delivery that was stored unread as it was read now, and delete its row."""
-    became = Outcome.DEFERRED
-    if not in_hand.holds(arrival.row):
-        (became,) = admit(handler, [arrival], replace(options, DUPLICATE_TIMEOUT=_LOCK_WAIT), parked=stored)
-    return _defer(handler, stored) if became is Outcome.DEFERRED else became
+def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
+    """Make the claimed row of a delivery that was stored unread the row of its message. None: it is to be run.
 
-
-def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:
-    """Read a delivery that must be read before it is stored, and count the reading first.
+    Otherwise its outcome: it is refused; a duplicate, whose row is deleted; or deferred, because its message is being handled.
 
     Raises:
-        DatabaseUnavailable: the database does not answer; nothing was decided.
+        DatabaseUnavailable: the database does not answer.
     """
-    row = parked_row(handler, envelope, redelivered=True)
-    with _reading_locks[handler.using]:
-        begun = _begin_reading(handler, row, options)
-        refused = _ENDED_PROCESS.format(attempts=begun - 1) if begun > handler.retry.most_attempts(options.retry) else ""
-        try:
-            return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
-        except Unidentifiable:
-            begun = 0  # its count stays, so that the delivery becomes a dead letter at last
+    earlier: Earlier | None = None
+    try:
+        if not in_hand.holds(arrival.row):
+            if committed(partial(parking.identify, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
+                return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
+            earlier = committed(partial(parking.count, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
+    except ConcurrentDuplicate:
+        pass
+    except DatabaseError as error:
+        # The values that were read cause the error; the new row has only the body.
+        row, refused = rows.undecoded(arrival.row), unfit(error)
+        if arrival.refused == refused:
             raise
-        finally:
-            if begun:
-                committed(partial(parking.end_reading, handler.using, row), handler.using)
-
-
-def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
-    """How often reading this delivery has begun, including now; 0 if that cannot be counted."""
-    for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
-        try:
-            return committed(partial(parking.begin_reading, handler.using, counted, options.DUPLICATE_TIMEOUT), handler.using)
-        except ConcurrentDuplicate:
-            break
-        except DatabaseError as error:
-            # Its values cause the error; the second row has only the body.
-            logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
-    return 0
+        return identify_unread(handler, stored, replace(arrival, row=row, refused=refused))
+    became = admitted(handler, arrival, earlier)
+    return _defer(handler, stored) if became is Outcome.DEFERRED else became
 
 
 def _defer(handler: Handler, stored: InboxMessage) -> Outcome:

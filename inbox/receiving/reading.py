@@ -4,7 +4,7 @@ This module does not use the database, but a handler's `biz_id` may. A delivery 
 the deduplication window, becomes a *refused* arrival with a reason; it is stored as a dead letter.
 
 A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is read only after an attempt was
-counted, because reading it may have ended the process before. See `parking`.
+counted, because reading it may have ended the process before: it is stored unread, or under a lease. See `parking`.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
 
 
 class Unidentifiable(DatabaseUnavailable):
-    """This message cannot be identified now, others can. Its reading or its attempt counts."""
+    """This message cannot be identified now, others can. Its attempt counts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,10 +52,10 @@ class Arrival:
     """A delivery that was read: its row and its message.
 
     Attributes:
-        message: the handler's argument in its first run; None if it is refused, undecoded, or stored before it is run.
+        message: the handler's argument in its first run; None if it is refused, unread, or stored before it is run.
         refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
         quarantined: the maximum message age is the only reason for refusing it.
-        undecoded: its body has not been read.
+        unread: its body has not been read.
     """
 
     row: NewRow
@@ -63,7 +63,7 @@ class Arrival:
     message: Message | None = None
     refused: str = ""
     quarantined: bool = False
-    undecoded: bool = False
+    unread: bool = False
 
 
 def read(
@@ -74,14 +74,33 @@ def read(
     refused: str = "",
     redelivered: bool = False,
 ) -> Arrival:
-    """Identify this delivery for `handler`, or state why it is `refused`. The body of a redelivery is not read if it can wait.
+    """Identify this delivery for `handler`, or state why it is `refused`. The body of a redelivery is not read.
 
     Raises:
         DatabaseUnavailable: see `identify`.
     """
-    if redelivered and not refused and can_wait(handler, envelope):
-        return _read_undecoded(handler, envelope, options)
+    if redelivered and not refused:
+        return read_unread(handler, envelope, options, redelivered=True)
     return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
+
+
+def read_unread(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:
+    """As `read`, without its body. If only that identifies it, it is to be stored as it came: see `parking`."""
+    refused = outside = ""
+    try:
+        if handler.ordered:
+            # A structured event has its ordering key in its body, and needs it for its place in the order.
+            envelope = opened(envelope, options.BODY_LIMIT_BYTES)
+        if handler.biz_id is None and not is_structured(envelope):
+            biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope, options))
+            refused = outside = outside_window(envelope, options)
+            row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
+        else:
+            row = parked_row(handler, envelope, redelivered=redelivered)
+    except Undecodable as error:
+        refused = why_undecodable(error)
+        row = row_of(handler, envelope, biz_id="", redelivered=redelivered)
+    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), unread=not refused)
 
 
 def read_body(
@@ -116,30 +135,6 @@ def read_body(
         elif message.biz_id != row.biz_id:
             message = replace(message, biz_id=row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
-
-
-def can_wait(handler: Handler, envelope: Envelope) -> bool:
-    """Can it be stored before its body is read? If not, its reading is counted, see `parking.read_counted`."""
-    # An ordered message needs its biz-id and key for its place in the order: identified later, it might be placed behind a
-    # copy of itself. With a lease, the store must check the delivery first, because it may have lost the message.
-    return handler.lease is None and (not handler.ordered or _is_named_by_headers(handler, envelope))
-
-
-def _is_named_by_headers(handler: Handler, envelope: Envelope) -> bool:
-    return handler.biz_id is None and not is_structured(envelope)
-
-
-def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
-    if not _is_named_by_headers(handler, envelope):
-        return Arrival(row=parked_row(handler, envelope, redelivered=True), envelope=envelope, undecoded=True)
-    biz_id = refused = outside = ""
-    try:
-        biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope, options))
-        refused = outside = outside_window(envelope, options)
-    except Undecodable as error:
-        refused = str(error)
-    row = row_of(handler, envelope, biz_id=biz_id, redelivered=True)
-    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), undecoded=not refused)
 
 
 def why_undecodable(error: Undecodable) -> str:

@@ -33,7 +33,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Policy
-from inbox.receiving.reading import Arrival
+from inbox.receiving.reading import Arrival, is_parked
 from inbox.store import arrivals as store
 from inbox.store.rows import ConcurrentDuplicate, Guard, NewRow
 from inbox.transactions.handler_transaction import call, transact
@@ -54,7 +54,7 @@ def receive(
     None: several have failed together, without any effect, and are to be run in smaller parts.
 
     Args:
-        arrivals: one that is refused, redelivered or leased is given alone.
+        arrivals: one that is refused, unread, redelivered or leased is given alone.
         acknowledge: called if the delivery may be acknowledged before the handler runs: under a lease in the database, its row
             and body are committed, and the run may take longer than the broker waits for an acknowledgement.
 
@@ -66,10 +66,10 @@ def receive(
         return admit(handler, arrivals, options)
     held = None
     try:
-        if handler.lease:
+        if handler.lease and not (first.unread and is_parked(first.row.biz_id)):
             return [leased.receive(handler, first, options, acknowledge=acknowledge)]
         if (held := in_hand.take([arrival.row for arrival in arrivals])) is not None:
-            if first.row.redelivered:
+            if first.unread or first.row.redelivered:
                 return [_receive_carefully(handler, first, options)]
             return run_fresh(Policy(handler, options), arrivals)
     except ConcurrentDuplicate:

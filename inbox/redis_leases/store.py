@@ -412,7 +412,7 @@ def _now() -> int:
 
 def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:
     """May Redis have lost the record of this message?"""
-    if request.stored is not None:
+    if request.stored is not None and not request.row.redelivered:
         # The database has the steps of a failed message. Only Redis has the steps of a running one.
         return request.stored.state == State.RUNNING
     if state.since is None:

@@ -7,7 +7,7 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
-from inbox.store import due
+from inbox.store import due, receipts
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
 from inbox.store.failures import ABANDON_AS, as_written, fail
 from inbox.store.loading import columns_of, message_of
@@ -162,16 +162,27 @@ def _begin(
     return "", bool(on_sqlite[0][0]), "", True
 
 
-def rekey(alias: str, claimed: InboxMessage, biz_id: str) -> bool | None:
-    """Set the biz-id of a claimed row that was stored without one. False: another row has it. None: it is no longer ours."""
+def identify(
+    alias: str, claimed: InboxMessage, columns: Mapping[str, Any], longest_wait: timedelta = LONGEST_LOCK_WAIT
+) -> bool | None:
+    """Give a claimed row that was stored without its biz-id that one, and what else was read with it.
+
+    False: another row has the biz-id. None: it is no longer ours.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end within `longest_wait`.
+    """
     try:
-        with transaction.atomic(using=alias):
-            if not under_claim(alias, claimed).update(biz_id=biz_id):
+        with deciding(alias, longest_wait), locked_means_busy:
+            if not under_claim(alias, claimed).update(**columns):
                 return None
-            Receipt.objects.using(alias).filter(pk=claimed.pk).update(biz_id=biz_id)
-            return True
+            copied = {column: value for column, value in columns.items() if column in receipts.COPIED}
+            Receipt.objects.using(alias).filter(pk=claimed.pk).update(**copied)
     except IntegrityError:
         return False
+    for column, value in columns.items():
+        setattr(claimed, column, value)
+    return True
 
 
 def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:

@@ -48,7 +48,6 @@ class Insertion:
         conflicts: 1 if such a duplicate has other content, which is that of this row.
         conflicting_attributes: then those of the row, see `attributes_of`.
         result: what its handler returned, as JSON.
-        received_at: when it arrived, if not now.
     """
 
     row: NewRow
@@ -73,7 +72,6 @@ class Insertion:
     conflicts: int = 0
     conflicting_attributes: str | None = None
     result: str | None = None
-    received_at: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +110,6 @@ _OPTIONAL = {
     "conflicts": ("int", "0"),
     "conflicting_attributes": ("text", "NULL"),
     "result": ("text", "NULL"),
-    "received_at": ("timestamptz", "NULL"),
 }
 """The values of an `Insertion` that most rows have the default of: type and default. A source gives NULL for the default."""
 _TEXTS = [column for column in COLUMNS if column != "body"]
@@ -140,7 +137,7 @@ def _insert(vendor: str, source: str) -> str:
         "conflicting_body": "CASE WHEN given.conflicts > 0 THEN given.body END",
         "conflicting_at": f"CASE WHEN given.conflicts > 0 THEN {at} END",
         "state": "given.became",
-        "received_at": f"COALESCE(given.received_at, {at})",
+        "received_at": at,
         "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
         "day": f"CASE WHEN given.became IN ('done', 'shed') THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
@@ -192,7 +189,7 @@ def _insert_many(document: str, bodies: str, longest_wait: str, process: str = "
         f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {_BECAME} "
         "FROM (SELECT * FROM source ORDER BY number) AS source), "
         f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
-        f"SELECT id, {_COPIED}, COALESCE(received_at, statement_timestamp()) FROM bound, given ORDER BY number {_ONCE}), "
+        f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
         "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
         f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
         f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
@@ -201,9 +198,7 @@ def _insert_many(document: str, bodies: str, longest_wait: str, process: str = "
     )
 
 
-_RECEIPT_ON_SQLITE = (
-    f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, COALESCE(%s, {NOW['sqlite']})) {_ONCE}"
-)
+_RECEIPT_ON_SQLITE = f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, {NOW['sqlite']}) {_ONCE}"
 _MESSAGE_ON_SQLITE = (
     _insert("sqlite", f"(SELECT source.*, {_BECAME} FROM {_values_of_one(dict.fromkeys(['id', *_GIVEN], '%s'))}) AS given")
     + " RETURNING state"
@@ -302,8 +297,7 @@ def _insert_each(connection: BaseDatabaseWrapper, insertions: Sequence[Insertion
     entries = _entries(insertions)
     with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
         for index, insertion in enumerate(insertions):
-            copied = [*_copied_of(insertion.row), adapted(connection, insertion.received_at)]
-            cursor.execute(_RECEIPT_ON_SQLITE, copied)
+            cursor.execute(_RECEIPT_ON_SQLITE, _copied_of(insertion.row))
             for (row,) in cursor.fetchall():
                 given = [getattr(insertion.row if column in COLUMNS else insertion, column) for column in _GIVEN]
                 cursor.execute(_MESSAGE_ON_SQLITE, [row, *(adapted(connection, value) for value in given)])

@@ -48,12 +48,13 @@ def create(alias: str, **columns: Any) -> InboxMessage:
         django.db.IntegrityError: there is one of this name.
     """
     columns = {"received_at": DatabaseTime(), **({"day": Today()} if columns.get("state") in SETTLED else {}), **columns}
-    copied = {name: columns[name] for name in _COPIED if name in columns}
+    copied = {name: columns[name] for name in COPIED if name in columns}
     receipt = Receipt.objects.using(alias).create(**copied)
     return InboxMessage.objects.using(alias).create(pk=receipt.pk, **columns)
 
 
-_COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.primary_key]
+COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.primary_key]
+"""The columns of a receipt that its message has as well."""
 
 
 def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:

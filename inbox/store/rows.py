@@ -14,6 +14,8 @@ from django.db import OperationalError
 
 from exactly_once.failures import REFUSED
 from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
+from exactly_once.sql.rows import value_of
+from exactly_once.wire.envelope import headers_as_json
 from inbox.models import InboxMessage
 
 if TYPE_CHECKING:
@@ -148,6 +150,19 @@ def conflicting_row(stored: InboxMessage) -> NewRow:
         digest=digest,
         created_at=datetime.fromisoformat(created_at) if created_at else None,
         **attributes,
+    )
+
+
+def stored_row(stored: InboxMessage) -> NewRow:
+    """The `NewRow` of a stored message."""
+    return value_of(
+        NewRow,
+        stored,
+        body=bytes(stored.body),
+        headers=headers_as_json(stored.headers),
+        replayed=False,
+        redelivered=False,
+        copies=0,
     )
 
 

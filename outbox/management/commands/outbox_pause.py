@@ -33,7 +33,7 @@ class Command(DatabaseCommand):
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         topic, reason = options["topic"], options["reason"]
         with transaction.atomic(using=alias):
-            found = pause(topic, reason=reason, using=alias)
+            found = pause(topic, reason=reason, by=str(actor), using=alias)
             record("outbox", alias, actor, "pause", [Subject(kind="topic", id=topic, name=topic)], {"reason": reason})
         words = _("Topic %(topic)s is paused.") % {"topic": repr(topic)}
         self.stdout.write(f"{words} {_FOUND.get(found, '')}".rstrip())

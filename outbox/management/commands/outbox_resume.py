@@ -42,7 +42,7 @@ class Command(DatabaseCommand):
 
     def _resume_topic(self, alias: str, actor: Actor, topic: str) -> None:
         with transaction.atomic(using=alias):
-            found = resume(topic, using=alias)
+            found = resume(topic, by=str(actor), using=alias)
             if found is not TopicState.ACTIVE:
                 record("outbox", alias, actor, "resume", [Subject(kind="topic", id=topic, name=topic)])
         if found is TopicState.ACTIVE:

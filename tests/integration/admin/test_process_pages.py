@@ -161,10 +161,12 @@ class TestList:
 class TestWarnings:
     def test_list_warns_when_no_relay_is_running(self):
         a_message(State.READY)
-        assert "No relay is running. Messages that are ready: 1." in the_list().text
+        a_message(State.SCHEDULED, due_ago=timedelta(minutes=1))
+        a_message(State.SCHEDULED, due_ago=-timedelta(minutes=1))
+        assert "No relay is running. Messages that are due: 2." in the_list().text
 
         a_relay(silent_for=2 * SILENT_AFTER)
-        assert "No relay is running. Messages that are ready: 1." in the_list().text
+        assert "No relay is running. Messages that are due: 2." in the_list().text
 
     def test_list_warns_of_handlers_that_no_live_process_runs(self, handles):
         handles(the_effect, name="shop.reserve_stock")

@@ -47,6 +47,7 @@ class TestPauseAndResume:
 
         [line] = [line for line in run("exactly_once_status").splitlines() if line.startswith("shop.stock")]
         assert ": broker is moved" in line
+        assert "with outbox_pause" in line
         [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]
         assert (topic["topic"], topic["messages"], topic["reason"], topic["resuming"]) == (
             "shop.stock",

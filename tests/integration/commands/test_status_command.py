@@ -150,8 +150,8 @@ class TestRelays:
     @pytest.mark.parametrize(
         ("ready", "expected"),
         [
-            (0, "No relay is running. Messages that are ready: 0."),
-            (2, "No relay is running. Messages that are ready: 2."),
+            (0, "No relay is running. Messages that are due: 0."),
+            (2, "No relay is running. Messages that are due: 2."),
         ],
     )
     def test_status_says_when_no_relay_is_running(self, silent, ready, expected):

@@ -460,7 +460,7 @@ class TestAcknowledging:
             assert parking.park(handler, arrival, OPTIONS) is Outcome.STORED
             assert receive(handler, [arrival], OPTIONS) == [Outcome.DEFERRED]
             assert drain() == 0
-        assert drain() == 2, "it was admitted, and run"
+        assert drain() == 1, "it was identified, and run"
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
@@ -474,7 +474,7 @@ class TestAcknowledging:
             assert drain() == 1
             assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         make_due()
-        assert drain() == 2, "it was admitted, and run"
+        assert drain() == 1, "it was identified, and run"
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 

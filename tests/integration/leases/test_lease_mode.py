@@ -1089,6 +1089,22 @@ class TestLostRedisData:
         assert deliver(handler, an_envelope(created_at=None), given=given) is Outcome.HANDLED
         assert deliver(handler, an_envelope(created_at=None), given=given, redelivered=True) is Outcome.DEAD
 
+    @pytest.mark.parametrize("created_at", [utcnow(), None], ids=["with a time", "without a time"])
+    def test_redelivery_that_only_its_body_identifies_is_quarantined_after_a_data_loss(
+        self, leased, given, redis_server, created_at
+    ):
+        handler = leased(the_effect, biz_id=lambda message: message.payload["order_id"])
+        deliver(handler, an_envelope({"order_id": 7}, created_at=created_at), given=given)
+        redis_server.flush()
+        deliver(handler, an_envelope({"order_id": 8}, created_at=created_at), given=given)
+
+        redelivered = an_envelope({"order_id": 7}, created_at=created_at)
+        assert deliver(handler, redelivered, given=given, redelivered=True) is Outcome.DEAD
+
+        row = the_row(biz_id="7")
+        assert (row.quarantined, effects("7")) == (True, 1)
+        assert "has lost data" in row.last_error
+
     def test_operator_may_override_the_quarantine_after_a_data_loss(self, leased, given, redis_server):
         handler, envelope = leased(the_effect), an_envelope()
         deliver(handler, envelope, given=given)

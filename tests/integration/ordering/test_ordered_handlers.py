@@ -117,6 +117,63 @@ def failed_out(given=OPTIONS):
 
 
 @everywhere
+class TestRedeliveriesThatOnlyTheirBodyIdentifies:
+    """Stored unread in their place in the order, and identified when it is their turn."""
+
+    @pytest.fixture
+    def handler(self, handles):
+        return handles(the_effect, ordered=Ordered(), biz_id=lambda message: message.payload["name"])
+
+    def redelivered(self, handler, *envelopes):
+        return admit(handler, [read(handler, one, OPTIONS, redelivered=True) for one in envelopes], OPTIONS)
+
+    def test_they_keep_their_order(self, handler):
+        self.redelivered(handler, a_message("1"), a_message("2"))
+        named(handler, "3")
+
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == ["1", "2", "3"]
+        assert states_of_all() == [State.DONE] * 3
+
+    def test_copy_of_an_earlier_message_is_counted_and_the_next_one_runs(self, handler):
+        first = a_message("1")
+        arrive(handler, first)
+        self.redelivered(handler, first)
+        named(handler, "2")
+
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == ["1", "2"]
+        assert (states("1", "2"), the_row(biz_id="1").duplicates) == ([State.DONE] * 2, 1)
+        assert InboxMessage.objects.count() == 2
+
+    def test_message_keeps_its_first_place_although_a_copy_was_read_before_it(self, handler):
+        first = a_message("1")
+        self.redelivered(handler, first)
+        named(handler, "2")
+        arrive(handler, first, first)
+        named(handler, "3")
+
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == ["1", "2", "3"]
+        assert the_row(biz_id="1").duplicates == 2
+        assert InboxMessage.objects.count() == 3
+
+    def test_one_that_cannot_be_read_blocks_its_key_until_it_is_skipped(self, handler):
+        self.redelivered(handler, a_message("1")._replace(body=b"{"))
+        named(handler, "2")
+
+        run_to_the_end()
+        assert (states("2"), in_the_order_of_their_effects()) == ([State.WAITING], [])
+
+        assert decisions.skip("default", the_row(state=State.DEAD).pk, "unreadable")
+        run_to_the_end()
+        assert in_the_order_of_their_effects() == ["2"]
+
+
+@everywhere
 class TestStoring:
     def test_first_message_of_a_key_is_due_and_the_rest_wait_behind_it(self, handles):
         handler = handles(the_effect, ordered=True)

@@ -534,6 +534,20 @@ class TestHousekeeping:
         assert DAYS.existing("default")[0] == today - 7
         assert {old.position, older.position} & set(OutboxMessage.objects.values_list("pk", flat=True)) == set()
 
+    def test_day_that_is_detached_during_a_purge_keeps_its_table(self, today):
+        """As for an archive. The purge has listed it before."""
+        for days_ago in (9, 8):
+            DAYS.make("default", today - days_ago)
+            settled_before(days_ago)
+        detached, purge = DAYS.name(today - 8), history.HISTORY.purge("default", 7 * DAY)
+        assert next(purge) == 1
+
+        execute(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
+        assert list(purge) == []
+
+        assert execute("SELECT to_regclass(%s) IS NOT NULL", detached) == [(True,)]
+        execute(f"DROP TABLE {detached}")
+
     @every_database
     def test_old_rows_without_a_partition_are_deleted_in_small_transactions(self, monkeypatch):
         monkeypatch.setattr("outbox.relay.housekeeping.CHUNK", 3)
