@@ -22,10 +22,8 @@ from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
-from inbox.receiving.reading import parked_row
 from inbox.states import State
 from inbox.store.heartbeats import consumers
-from inbox.store.parking import begin_reading
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
@@ -198,14 +196,6 @@ def test_receipt_of_an_old_dead_letter_is_kept_for_its_retention_after_it_was_re
     call_command("inbox_consume", drain=True)
 
     assert (states(), receipts()) == (set(), {"tests.dead"})
-
-
-def test_attempts_to_read_a_parked_body_are_counted_after_an_operator_has_skipped_it(handles):
-    row = parked_row(handles(the_effect), an_envelope(), redelivered=True)
-    assert begin_reading("default", row, WEEK) == 1
-    skip("default", InboxMessage.objects.get().pk, "not wanted")
-
-    assert begin_reading("default", row, WEEK) == 2
 
 
 class TestConflictWithoutHistory:
