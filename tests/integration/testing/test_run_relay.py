@@ -196,7 +196,7 @@ class TestWithLocalHandlers:
 
         outbox_run_relay()
 
-        assert effects() == ["a", "b", "c"]
+        assert sorted(effects()) == ["a", "b", "c"]
 
     @pytest.mark.parametrize("options", [{"size": 5}, {"group_commit": 5}])
     def test_handlers_of_several_messages_get_all_of_them(self, handles, outbox_run_relay, options):
