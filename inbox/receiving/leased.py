@@ -112,11 +112,10 @@ def _run(
     store: LeaseStore, lease: Lease, message_for_run: Callable[[], Message], envelope: Envelope, options: InboxOptions
 ) -> Outcome:
     handler, row, steps = lease.request.handler, lease.request.row, Steps(store, lease)
-    ran: list[Message] = []
     with heartbeat.extending(store, lease):
-        failure = _attempt(lease, message_for_run, ran, steps, envelope, options)
+        ended = _attempt(lease, message_for_run, steps, envelope, options)
         lease.settling = True
-        write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
+        write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)
         stored, alias = lease.request.stored, handler.using
         refund = partial(give_back, alias, stored) if stored is not None and lease.interrupted else None
         try:
@@ -135,24 +134,19 @@ def _run(
         )
         store.leave(lease)
         return Outcome.STORED
-    if failure is None:
-        handled(handler, ran)
+    if isinstance(ended, Message):
+        handled(handler, [ended])
         return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
         store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
-    return announce(handler, row.message_id, row.biz_id, failure)
+    return announce(handler, row.message_id, row.biz_id, ended)
 
 
 def _attempt(
-    lease: Lease,
-    message_for_run: Callable[[], Message],
-    ran: list[Message],
-    steps: Steps,
-    envelope: Envelope,
-    options: InboxOptions,
-) -> Failure | None:
-    """Run the handler; returns its failure, or None. Its argument is read now, because the lease counts the attempt."""
+    lease: Lease, message_for_run: Callable[[], Message], steps: Steps, envelope: Envelope, options: InboxOptions
+) -> Message | Failure:
+    """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
     handler = lease.request.handler
     if lease.attempt > handler.retry.most_attempts(options.retry):
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
@@ -162,11 +156,11 @@ def _attempt(
         message = message_for_run()
     except Undecodable as error:
         return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
-    ran.append(replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps))
+    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
-            call(handler, [(ran[0], envelope)])
+            call(handler, [(message, envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):
@@ -178,4 +172,4 @@ def _attempt(
     finally:
         changes.end_sessions()
     # The handler may have caught the interruption; the message must stop anyway.
-    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else None
+    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else message

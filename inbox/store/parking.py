@@ -10,9 +10,8 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.states import State
-from inbox.store import receipts
+from inbox.store import claims, receipts
 from inbox.store.arrivals import count_duplicate
-from inbox.store.claims import identify as identify_claimed
 from inbox.store.dialect import IS_OPEN
 from inbox.store.ordering import deciding, promote_behind
 from inbox.store.rows import COLUMNS, Earlier, NewRow, OrderedKey, locked_means_busy, stored_row
@@ -36,7 +35,7 @@ def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timed
         later = _later_copy(alias, claimed, row)
         if later is not None:
             receipts.delete(alias, "id = %s", [later.pk])
-        named = identify_claimed(alias, claimed, columns)
+        named = claims.identify(alias, claimed, columns)
         if not named:
             transaction.set_rollback(True, using=alias)
         elif later is not None:
