@@ -11,10 +11,11 @@ from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import InboxOptions
-from inbox.leases.stores import Lease, LeaseRequest
+from inbox.leases.stores import Lease
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
+from inbox.transactions.arrival import Arrival
 from inbox.transactions.persistence import committed
 
 
@@ -24,23 +25,23 @@ class DatabaseLeases:
     def __init__(self, options: InboxOptions) -> None:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
-    def acquire(self, request: LeaseRequest) -> Lease | None:
-        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
+    def acquire(self, arrival: Arrival) -> Lease | None:
+        began_at, alias, lasts = monotonic(), arrival.handler.using, _with_random_microseconds(arrival.terms.duration)
         tries = itertools.count()
-        granted = committed(lambda: self._grant(request, lasts, is_retry=next(tries) > 0), alias)
+        granted = committed(lambda: self._grant(arrival, lasts, is_retry=next(tries) > 0), alias)
         if granted is None:
             return None
-        lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
+        lease = Lease(arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
         if granted.fence > 1:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
 
-    def _grant(self, request: LeaseRequest, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
-        alias, stored = request.handler.using, request.stored
+    def _grant(self, arrival: Arrival, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
+        alias, stored = arrival.handler.using, arrival.stored
         if stored is not None:
-            return leases.lease_stored(alias, stored, lasts, request.exclusive_key)
-        fresh = leases.lease_fresh(alias, request.row, lasts, self._duplicate_timeout)
-        return fresh or leases.lease_over(alias, request.row, lasts, is_retry=is_retry)
+            return leases.lease_stored(alias, stored, lasts, arrival.exclusive_key)
+        fresh = leases.lease_fresh(alias, arrival.row, lasts, self._duplicate_timeout)
+        return fresh or leases.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         alias, pk = _row_of(lease)
@@ -52,11 +53,11 @@ class DatabaseLeases:
 
     def consume(self, lease: Lease) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.request.order), alias)
+        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.arrival.order), alias)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.request.leaves(failure)), alias)
+        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.arrival.leaves(failure)), alias)
 
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
@@ -80,4 +81,4 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
 
 def _row_of(lease: Lease) -> tuple[str, int]:
     assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
-    return lease.request.handler.using, lease.pk
+    return lease.arrival.handler.using, lease.pk

@@ -59,7 +59,7 @@ class Heartbeat:
     def extending(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
         """Extend `lease` as long as the block runs."""
         # A store outside the handler's database also queries that database.
-        alias = lease.request.handler.using
+        alias = lease.arrival.handler.using
         thread = self._threads.get((store, alias)) or self._threads.setdefault((store, alias), _ExtendingThread(alias))
         return thread.extending(store, lease)
 
@@ -82,7 +82,7 @@ class _ExtendingThread:
 
     @contextmanager
     def extending(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
-        terms = lease.request.terms
+        terms = lease.arrival.terms
         one = _Extended(
             store,
             lease,
@@ -128,10 +128,10 @@ class _ExtendingThread:
     def _extend(self, one: _Extended) -> None:
         lease, now = one.lease, monotonic()
         one.next_at = now + _RETRY_SECONDS
-        ends_at = min(now + lease.request.terms.duration.total_seconds(), one.limit_at)
+        ends_at = min(now + lease.arrival.terms.duration.total_seconds(), one.limit_at)
         if ends_at <= lease.ends_at:
             one.next_at = lease.ends_at
-            self._not_extended(one, f"the limit of its Lease is {lease.request.terms.limit}; raise it if runs may take longer")
+            self._not_extended(one, f"the limit of its Lease is {lease.arrival.terms.limit}; raise it if runs may take longer")
             return
         try:
             extended = one.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)

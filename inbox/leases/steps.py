@@ -93,7 +93,7 @@ class Steps:
             raise LeaseLost(
                 f"The step {name!r} was not taken: the lease of this run has ended, and another run may have begun."
             )
-        if is_inside_a_transaction(alias := self._lease.request.handler.using):
+        if is_inside_a_transaction(alias := self._lease.arrival.handler.using):
             raise ValueError(
                 f"The step {name!r} was not taken: it is inside `transaction.atomic()` on {alias!r}, whose rollback would "
                 "delete the record of the step. Put the transaction inside the step, or after it."

@@ -29,12 +29,12 @@ from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
-from inbox.receiving.reading import Arrival
 from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
 from inbox.store.inserting import Insertion
 from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
+from inbox.transactions.arrival import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,11 +22,11 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.reading import Arrival, message_of
 from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
-from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
+from inbox.transactions.arrival import Arrival
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
-    passed_over = stored.ordered and handler.skips_dead and failure.retry_after is None
-    leaves = OrderedKey(handler.name, stored.key) if passed_over else None
+    leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
     try:
         ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
@@ -309,45 +308,3 @@ def _send(signal: Signal, **arguments: Any) -> None:
     except BaseException:
         # send_robust lets SystemExit through, and the state is committed.
         logger.exception("inbox: a signal receiver raised an exception that would end the process; it is ignored.")
-
-
-class Policy:
-    """What differs between kinds of work. This is the policy of messages: a failure is stored, and a runner retries it.
-
-    A delivery may be acknowledged when the policy's method has returned an `Outcome`, except DEFERRED.
-
-    Attributes:
-        attempt: the number of a fresh delivery's attempt.
-        durable: the transaction must not be a savepoint of the caller's.
-        reruns: if its session is lost, the first attempt may be run once more.
-        default_result: the JSON that a fresh row is inserted with as its handler's result.
-        encode_result: returns the JSON that is stored with the row as the handler's result; None: no result is stored.
-    """
-
-    attempt = 1
-    durable = True
-    reruns = True
-    default_result: str | None = None
-    encode_result: Callable[[object], str | None] | None = None
-
-    def __init__(self, handler: Handler, options: InboxOptions) -> None:
-        self.handler, self.options = handler, options
-
-    def message_for_run(self, arrival: Arrival) -> Message:
-        """The handler's argument for one run: a new object for each, because a handler may change its payload."""
-        message, arrival.message = arrival.message, None
-        return message or message_of(arrival.envelope, self.options, biz_id=arrival.row.biz_id)
-
-    def settle_success(self, messages: Sequence[Message]) -> None:
-        handled(self.handler, messages)
-
-    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> Outcome:
-        return store_failure(self.handler, row, failure_of(self.handler, error, self.attempt, self.options), self.options)
-
-    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> Outcome:
-        failure = failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
-        return fail_stored(self.handler, stored, failure)
-
-    def settle_duplicate(self, row: NewRow) -> Outcome:
-        """A row of this name exists."""
-        return duplicate(self.handler, row)

@@ -26,7 +26,7 @@ from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, TABLE, UNBOUN
 from inbox.store.failures import ABANDON_AS, as_written, fail
 from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
-from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy
+from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy, order_of
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record_leaving, update
 
@@ -132,7 +132,7 @@ def begin_stored(
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state)
+    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state, begun=(0,))
 
 
 def _begin(
@@ -204,7 +204,7 @@ def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
     with deciding(alias):
         written = {**SKIP_COPY.columns, "last_error": f"skipped: {reason}"}
         ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason)
-        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if ours and claimed.ordered else None)
+        promote_behind(alias, order_of(claimed) if ours else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:

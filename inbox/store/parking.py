@@ -14,7 +14,7 @@ from inbox.store import claims, receipts
 from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import IS_OPEN
 from inbox.store.ordering import deciding, promote_behind
-from inbox.store.rows import COLUMNS, Earlier, NewRow, OrderedKey, locked_means_busy, stored_row
+from inbox.store.rows import COLUMNS, Earlier, NewRow, locked_means_busy, order_of, stored_row
 
 
 def make_due(alias: str, row: NewRow) -> None:
@@ -65,5 +65,5 @@ def count(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelt
         if earlier is None:
             transaction.set_rollback(True, using=alias)
         else:
-            promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if claimed.ordered else None)
+            promote_behind(alias, order_of(claimed))
     return earlier

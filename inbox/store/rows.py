@@ -71,6 +71,11 @@ class OrderedKey(NamedTuple):
     key: str
 
 
+def order_of(stored: InboxMessage) -> OrderedKey | None:
+    """The order that the row of this message has a place in."""
+    return OrderedKey(stored.handler, stored.key) if stored.ordered and stored.key else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRow:
     """A delivery that can be stored: identified, every text fit for its column, `headers` serialised.
@@ -216,7 +221,7 @@ class Guard:
     """The rows that the open transaction began with, and the proof that it is still the same transaction.
 
     Attributes:
-        begun: of new rows, their indexes among those that were given.
+        begun: the indexes of its rows among those that were given.
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
         emptied: the full rows, in their order, if they were inserted without body and headers.
         order: the order that its one row has a place in; the next message in it is to be promoted.

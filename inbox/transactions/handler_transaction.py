@@ -194,6 +194,5 @@ def _span(handler: Handler, envelopes: Sequence[Envelope]) -> AbstractContextMan
 def _count_lag(handler: Handler, envelopes: Sequence[Envelope]) -> None:
     now = utcnow()
     for envelope in envelopes:
-        if envelope.created_at is not None:
-            due_at = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-            metrics.LAG.observe(max((now - due_at).total_seconds(), 0.0), handler.name)
+        if (sent_at := envelope.sent_at) is not None:
+            metrics.LAG.observe(max((now - sent_at).total_seconds(), 0.0), handler.name)

@@ -1200,7 +1200,7 @@ def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_a
     def fails(*given):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(leased_receiving, "_run", fails)
+    monkeypatch.setattr(leased_receiving, "run", fails)
 
     assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Outcome.STORED]
     assert (the_row().state, effects()) == (State.RUNNING, 0)
