@@ -29,7 +29,7 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import read_body
 from inbox.store.rows import ConcurrentDuplicate
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,13 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.claimed import open_claimed
-from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handled, redacted
+from inbox.receiving.outcomes import announce, defer_locked, fail_stored, redacted
 from inbox.receiving.reading import message_for, stored_arrival
+from inbox.receiving.run import handled
 from inbox.states import State
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
-from inbox.store.inserting import Insertion, insert_one
+from inbox.store.inserting import insert_one
 from inbox.store.rows import with_body_only
 
 _RUNS = Run._meta.db_table
@@ -101,8 +101,7 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
         correlation_id=first.correlation_id or first.id,
         causation_id=first.id,
     )
-    insertion = Insertion(row=row, state=State.RECEIVED, due_after=deadline.total_seconds())
-    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    inserted = insert_one(alias, row, State.RECEIVED, LONGEST_LOCK_WAIT, due_after=deadline.total_seconds())
     if inserted is None:
         return None
     # By the same statement, so that the row is not due before the deadline.

@@ -15,7 +15,7 @@ from inbox.leases.stores import Lease
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 
@@ -31,7 +31,9 @@ class DatabaseLeases:
         granted = committed(lambda: self._grant(arrival, lasts, is_retry=next(tries) > 0), alias)
         if granted is None:
             return None
-        lease = Lease(arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
+        lease = Lease(
+            store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
+        )
         if granted.fence > 1:
             lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease

@@ -37,7 +37,6 @@ class _Extended:
         stopping: the process has been asked to stop.
     """
 
-    store: LeaseStore
     lease: Lease
     next_at: float
     limit_at: float
@@ -56,12 +55,13 @@ class Heartbeat:
         for thread in [*self._threads.values()]:
             thread.announce_stop()
 
-    def extending(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
+    def extending(self, lease: Lease) -> AbstractContextManager[None]:
         """Extend `lease` as long as the block runs."""
         # A store outside the handler's database also queries that database.
         alias = lease.arrival.handler.using
-        thread = self._threads.get((store, alias)) or self._threads.setdefault((store, alias), _ExtendingThread(alias))
-        return thread.extending(store, lease)
+        key = lease.store, alias
+        thread = self._threads.get(key) or self._threads.setdefault(key, _ExtendingThread(alias))
+        return thread.extending(lease)
 
 
 class _ExtendingThread:
@@ -81,13 +81,11 @@ class _ExtendingThread:
             self._changed.notify()
 
     @contextmanager
-    def extending(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
-        terms = lease.arrival.terms
+    def extending(self, lease: Lease) -> Iterator[None]:
         one = _Extended(
-            store,
             lease,
-            next_at=lease.began_at + terms.duration.total_seconds() / _EXTENSIONS_PER_LEASE,
-            limit_at=lease.began_at + terms.limit.total_seconds(),
+            next_at=lease.began_at + lease.terms.duration.total_seconds() / _EXTENSIONS_PER_LEASE,
+            limit_at=lease.began_at + lease.terms.limit.total_seconds(),
         )
         with self._changed:
             self._running.add(one)
@@ -128,13 +126,13 @@ class _ExtendingThread:
     def _extend(self, one: _Extended) -> None:
         lease, now = one.lease, monotonic()
         one.next_at = now + _RETRY_SECONDS
-        ends_at = min(now + lease.arrival.terms.duration.total_seconds(), one.limit_at)
+        ends_at = min(now + lease.terms.duration.total_seconds(), one.limit_at)
         if ends_at <= lease.ends_at:
             one.next_at = lease.ends_at
-            self._not_extended(one, f"the limit of its Lease is {lease.arrival.terms.limit}; raise it if runs may take longer")
+            self._not_extended(one, f"the limit of its Lease is {lease.terms.limit}; raise it if runs may take longer")
             return
         try:
-            extended = one.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)
+            extended = lease.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)
         except DatabaseUnavailable as outage:
             lease.without_store = True
             one.next_at = min(monotonic() + _RETRY_SECONDS, lease.ends_at)

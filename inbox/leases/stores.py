@@ -7,6 +7,8 @@ refused once the lease has ended or another was granted: an owner that was froze
 If the store is unavailable, it raises, and the message is not run.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.wire.retry import Pause
 from inbox.outcome import Outcome
 from inbox.store.rows import Failure, NewRow
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Lease:
     """The right to run the message `arrival`.
 
     Attributes:
+        terms: its duration, and the limit of a run.
         fence: the fencing token.
         attempt: which try this is, counted from 1.
         pk: the message's row, if it is known to have one.
@@ -47,6 +50,7 @@ class Lease:
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
     """
 
+    store: LeaseStore
     arrival: Arrival
     fence: int
     attempt: int
@@ -60,7 +64,8 @@ class Lease:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self.ends_at = self.began_at + self.arrival.terms.duration.total_seconds()
+        self.terms = self.arrival.terms
+        self.ends_at = self.began_at + self.terms.duration.total_seconds()
 
     def __str__(self) -> str:
         row = self.arrival.row

@@ -128,7 +128,7 @@ def insert(alias: str, to: Sequence[Endpoint], row: NewRow) -> None:
     size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(row.body)))
     for first in range(0, len(to), size):
         insertions = [
-            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
+            Insertion(replace(row, handler=handler_name(endpoint)), MessageState.RECEIVED, {"due_after": 0.0})
             for endpoint in to[first : first + size]
         ]
         insert_many(alias, insertions, LONGEST_LOCK_WAIT)

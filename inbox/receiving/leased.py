@@ -32,8 +32,7 @@ from inbox.receiving.run import Policy
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import Failure
-from inbox.transactions.arrival import Arrival
-from inbox.transactions.handler_transaction import call
+from inbox.transactions.handler_transaction import Arrival, call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
 
@@ -75,9 +74,9 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
     Raises:
         DatabaseUnavailable: the database or the lease store does not answer.
     """
-    arrival, store = lease.arrival, lease_store(options)
-    policy, steps, stored, alias = Policy(arrival.handler, options), Steps(store, lease), arrival.stored, arrival.handler.using
-    with heartbeat.extending(store, lease):
+    arrival, store, steps = lease.arrival, lease.store, Steps(lease)
+    policy, stored, alias = Policy(arrival.handler, options), arrival.stored, arrival.handler.using
+    with heartbeat.extending(lease):
         ended = _attempt(lease, policy, steps)
         lease.settling = True
         write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)

@@ -2,7 +2,6 @@
 
 import logging
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,14 +18,13 @@ from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -116,7 +114,7 @@ def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
     if became is State.SHED:
         metrics.SHED.add(1, handler.name)
-        _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
+        send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Outcome.SHED
     return Outcome.STORED
 
@@ -261,7 +259,7 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
     place = f" ({failure.error_place})" if failure.error_place and not failure.deferred else ""
     name = message_id or "without id"
     logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, biz_id, fate, failure.error, place)
-    _send(
+    send(
         signals.message_dead if dead else signals.message_retrying,
         handler=handler,
         message_id=message_id,
@@ -280,7 +278,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             {**names, "wrong": "biz_id= of the handler" if handler.biz_id else "its publisher, or set biz_id= of the handler"},
         )
         metrics.CONFLICTS.add(1, handler.name)
-        _send(signals.conflicting_duplicate, **names)
+        send(signals.conflicting_duplicate, **names)
     the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
     if earlier.state == State.DEAD and not the_same:
         logger.error(
@@ -289,20 +287,10 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             names,
         )
     metrics.DUPLICATES.add(1, handler.name, earlier.cause.value)
-    _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
+    send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    statistics.count_handled(handler.using, handler.name, len(messages))
-    if metrics.HANDLED.is_attached:
-        metrics.HANDLED.add(len(messages), handler.name)
-    for message in messages:
-        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
-        if signals.message_handled.receivers:
-            _send(signals.message_handled, message=message, handler=handler.name)
-
-
-def _send(signal: Signal, **arguments: Any) -> None:
+def send(signal: Signal, **arguments: Any) -> None:
     try:
         signal.send_robust(sender=InboxMessage, **arguments)
     except BaseException:

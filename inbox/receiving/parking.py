@@ -28,7 +28,7 @@ from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, 
 from inbox.receiving.reading import is_parked_redelivery, parked_envelope, parked_row, read_body
 from inbox.store import arrivals, claims, parking, rows
 from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)

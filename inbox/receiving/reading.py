@@ -33,7 +33,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id, stored_row
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 PARKED = "parked:"
@@ -104,7 +104,7 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = message_of(envelope, options)
+            message = _message_of(envelope, options)
             biz_id = identify(handler, message)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
@@ -220,11 +220,17 @@ def message_of(
     Raises:
         Undecodable: it has no identity, or its body cannot be read.
     """
-    limit = options.BODY_LIMIT_BYTES
-    envelope = opened(envelope, limit)
+    envelope = opened(envelope, options.BODY_LIMIT_BYTES)
+    return _message_of(envelope, options, needs_id=needs_id, attempt=attempt, biz_id=biz_id)
+
+
+def _message_of(
+    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+) -> Message:
+    """As `message_of`, for an envelope that was opened."""
     dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
     compression = str(envelope.headers.get(COMPRESSION, ""))
-    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=limit)
+    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=options.BODY_LIMIT_BYTES)
     return Message(
         id=envelope.id,
         topic=envelope.topic,
@@ -248,7 +254,7 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
     biz_id = business_id(arrival.row.biz_id)
-    return message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> str:

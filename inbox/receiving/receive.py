@@ -21,7 +21,7 @@ from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import is_parked
 from inbox.receiving.run import Policy, run
 from inbox.store.rows import ConcurrentDuplicate
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 
 
 def receive(

@@ -17,22 +17,32 @@ from typing import Any
 from django.db import connections
 
 from exactly_once.wire.text import describe
+from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.outcomes import duplicate, fail_stored, failure_of, handled, store_failure
+from inbox.receiving.outcomes import duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.reading import message_for
 from inbox.store import arrivals as fresh
-from inbox.store import claims
+from inbox.store import claims, statistics
 from inbox.store.rows import ConcurrentDuplicate, Guard, KeyBusy, Successor
-from inbox.transactions.arrival import Arrival
-from inbox.transactions.handler_transaction import call, transact
+from inbox.transactions.handler_transaction import Arrival, call, transact
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
+
+
+def handled(handler: Handler, messages: Sequence[Message]) -> None:
+    statistics.count_handled(handler.using, handler.name, len(messages))
+    if metrics.HANDLED.is_attached:
+        metrics.HANDLED.add(len(messages), handler.name)
+    for message in messages:
+        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+        if signals.message_handled.receivers:
+            send(signals.message_handled, message=message, handler=handler.name)
 
 
 class Policy:

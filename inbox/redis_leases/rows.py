@@ -18,7 +18,7 @@ from inbox.store.arrivals import counted_duplicates
 from inbox.store.claims import refunded, under_claim
 from inbox.store.dialect import IS_OPEN
 from inbox.store.failures import as_failed
-from inbox.store.inserting import Insertion, insert_one
+from inbox.store.inserting import Values, insert_one
 from inbox.store.leases import done_columns
 from inbox.store.ordering import deciding, promote_behind
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of
@@ -51,16 +51,14 @@ def store_external(
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(
-        row=row,
-        state=State.RUNNING,
-        due_after=until.total_seconds(),
-        attempts=attempts,
-        conflicts=int(conflicting),
-        conflicting_attributes=attributes_of(row) if conflicting else None,
-        **(counted_duplicates(duplicate, 1) if duplicate else {}),
-    )
-    stored = insert_one(alias, insertion, duplicate_timeout)
+    values: Values = {
+        "due_after": until.total_seconds(),
+        "attempts": attempts,
+        "conflicts": int(conflicting),
+        "conflicting_attributes": attributes_of(row) if conflicting else None,
+    }
+    counts = counted_duplicates(duplicate, 1) if duplicate else {}
+    stored = insert_one(alias, row, State.RUNNING, duplicate_timeout, **values, **counts)
     if stored is not None and stopping:
         show_stopping(alias, stored)
     return stored is not None

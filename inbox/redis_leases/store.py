@@ -39,7 +39,7 @@ from inbox.states import State
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
-from inbox.transactions.arrival import Arrival
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,9 @@ class RedisLeases:
         match answer:
             case ["lease", fence, attempt, fields]:
                 steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
-                lease = Lease(arrival=arrival, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
+                lease = Lease(
+                    store=self, arrival=arrival, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps
+                )
                 return self._mark_row(lease, arrival.stored) if arrival.stored else lease
             case ["consumed", same, differs]:
                 return self._consumed(arrival, _cause(arrival, same), conflicting=bool(differs))

@@ -16,7 +16,7 @@ from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
-from inbox.store.inserting import Insertion, insert_many, insert_one
+from inbox.store.inserting import Insertion, Values, insert_many, insert_one
 from inbox.store.receipts import ID_OF
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
@@ -57,19 +57,19 @@ def begin_fresh(
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     is_settled = is_postgresql(connection) and is_outermost(connection)
     is_emptied = is_settled and not inbox_options().keeps_all_bodies
-    given: dict[str, Any] = {"attempts": attempt, "result": result} if is_settled else {}
+    values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
-    insertions = [Insertion(row=emptied(row) if is_emptied else row, state=state, **given) for row in rows]
+    insertions = [Insertion(emptied(row) if is_emptied else row, state, values) for row in rows]
     if len(insertions) > 1:
         # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
         insertions.sort(key=lambda insertion: insertion.row.biz_id)
-    inserted = insert_many(alias, insertions, duplicate_timeout, recorded=False)
-    if not inserted.rows:
+    inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False)
+    if not inserted:
         return None
-    if not inserted.transaction:  # SQLite
+    if not transaction_id:  # SQLite
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    new, ids, begun = {**inserted.rows}, [], []
+    new, ids, begun = {**inserted}, [], []
     for index, row in enumerate(rows):
         # Of two copies, the first is begun.
         if row.biz_id in new:
@@ -78,11 +78,11 @@ def begin_fresh(
     return Guard(
         connection,
         tuple(ids),
-        inserted.transaction,
+        transaction_id,
         begun=tuple(begun),
         is_settled=is_settled,
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
-        result=given.get("result"),
+        result=values.get("result"),
     )
 
 
@@ -92,8 +92,7 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
-    return insert_one(alias, insertion, duplicate_timeout) is not None
+    return insert_one(alias, row, State.RECEIVED, duplicate_timeout, due_after=after.total_seconds()) is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
@@ -102,15 +101,8 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(
-        row=row,
-        state=State.DEAD if failure.retry_after is None else State.RETRYING,
-        due_after=None if failure.retry_after is None else failure.retry_after.total_seconds(),
-        attempts=failure.attempts,
-        quarantined=failure.quarantined,
-        **as_inserted(failure),
-    )
-    return insert_one(alias, insertion, duplicate_timeout) is not None
+    state = State.DEAD if failure.retry_after is None else State.RETRYING
+    return insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure)) is not None
 
 
 def counted_duplicates(cause: DuplicateCause, count: int) -> dict[str, Any]:

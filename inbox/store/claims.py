@@ -18,15 +18,26 @@ from django.db.models import F, Q
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now_after
-from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
-from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
+from inbox.store.dialect import (
+    BOUND,
+    IS_OPEN,
+    LONGEST_LOCK_WAIT,
+    TABLE,
+    UNBOUND,
+    as_bound,
+    assignments,
+    columns_of,
+    locked_means_busy,
+    message_of,
+    run,
+)
 from inbox.store.failures import ABANDON_AS, as_written, fail
-from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
-from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy, order_of
+from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, order_of
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record_leaving, update
 
@@ -36,20 +47,19 @@ if TYPE_CHECKING:
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
 _IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
+_COLUMNS = columns_of("m")
 _SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
 
-def _begin_text(longest_wait: str, row: str, fence: str, lock: str) -> str:
-    """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
-    return (
-        f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
-        f"WHERE id = {row} AND fence = {fence} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
-        f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
-        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-    )
-
-
-_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "bigint", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
+# One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
+_BEGIN = PreparedStatement(
+    "inbox_begin_stored",
+    ["text", "bigint", "bigint", "bigint"],
+    f"{BOUND.replace('%s', '$1')}, begun AS ({_SET_BEGUN} FROM bound "
+    f"WHERE id = $2 AND fence = $3 AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+    f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock($4)) "
+    f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true",
+)
 
 
 def claim_due(
@@ -80,7 +90,7 @@ def claim_due(
         with connection.cursor() as cursor:
             cursor.execute(
                 f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
-                f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {columns_of('m')}",
+                f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}",
                 [*wanted, lasts],
             )
             row = cursor.fetchone()
@@ -142,15 +152,8 @@ def _begin(
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
         lock = None if exclusive_key is None else run_lock(exclusive_key)
-        given: list[Any] = [as_bound(longest_wait), claimed.pk, claimed.fence, lock]
         with locked_means_busy:
-            if is_usable(connection):
-                connection.validate_no_broken_transaction()
-                ((proof, *found, _),) = _BEGIN.fetch(connection, given)
-            else:
-                with connection.cursor() as cursor:
-                    cursor.execute(_begin_text(*["%s"] * 4), given)
-                    ((proof, *found, _),) = cursor.fetchall()
+            ((proof, *found, _),) = run(_BEGIN, connection, [as_bound(longest_wait), claimed.pk, claimed.fence, lock])
         ordered, isolation, has_run_lock = found
         return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
     with connection.cursor() as cursor:

@@ -19,12 +19,12 @@ from inbox.models import InboxMessage
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.claims import under_claim
-from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, assignments
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, locked_means_busy
 from inbox.store.failures import fail
-from inbox.store.inserting import Insertion, insert_one
+from inbox.store.inserting import insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
-from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
-from inbox.store.sentinel import WRITTEN
+from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
+from inbox.store.sentinel import written
 from inbox.store.trail import is_recorded, record, update
 
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
@@ -33,11 +33,7 @@ _OWNED = f"{IS_OPEN} AND CASE WHEN state = 'running' AND next_attempt_at > state
 _CONSUME = PreparedStatement(
     "inbox_consume",
     ["bigint", "bigint", "boolean"],
-    f"UPDATE {TABLE} SET "
-    + WRITTEN.format(
-        finish=assignments(FINISH.columns, "postgresql"), attempts="attempts", result="result", keep="$3", empty="''"
-    )
-    + f" WHERE id = $1 AND fence = $2 AND {_OWNED}",
+    f"UPDATE {TABLE} SET {written('postgresql', keep='$3')} WHERE id = $1 AND fence = $2 AND {_OWNED}",
 )
 
 
@@ -55,8 +51,7 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(row=row, state=State.RUNNING, due_after=lease.total_seconds(), attempts=1, fence=1)
-    pk = insert_one(alias, insertion, duplicate_timeout)
+    pk = insert_one(alias, row, State.RUNNING, duplicate_timeout, due_after=lease.total_seconds(), attempts=1, fence=1)
     return None if pk is None else Granted(pk, 1, 1)
 
 

@@ -12,9 +12,9 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import claims, receipts
 from inbox.store.arrivals import count_duplicate
-from inbox.store.dialect import IS_OPEN
+from inbox.store.dialect import IS_OPEN, locked_means_busy
 from inbox.store.ordering import deciding, promote_behind
-from inbox.store.rows import COLUMNS, Earlier, NewRow, locked_means_busy, order_of, stored_row
+from inbox.store.rows import COLUMNS, Earlier, NewRow, order_of, stored_row
 
 
 def make_due(alias: str, row: NewRow) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import OperationalError
-
 from exactly_once.failures import REFUSED
-from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
-from exactly_once.sql.rows import value_of
 from exactly_once.wire.envelope import headers_as_json
 from inbox.models import InboxMessage
 
@@ -51,17 +47,6 @@ class ConcurrentDuplicate(Exception):
 
 class KeyBusy(Exception):
     """Another message of the same ordering key is being run."""
-
-
-class _LockedMeansBusy(AbstractContextManager[object]):
-    """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:
-            raise ConcurrentDuplicate from error
-
-
-locked_means_busy = _LockedMeansBusy()
 
 
 class OrderedKey(NamedTuple):
@@ -129,6 +114,7 @@ COLUMNS = {
     "body": "bytea",
 }
 """The stored columns of a `NewRow`, with PostgreSQL's types."""
+columns_of = attrgetter(*COLUMNS)
 
 
 _ATTRIBUTES = ("key", "content_type", "headers", "source", "correlation_id", "causation_id", "traceparent")
@@ -160,15 +146,8 @@ def conflicting_row(stored: InboxMessage) -> NewRow:
 
 def stored_row(stored: InboxMessage) -> NewRow:
     """The `NewRow` of a stored message."""
-    return value_of(
-        NewRow,
-        stored,
-        body=bytes(stored.body),
-        headers=headers_as_json(stored.headers),
-        replayed=False,
-        redelivered=False,
-        copies=0,
-    )
+    columns = dict(zip(COLUMNS, columns_of(stored), strict=True))
+    return NewRow(**{**columns, "body": bytes(stored.body), "headers": headers_as_json(stored.headers)})
 
 
 def emptied(row: NewRow) -> NewRow:
