@@ -9,7 +9,7 @@ while a user's function runs. The row of a run is locked after the run, or alone
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from inbox.states import DUE, State
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
 from inbox.store.inserting import insert_one
-from inbox.store.rows import with_body_only
+from inbox.store.rows import NewRow
 
 _RUNS = Run._meta.db_table
 _DUE = f"{IS_OPEN} AND state IN ('received', 'retrying')"
@@ -94,8 +94,12 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
         ConcurrentDuplicate: another transaction is opening it and did not end in time.
     """
     body = json.dumps({"run_id": run_id}).encode()
-    row = replace(
-        with_body_only(handler, TOPIC, run_id, body, digest=hashlib.sha256(body).hexdigest()),
+    row = NewRow(
+        handler=handler,
+        topic=TOPIC,
+        biz_id=run_id,
+        body=body,
+        digest=hashlib.sha256(body).hexdigest(),
         message_id=str(new_message_id()),
         content_type=JSON,
         correlation_id=first.correlation_id or first.id,

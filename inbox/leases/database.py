@@ -1,19 +1,21 @@
 """Leases in the handler's own database: the record is the inbox row itself.
 
 The row is stored, with its body, when the lease is acquired. So a duplicate can be acknowledged at once, and any runner takes
-over the message of a dead process when its lease has ended.
+over the message of a dead process when its lease has ended. `lease_store` opens this store, or another that the settings name.
 """
 
 import itertools
 import random
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
+
+from django.utils.module_loading import import_string
 
 from exactly_once.process.clock import monotonic
-from inbox.conf import InboxOptions
-from inbox.leases.stores import Lease
+from inbox.conf import IN_THE_DATABASE, InboxOptions
+from inbox.leases.stores import Lease, LeaseStore
 from inbox.store import leases
-from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
@@ -35,7 +37,7 @@ class DatabaseLeases:
             store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
         )
         if granted.fence > 1:
-            lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
+            lease.steps = committed(lambda: leases.steps_of(alias, granted.row), alias)
         return lease
 
     def _grant(self, arrival: Arrival, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
@@ -51,7 +53,7 @@ class DatabaseLeases:
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         alias, pk = _row_of(lease)
-        return committed(lambda: steps_table.remember(alias, pk, lease.fence, step, result), alias)
+        return committed(lambda: leases.remember(alias, pk, lease.fence, step, result), alias)
 
     def consume(self, lease: Lease) -> bool:
         alias, pk = _row_of(lease)
@@ -63,7 +65,7 @@ class DatabaseLeases:
 
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
-        committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+        committed(lambda: leases.forget_begun(alias, pk, lease.fence, step), alias)
 
     def leave(self, lease: Lease) -> None:
         """Its row stays running until the lease ends."""
@@ -84,3 +86,17 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
 def _row_of(lease: Lease) -> tuple[str, int]:
     assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
     return lease.arrival.handler.using, lease.pk
+
+
+# Imported by name: its library is optional.
+_REDIS = "inbox.redis_leases.store.RedisLeases"
+_opened: dict[tuple[str, str, timedelta, timedelta], LeaseStore] = {}
+
+
+def lease_store(options: InboxOptions) -> LeaseStore:
+    """The lease store, one for all threads of this process."""
+    key = (options.LEASE_STORE, options.group, options.RETENTION, options.DUPLICATE_TIMEOUT)
+    if key not in _opened:
+        kind: Any = DatabaseLeases if options.LEASE_STORE == IN_THE_DATABASE else import_string(_REDIS)
+        _opened.setdefault(key, kind(options))
+    return _opened[key]

@@ -17,7 +17,7 @@ from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
-from inbox.leases.opening import lease_store
+from inbox.leases.database import lease_store
 from inbox.leases.stores import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome

@@ -18,9 +18,8 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.errors import LeaseLost
 from inbox.handlers.message import Message
-from inbox.leases.autocommit import autocommit, is_inside_a_transaction
+from inbox.leases.database import lease_store
 from inbox.leases.heartbeat import heartbeat
-from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, store_as_owner
 from inbox.outcome import Outcome
@@ -34,7 +33,7 @@ from inbox.store.dialect import is_reachable
 from inbox.store.rows import Failure
 from inbox.transactions.handler_transaction import Arrival, call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from inbox.transactions.sessions import SessionChanges
+from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
 from inbox.receiving.reading import is_parked_redelivery, parked_envelope, parked_row, read_body
-from inbox.store import arrivals, claims, parking, rows
+from inbox.store import arrivals, claims, rows
 from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
@@ -85,9 +85,9 @@ def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) ->
     earlier: Earlier | None = None
     try:
         if not in_hand.holds(arrival.row):
-            if committed(partial(parking.identify, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
+            if committed(partial(claims.identify_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
-            earlier = committed(partial(parking.count, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
+            earlier = committed(partial(claims.count_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
     except ConcurrentDuplicate:
         pass
     except DatabaseError as error:
@@ -109,6 +109,6 @@ def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
 
 def _make_due(handler: Handler, row: NewRow) -> None:
     try:
-        parking.make_due(handler.using, row)
+        claims.make_parked_due(handler.using, row)
     except Exception as error:  # noqa: BLE001 - it is due soon in any case
         logger.debug("%s: the duplicate %s is admitted when it is due: %s", handler.name, row.biz_id, describe(error))

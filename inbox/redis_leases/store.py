@@ -37,7 +37,6 @@ from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_fail
 from inbox.redis_leases import rows, scripts
 from inbox.states import State
 from inbox.store import leases
-from inbox.store import steps as steps_table
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
@@ -187,7 +186,7 @@ class RedisLeases:
         self._as_owner(scripts.FORGET, lease, step)
         alias, pk = lease.arrival.handler.using, lease.pk
         if pk is not None:
-            committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+            committed(lambda: leases.forget_begun(alias, pk, lease.fence, step), alias)
 
     def leave(self, lease: Lease) -> None:
         if lease.pk is None:
@@ -276,7 +275,7 @@ class RedisLeases:
         show = partial(leases.lease_stored, alias, stored, duration, exclusive_key, fence=lease.fence)
         try:
             if stored.fence > 1:
-                lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
+                lease.steps = committed(partial(leases.steps_of, alias, pk), alias) | lease.steps
             if committed(show, alias):
                 return lease
         except (KeyBusy, ConcurrentDuplicate, DatabaseUnavailable):

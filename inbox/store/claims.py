@@ -7,10 +7,11 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
@@ -22,6 +23,7 @@ from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
+from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import (
     BOUND,
     IS_OPEN,
@@ -37,9 +39,21 @@ from inbox.store.dialect import (
 )
 from inbox.store.failures import ABANDON_AS, as_written, fail
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
-from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, order_of
+from inbox.store.rows import (
+    ABANDONED,
+    COLUMNS,
+    Earlier,
+    Failure,
+    Guard,
+    KeyBusy,
+    NewRow,
+    OrderedKey,
+    Successor,
+    order_of,
+    stored_row,
+)
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import record_leaving, update
+from inbox.store.trail import record, update
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -188,6 +202,58 @@ def identify(
     return True
 
 
+def make_parked_due(alias: str, row: NewRow) -> None:
+    """received, parked and due later → due now, because the run of its message has ended."""
+    receipts.message_of(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
+
+
+def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
+    """Make the row of a parked delivery that of its message `row`. False: that has another row. None: the claim has ended.
+
+    A copy that was stored later in the same order is counted on it, so that the message keeps its first place.
+
+    Raises:
+        ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
+    """
+    columns = {name: getattr(row, name) for name in COLUMNS} | {"headers": json.loads(row.headers)}
+    with deciding(alias, longest_wait), locked_means_busy:
+        later = _later_copy(alias, claimed, row)
+        if later is not None:
+            receipts.delete(alias, "id = %s", [later.pk])
+        named = identify(alias, claimed, columns)
+        if not named:
+            transaction.set_rollback(True, using=alias)
+        elif later is not None:
+            count_duplicate(alias, replace(stored_row(later), copies=later.duplicates))
+    return named
+
+
+def _later_copy(alias: str, claimed: InboxMessage, row: NewRow) -> InboxMessage | None:
+    if not claimed.ordered:
+        return None
+    behind = receipts.message_of(alias, row).filter(state=State.WAITING, ordered=True, key=claimed.key, day=LIVE)
+    return behind.exclude(pk=claimed.pk).first()
+
+
+def count_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> Earlier | None:
+    """received → ∅: its message `row` has another row, on which it is counted with its copies.
+
+    None: a transaction is running that row now, or the claim has ended; try again later.
+
+    Raises:
+        ConcurrentDuplicate: a lock was held for longer than `longest_wait`.
+    """
+    with deciding(alias, longest_wait), locked_means_busy:
+        given = [claimed.pk, claimed.fence]
+        copies = receipts.delete(alias, f"id = %s AND {IS_OPEN} AND fence = %s", given, returning="duplicates")
+        earlier = count_duplicate(alias, replace(row, copies=copies[0])) if copies else None
+        if earlier is None:
+            transaction.set_rollback(True, using=alias)
+        else:
+            promote_behind(alias, order_of(claimed))
+    return earlier
+
+
 def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
     """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: it is no longer ours.
 
@@ -236,8 +302,7 @@ def age(alias: str, row: int) -> timedelta:
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeadLettered:
+class DeadLettered(NamedTuple):
     """A message that was made a dead letter."""
 
     handler: str
@@ -254,12 +319,11 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
     connection = connections[alias]
     with transaction.atomic(using=alias), connection.cursor() as cursor:
-        record_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
         cursor.execute(
             f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {condition} "
-            "RETURNING handler, message_id, biz_id",
+            "RETURNING id, handler, message_id, biz_id",
             rows,
         )
-        return [
-            DeadLettered(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()
-        ]
+        found = cursor.fetchall()
+        record(alias, [pk for pk, *_ in found], was=State.RECEIVED, reason=ABANDONED)
+    return [DeadLettered(*message) for _, *message in found]

@@ -22,7 +22,7 @@ from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
-from inbox.states import State
+from inbox.states import INSERTED, State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
@@ -53,15 +53,6 @@ class Values(TypedDict, total=False):
     attempt: Annotated[str | None, "text", "NULL"]
     """Its first failed attempt, as JSON, see `failures`."""
     traceback: Annotated[str, "text", "''"]
-    duplicates: Annotated[int, "int", "0"]
-    """Deliveries that are already counted on the row, and by their cause in the following counts."""
-    redeliveries: Annotated[int, "int", "0"]
-    resends: Annotated[int, "int", "0"]
-    replays: Annotated[int, "int", "0"]
-    conflicts: Annotated[int, "int", "0"]
-    """1 if such a duplicate has other content, which is that of this row."""
-    conflicting_attributes: Annotated[str | None, "text", "NULL"]
-    """Then those of the row, see `attributes_of`."""
     result: Annotated[str | None, "text", "NULL"]
     """What its handler returned, as JSON."""
 
@@ -88,6 +79,11 @@ _DOCUMENT = {
 """The values of a row in a JSON document: all but the body, with PostgreSQL's types; and the reason in its trail entry."""
 
 
+def _inserted_with(column: str) -> str:
+    """The states of new rows that have a value in this column."""
+    return ", ".join(f"'{state}'" for one in INSERTED if column in one.sets for state in one.targets)
+
+
 def _insert(vendor: str, source: str) -> str:
     """Insert messages from a relation with `id`, `COLUMNS`, `Values`, and `became`, the state that they get."""
     at = NOW[vendor]
@@ -95,13 +91,10 @@ def _insert(vendor: str, source: str) -> str:
         "id": "given.id",
         **{column: f"given.{column}" for column in COLUMNS},
         **{column: f"COALESCE(given.{column}, {default})" for column, (_, default) in _OPTIONAL.items()},
-        "conflicting_id": "CASE WHEN given.conflicts > 0 THEN given.message_id ELSE '' END",
-        "conflicting_body": "CASE WHEN given.conflicts > 0 THEN given.body END",
-        "conflicting_at": f"CASE WHEN given.conflicts > 0 THEN {at} END",
         "state": "given.became",
         "received_at": at,
-        "settled_at": f"CASE WHEN given.became IN ('done', 'dead', 'shed') THEN {at} END",
-        "day": f"CASE WHEN given.became IN ('done', 'shed') THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
+        "settled_at": f"CASE WHEN given.became IN ({_inserted_with('settled_at')}) THEN {at} END",
+        "day": f"CASE WHEN given.became IN ({_inserted_with('day')}) THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
         "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
         f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
     }
@@ -111,7 +104,6 @@ def _insert(vendor: str, source: str) -> str:
     if vendor == "postgresql":
         values["headers"] += "::jsonb"
         values["result"] += "::jsonb"
-        values["conflicting_attributes"] += "::jsonb"
     stored = [column for column in values if column not in _NOT_STORED]
     return f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} FROM {source}"
 
@@ -145,15 +137,21 @@ _MANY_TEXT = (
     f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
     f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
     "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
-    f"message AS ({_insert('postgresql', 'new AS given')}), "
-    f"entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), $4, entry FROM new "
-    "WHERE entry IS NOT NULL) "
+    f"message AS ({_insert('postgresql', 'new AS given')})%s "
     f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
     "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
     "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
 )
-# It reads the table, which a load may fill: see PreparedStatement.
-_MANY = PreparedStatement("inbox_insert", ["text", "json", "bytea[]", "text"], _MANY_TEXT, most_runs=PLANNED_SINGLY)
+_ENTRIES = (
+    f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), $4, entry FROM new "
+    "WHERE entry IS NOT NULL)"
+)
+_TYPES_OF_MANY = ["text", "json", "bytea[]"]
+# They read the table, which a load may fill: see PreparedStatement.
+_MANY = PreparedStatement("inbox_insert", _TYPES_OF_MANY, _MANY_TEXT % "", most_runs=PLANNED_SINGLY)
+_MANY_RECORDED = PreparedStatement(
+    "inbox_insert_recorded", [*_TYPES_OF_MANY, "text"], _MANY_TEXT % _ENTRIES, most_runs=PLANNED_SINGLY
+)
 _RECEIPT_ON_SQLITE = f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, {NOW['sqlite']}) {_ONCE}"
 _GIVEN_ON_SQLITE = dict.fromkeys(["id", *COLUMNS, "state", *_OPTIONAL], "%s")
 _MESSAGE_ON_SQLITE = (
@@ -216,8 +214,8 @@ def insert_many(
             return ({}, "") if pk is None else ({row.biz_id: (int(pk), state)}, transaction_id)
         documents = [_document(insertion, entries.get(index)) for index, insertion in enumerate(insertions)]
         bodies = [insertion.row.body for insertion in insertions]
-        given = [bound, json.dumps(documents, default=datetime.isoformat), bodies, this_process() if entries else None]
-        ((ids, biz_ids, states, transaction_id, _),) = run(_MANY, connection, given)
+        given = [bound, json.dumps(documents, default=datetime.isoformat), bodies, *([this_process()] if entries else [])]
+        ((ids, biz_ids, states, transaction_id, _),) = run(_MANY_RECORDED if entries else _MANY, connection, given)
     return dict(zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exactly_once.failures import REFUSED
-from exactly_once.wire.envelope import headers_as_json
+from exactly_once.wire.envelope import OPAQUE, headers_as_json
 from inbox.models import InboxMessage
 
 if TYPE_CHECKING:
@@ -74,17 +74,17 @@ class NewRow:
     handler: str
     topic: str
     biz_id: str
-    message_id: str
-    key: str
-    content_type: str
     body: bytes
     digest: str
-    headers: str
-    source: str
-    correlation_id: str
-    causation_id: str
-    traceparent: str
-    created_at: datetime | None
+    message_id: str = ""
+    key: str = ""
+    content_type: str = OPAQUE
+    headers: str = "{}"
+    source: str = ""
+    correlation_id: str = ""
+    causation_id: str = ""
+    traceparent: str = ""
+    created_at: datetime | None = None
     replayed: bool = False
     redelivered: bool = False
     copies: int = 0
@@ -159,27 +159,7 @@ def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a biz-id that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
     biz_id = UNIDENTIFIED + hashlib.sha256(named).hexdigest()
-    return with_body_only(row.handler, row.topic, biz_id, row.body, digest=row.digest)
-
-
-def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest: str) -> NewRow:
-    """A row with only its name and its body."""
-    return NewRow(
-        handler=handler,
-        topic=topic,
-        biz_id=biz_id,
-        message_id="",
-        key="",
-        content_type="application/octet-stream",
-        body=body,
-        digest=digest,
-        headers="{}",
-        source="",
-        correlation_id="",
-        causation_id="",
-        traceparent="",
-        created_at=None,
-    )
+    return NewRow(handler=row.handler, topic=row.topic, biz_id=biz_id, body=row.body, digest=row.digest)
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from inbox import Lease as Terms
-from inbox.leases.database import DatabaseLeases
-from inbox.leases.opening import lease_store
+from inbox.leases.database import DatabaseLeases, lease_store
 from inbox.leases.stores import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
