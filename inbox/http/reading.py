@@ -113,7 +113,7 @@ def release(
         free = partial(leases.free, handler.using, stored.pk, stored.fence, failure, arrival.leaves(failure))
         freed = committed(free, handler.using)
         if freed and stored.state == State.RUNNING:
-            announce(handler, stored.message_id, stored.biz_id, failure)
+            announce(handler.using, stored, failure)
         return freed
 
     return _settle_each(handler, names, settle)

@@ -6,15 +6,16 @@ over the message of a dead process when its lease has ended. `lease_store` opens
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.utils.module_loading import import_string
 
 from exactly_once.process.clock import monotonic
 from inbox.conf import IN_THE_DATABASE, InboxOptions
-from inbox.leases.stores import Lease, LeaseStore
+from inbox.leases.stores import Lease, LeaseStore, T
 from inbox.store import leases
 from inbox.store.rows import Failure, NewRow
 from inbox.transactions.handler_transaction import Arrival
@@ -48,24 +49,19 @@ class DatabaseLeases:
         return fresh or leases.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=stopping), alias)
+        return _committed(lease, leases.extend, by, stopping)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.remember(alias, pk, lease.fence, step, result), alias)
+        return _committed(lease, leases.remember, step, result)
 
     def consume(self, lease: Lease) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.arrival.order), alias)
+        return _committed(lease, leases.consume, lease.arrival.order)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.arrival.leaves(failure)), alias)
+        return _committed(lease, leases.free, failure, lease.arrival.leaves(failure))
 
     def forget(self, lease: Lease, step: str) -> None:
-        alias, pk = _row_of(lease)
-        committed(lambda: leases.forget_begun(alias, pk, lease.fence, step), alias)
+        _committed(lease, leases.forget_begun, step)
 
     def leave(self, lease: Lease) -> None:
         """Its row stays running until the lease ends."""
@@ -83,9 +79,10 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
     return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
-def _row_of(lease: Lease) -> tuple[str, int]:
-    assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
-    return lease.arrival.handler.using, lease.pk
+def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:
+    """Write as the owner of the lease, which is on a row."""
+    alias = lease.arrival.handler.using
+    return committed(partial(write, alias, lease.pk, lease.fence, *given), alias)
 
 
 # Imported by name: its library is optional.

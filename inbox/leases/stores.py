@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+EXTENSIONS_PER_LEASE = 3
+
 
 class LeaseStoreUnavailable(DatabaseUnavailable):
     """The lease store does not answer. Nothing was decided, and the message must not be run."""
@@ -47,6 +49,9 @@ class Lease:
         settling: its handler has ended, and the outcome is being stored.
         lost: it is known that it has ended or that another owner has it.
         without_store: its store was unavailable when it was to be extended or written to, so that it may have ended for that.
+        is_reported: it is logged that it cannot be extended.
+        stopping: the process has been asked to stop.
+        next_at: when it is to be extended, monotonic; never beyond `limit_at`.
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
     """
 
@@ -62,10 +67,14 @@ class Lease:
     lost: bool = False
     without_store: bool = False
     interrupted: bool = False
+    is_reported: bool = False
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         self.terms = self.arrival.terms
         self.ends_at = self.began_at + self.terms.duration.total_seconds()
+        self.limit_at = self.began_at + self.terms.limit.total_seconds()
+        self.next_at = self.began_at + self.terms.duration.total_seconds() / EXTENSIONS_PER_LEASE
 
     def __str__(self) -> str:
         row = self.arrival.row

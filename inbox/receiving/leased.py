@@ -102,7 +102,7 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
         store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
-    return announce(arrival.handler, arrival.row.message_id, arrival.row.biz_id, ended)
+    return announce(alias, arrival.row, ended)
 
 
 def _attempt(lease: Lease, policy: Policy, steps: Steps) -> Message | Failure:

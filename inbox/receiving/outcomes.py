@@ -36,7 +36,7 @@ _NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or release
 
 def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
     if failure.is_stored:
-        return announce(handler, row.message_id, row.biz_id, failure)
+        return announce(handler.using, row, failure)
 
     def write() -> bool:
         return arrivals.store_failed(handler.using, row, failure, options.DUPLICATE_TIMEOUT)
@@ -49,7 +49,7 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
         new = committed(write, handler.using)
     if not new:
         return duplicate(handler, row)
-    return announce(handler, row.message_id, row.biz_id, failure)
+    return announce(handler.using, row, failure)
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
@@ -61,8 +61,8 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
         return defer_locked(handler, stored)
     if not ours:
         committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
-        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Outcome.DUPLICATE
-    return announce(handler, stored.message_id, stored.biz_id, failure)
+        return _dead_letter(handler.using, stored.pk, stored) or Outcome.DUPLICATE
+    return announce(handler.using, stored, failure)
 
 
 def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
@@ -111,7 +111,7 @@ def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str
     if not isinstance(became, State):
         return _duplicate_of(handler, row, became)
     if became is State.DEAD:
-        return announce(handler, row.message_id, row.biz_id, refusal(arrival))
+        return announce(handler.using, row, refusal(arrival))
     if became is State.SHED:
         metrics.SHED.add(1, handler.name)
         send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
@@ -123,16 +123,16 @@ def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Out
     """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
         return Outcome.DEFERRED
-    if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
+    if earlier.abandoned and (dead_lettered := _dead_letter(handler.using, earlier.row, row)):
         return dead_lettered
     announce_duplicate(handler, row, earlier)
     return Outcome.DUPLICATE
 
 
-def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Outcome | None:
-    if not committed(lambda: claims.dead_letter_abandoned(handler.using, pk), handler.using):
+def _dead_letter(alias: str, pk: int, row: NewRow | InboxMessage) -> Outcome | None:
+    if not committed(lambda: claims.dead_letter_abandoned(alias, pk), alias):
         return None
-    return announce(handler, message_id, biz_id, _abandoned())
+    return announce_abandoned(alias, row)
 
 
 def refusal(arrival: Arrival) -> Failure:
@@ -231,20 +231,13 @@ def _age(handler: Handler, row: int | None) -> timedelta:
         return timedelta()
 
 
-def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Outcome:
-    return _announce(handler.name, handler.using, message_id, biz_id, failure)
+def announce_abandoned(alias: str, row: NewRow | InboxMessage | claims.DeadLettered) -> Outcome:
+    """Announce a message whose handler committed by itself; the handler may not be registered."""
+    return announce(alias, row, Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1))
 
 
-def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Outcome:
-    """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
-    return _announce(dead_lettered.handler, alias, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
-
-
-def _abandoned() -> Failure:
-    return Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
-
-
-def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Outcome:
+def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failure: Failure) -> Outcome:
+    handler, name = row.handler, row.message_id or "without id"
     statistics.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
@@ -257,12 +250,11 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
         backoff = failure.retry_after or timedelta()
         fate = f"is tried again in {backoff.total_seconds():.0f} s"
     place = f" ({failure.error_place})" if failure.error_place and not failure.deferred else ""
-    name = message_id or "without id"
-    logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, biz_id, fate, failure.error, place)
+    logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, row.biz_id, fate, failure.error, place)
     send(
         signals.message_dead if dead else signals.message_retrying,
         handler=handler,
-        message_id=message_id,
+        message_id=row.message_id,
         error=failure.error,
     )
     return Outcome.DEAD if dead else Outcome.STORED

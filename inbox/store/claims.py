@@ -33,6 +33,7 @@ from inbox.store.dialect import (
     as_bound,
     assignments,
     columns_of,
+    fetch,
     locked_means_busy,
     message_of,
     run,
@@ -101,14 +102,11 @@ def claim_due(
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
-                f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}",
-                [*wanted, lasts],
-            )
-            row = cursor.fetchone()
-        claimed = message_of(alias, row) if row else None
+        sql = (
+            f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
+            f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}"
+        )
+        claimed = next((message_of(alias, row) for row in fetch(connection, sql, [*wanted, lasts])), None)
     # An UPDATE of no row would still take the write lock.
     elif not due.due_handlers(alias, handlers):
         return None
@@ -318,12 +316,9 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
         return []
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
     connection = connections[alias]
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {condition} "
-            "RETURNING id, handler, message_id, biz_id",
-            rows,
-        )
-        found = cursor.fetchall()
+    written = assignments(ABANDON_AS, connection.vendor)
+    sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, message_id, biz_id"
+    with transaction.atomic(using=alias):
+        found = fetch(connection, sql, rows)
         record(alias, [pk for pk, *_ in found], was=State.RECEIVED, reason=ABANDONED)
     return [DeadLettered(*message) for _, *message in found]

@@ -71,15 +71,20 @@ def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[An
     """
     connection.ensure_connection()
     if binary(connection) == "%s" or connection.queries_logged or connection.execute_wrappers:
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return list(cursor.fetchall())
+        return fetch(connection, sql, parameters)
     from psycopg import Cursor  # noqa: PLC0415 - an extra
 
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors, Cursor(connection.connection) as cursor:
         cursor.execute(sql, parameters)
         return cursor.fetchall()
+
+
+def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    """The rows of a statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return list(cursor.fetchall())
 
 
 def run(statement: PreparedStatement, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ from exactly_once.sql.now import now
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
-from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE
+from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE, fetch
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -90,9 +90,8 @@ def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
         return []
     connection = connections[alias]
     probe, wanted = _longest_due(connection), _UNPAUSED[connection.vendor]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL", [json.dumps([*handlers])])
-        return [handler for (handler,) in cursor.fetchall()]
+    sql = f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL"
+    return [handler for (handler,) in fetch(connection, sql, [json.dumps([*handlers])])]
 
 
 def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
@@ -105,35 +104,31 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
     connection = connections[alias]
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
     unpaused = _NOT_PAUSED.format(name="wanted.handler")
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
-            f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
-            f"AND {unpaused} AND ({_longest_due(connection)}) IS NOT NULL LIMIT {most}",
-            [after],
-        )
-        return [handler for (handler,) in cursor.fetchall()]
+    sql = (
+        f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
+        f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
+        f"AND {unpaused} AND ({_longest_due(connection)}) IS NOT NULL LIMIT {most}"
+    )
+    return [handler for (handler,) in fetch(connection, sql, [after])]
 
 
 def longest_due(alias: str) -> list[int]:
     """For every handler, the message that has been due longest, if any is due."""
     connection = connections[alias]
     probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
-        return [row for (row,) in cursor.fetchall() if row is not None]
+    found = fetch(connection, f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
+    return [row for (row,) in found if row is not None]
 
 
 def stored_handlers(alias: str) -> list[str]:
     """The handlers with messages that are run when due, by one index lookup for each."""
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
-            f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
-            "SELECT handler FROM named WHERE handler IS NOT NULL"
-        )
-        return [handler for (handler,) in cursor.fetchall()]
+    sql = (
+        f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
+        f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
+        "SELECT handler FROM named WHERE handler IS NOT NULL"
+    )
+    return [handler for (handler,) in fetch(connections[alias], sql)]
 
 
 def paused_handlers(alias: str) -> frozenset[str]:
@@ -148,12 +143,7 @@ def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
     """
     unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(RUN_ELSEWHERE)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
-    counts: dict[str, int] = {}
-    with connections[alias].cursor() as cursor:
-        for name in unknown:
-            cursor.execute(counted, [name])
-            counts[name] = cursor.fetchone()[0]
-    return counts
+    return {name: fetch(connections[alias], counted, [name])[0][0] for name in unknown}
 
 
 def abandoned(alias: str) -> list[int]:
@@ -162,9 +152,8 @@ def abandoned(alias: str) -> list[int]:
     if not handlers:
         return []
     places = ", ".join(["%s"] * len(handlers))
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}", handlers)
-        return [row for (row,) in cursor.fetchall()]
+    sql = f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}"
+    return [row for (row,) in fetch(connections[alias], sql, handlers)]
 
 
 def _longest_due(connection: BaseDatabaseWrapper, also: str = "", *, order: str = "ASC", most: int = 1) -> str:

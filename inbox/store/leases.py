@@ -23,7 +23,7 @@ from inbox.models import InboxMessage, Step
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.claims import under_claim
-from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, locked_means_busy
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, fetch, locked_means_busy
 from inbox.store.failures import fail
 from inbox.store.inserting import insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
@@ -74,14 +74,13 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     if is_retry and is_postgresql(connection):
         ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
     one, given = f"CASE WHEN {ours} THEN 0 ELSE 1 END", [seconds] * ours.count("%s")
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
-            f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND digest = %s "
-            f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
-            [*given, *given, seconds, *receipts.name_of(row), row.digest, *given],
-        )
-        found = cursor.fetchall()
+    sql = (
+        f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
+        f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND digest = %s "
+        f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence"
+    )
+    with transaction.atomic(using=alias):
+        found = fetch(connection, sql, [*given, *given, seconds, *receipts.name_of(row), row.digest, *given])
         granted = Granted(*found[0]) if found else None
         if granted and granted.fence > 1:  # fence 1 is a lease that was granted before
             record(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
@@ -111,7 +110,7 @@ def lease_stored(
     return Granted(claimed.pk, claimed.attempts, token) if ours else None
 
 
-def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool = False) -> bool:
+def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = False) -> bool:
     """running → running, until `lease` from now. False: it is no longer ours.
 
     Args:
@@ -174,11 +173,9 @@ def _refuse_concurrent_run(alias: str, pk: int, exclusive_key: OrderedKey | None
 
 def steps_of(alias: str, row: int) -> dict[str, str | None]:
     """The results of its steps as JSON, by name; None for one that was begun."""
-    with connections[alias].cursor() as cursor:
-        # As text, because decoding jsonb would turn both null and NULL into None.
-        as_text = "result::text" if is_postgresql(connections[alias]) else "result"
-        cursor.execute(f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row])
-        return dict(cursor.fetchall())
+    # As text, because decoding jsonb would turn both null and NULL into None.
+    as_text = "result::text" if is_postgresql(connections[alias]) else "result"
+    return dict(fetch(connections[alias], f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row]))
 
 
 def remember(alias: str, row: int, fence: int, step: str, result: str | None) -> bool:

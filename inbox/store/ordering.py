@@ -35,7 +35,7 @@ from exactly_once.sql.now import NOW_AFTER
 from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import IS_OPEN, TABLE, columns_of, message_of, run
+from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, message_of, run
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 
@@ -78,8 +78,7 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
     gates = sorted({_gate(handler, key) for key in keys if key})
     if not gates or not is_postgresql(connection):
         return
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
+    fetch(connection, "SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
 
 
 def promote_next(alias: str, handler: str, key: str) -> int | None:
@@ -91,9 +90,7 @@ def promote_next(alias: str, handler: str, key: str) -> int | None:
     if is_postgresql(connection):
         promoted = _promote(connection, _PROMOTE_HEAD, [handler, key, 0, 0.0])
     else:
-        with connection.cursor() as cursor:
-            cursor.execute(f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])
-            promoted = cursor.fetchone()
+        promoted = next(iter(fetch(connection, f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])), None)
     return _recorded(alias, promoted[0]) if promoted else None
 
 
@@ -180,11 +177,8 @@ _PROMOTE_ON_SQLITE = (
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
     """Does no open row of the key precede this place? Under the gate."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1", [handler, key, place]
-        )
-        return not cursor.fetchall()
+    before = f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1"
+    return not fetch(connections[alias], before, [handler, key, place])
 
 
 def run_lock(order: OrderedKey) -> int:
@@ -282,9 +276,7 @@ def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
             f"SELECT handler, key, id, state, min({PLACE}) FROM {TABLE} WHERE {OPEN} AND (handler, key) > (%s, %s) "
             f"GROUP BY handler, key ORDER BY handler, key LIMIT {_KEYS_AT_ONCE}"
         )
-    with connection.cursor() as cursor:
-        cursor.execute(sql, after)
-        return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in cursor.fetchall()]
+    return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in fetch(connection, sql, after)]
 
 
 def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
@@ -306,9 +298,8 @@ def _sees_every_commit(alias: str) -> bool:
     connection = connections[alias]
     if not is_postgresql(connection):
         return True
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute("SHOW transaction_isolation")
-        return bool(cursor.fetchone()[0] == _READ_COMMITTED)
+    with transaction.atomic(using=alias):
+        return fetch(connection, "SHOW transaction_isolation") == [(_READ_COMMITTED,)]
 
 
 def _gate(handler: str, key: str) -> int:

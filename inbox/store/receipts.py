@@ -13,7 +13,7 @@ from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
-from inbox.store.dialect import RECEIPTS, TABLE
+from inbox.store.dialect import RECEIPTS, TABLE, fetch
 from inbox.store.rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
@@ -59,9 +59,8 @@ COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.pri
 
 def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:
     """Delete messages that shall leave no trace, with their receipts; what is returned of each."""
-    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
-        deleted = cursor.fetchall()
+    with transaction.atomic(using=alias):
+        deleted = fetch(connections[alias], f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
         delete_of(alias, [row for row, _ in deleted])
     return [returned for _, returned in deleted]
 

@@ -18,7 +18,7 @@ from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, run
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, run
 from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
@@ -191,9 +191,7 @@ def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
 def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     """How many rows this transaction has inserted."""
     connection.validate_no_broken_transaction()
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
-        return int(cursor.fetchone()[0])
+    return len(fetch(connection, f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)]))
 
 
 def is_rolled_back(guard: Guard) -> bool:
