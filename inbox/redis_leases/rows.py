@@ -11,7 +11,7 @@ from django.db.models.functions import Greatest
 
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import InboxMessage, LeaseMemory
+from inbox.models import InboxMessage, LeaseMemory, Receipt
 from inbox.states import DUE, State
 from inbox.store import receipts
 from inbox.store.arrivals import COUNTED_AS
@@ -158,5 +158,6 @@ def _write(alias: str, open_row: InboxMessage, columns: Mapping[str, Any], *, re
 def _content_of(alias: str, row: NewRow) -> dict[str, Any]:
     """The columns of the delivery that was run. Its receipt, which a duplicate may have stored, gets them, too."""
     named = {"message_id": row.message_id, "digest": row.digest}
-    receipts.of(alias, row).exclude(digest=row.digest).update(**named)
+    receipt = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    receipt.exclude(digest=row.digest).update(**named)
     return {**named, "content_type": row.content_type, "body": row.body, "headers": json.loads(row.headers)}

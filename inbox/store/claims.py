@@ -97,7 +97,7 @@ def claim_due(
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection, handlers, quarantined=quarantined)
+    found, wanted = due.first_due(connection.vendor, quarantined=quarantined), json.dumps([*handlers])
     written = f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
@@ -106,13 +106,13 @@ def claim_due(
             f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
             f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}"
         )
-        claimed = next((message_of(alias, row) for row in fetch(connection, sql, [*wanted, lasts])), None)
+        claimed = next((message_of(alias, row) for row in fetch(connection, sql, [wanted, lasts])), None)
     # An UPDATE of no row would still take the write lock.
     elif not due.due_handlers(alias, handlers):
         return None
     else:
         sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
+        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, wanted])), None)
     if claimed is not None and claimed.stopping:
         # It exempts this attempt from the crash quarantine, and not the next.
         under_claim(alias, claimed).update(stopping=False)

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.now import now
+from exactly_once.sql.now import NOW
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
 from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE, fetch
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)}) AND {IS_OPEN}"
 """Messages that are run when their next attempt is due, as in the index `inbox_due`."""
@@ -53,35 +49,31 @@ _UNPAUSED = {
 """`_WANTED` without the handlers that an operator has paused."""
 
 
-def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool) -> tuple[str, list[Any]]:
-    """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
+@cache
+def first_due(vendor: str, *, quarantined: bool) -> str:
+    """A query for the id of one due message: the one due longest, of the first handler that has any.
 
-    Paused handlers are left out.
-
-    On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
+    Its parameter is the handlers, a JSON array. Paused handlers are left out. On PostgreSQL the row is locked, and a few rows
+    that other transactions have locked are skipped.
 
     Args:
         quarantined: also messages whose last attempt began and never ended.
     """
-    also = "" if quarantined else _NOT_QUARANTINED
-    probe = _longest_due(connection, also)
-    wanted = _UNPAUSED[connection.vendor]
-    if is_postgresql(connection):
-        first = _longest_due(connection, also, most=_TRIED)
-        last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
-        # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
-        lock = (
-            f"SELECT id FROM {TABLE} WHERE id = tried.id AND {IS_OPEN} "
-            f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
-        )
-        # LIMIT stops the lateral queries as soon as one row is locked.
-        sql = (
-            f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({first} {_FOLLOWING}) UNION ALL ({last})) "
-            f"AS tried, LATERAL ({lock}) AS found LIMIT 1"
-        )
-    else:
-        sql = f"SELECT id FROM (SELECT ({probe}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
-    return sql, [json.dumps([*handlers])]
+    also, wanted = "" if quarantined else _NOT_QUARANTINED, _UNPAUSED[vendor]
+    if vendor != "postgresql":
+        return f"SELECT id FROM (SELECT ({_longest_due(vendor, also)}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
+    first = _longest_due(vendor, also, most=_TRIED)
+    last = _longest_due(vendor, also, order="DESC", most=_LAST_TRIED)
+    # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
+    lock = (
+        f"SELECT id FROM {TABLE} WHERE id = tried.id AND {IS_OPEN} "
+        f"AND CASE WHEN {STORED} THEN next_attempt_at <= {NOW[vendor]} ELSE false END FOR UPDATE SKIP LOCKED"
+    )
+    # LIMIT stops the lateral queries as soon as one row is locked.
+    return (
+        f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({first} {_FOLLOWING}) UNION ALL ({last})) "
+        f"AS tried, LATERAL ({lock}) AS found LIMIT 1"
+    )
 
 
 def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
@@ -89,7 +81,7 @@ def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
     if not handlers:
         return []
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _UNPAUSED[connection.vendor]
+    probe, wanted = _longest_due(connection.vendor), _UNPAUSED[connection.vendor]
     sql = f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL"
     return [handler for (handler,) in fetch(connection, sql, [json.dumps([*handlers])])]
 
@@ -107,7 +99,7 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
     sql = (
         f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
         f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
-        f"AND {unpaused} AND ({_longest_due(connection)}) IS NOT NULL LIMIT {most}"
+        f"AND {unpaused} AND ({_longest_due(connection.vendor)}) IS NOT NULL LIMIT {most}"
     )
     return [handler for (handler,) in fetch(connection, sql, [after])]
 
@@ -115,7 +107,7 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
 def longest_due(alias: str) -> list[int]:
     """For every handler, the message that has been due longest, if any is due."""
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
+    probe, wanted = _longest_due(connection.vendor), _WANTED[connection.vendor]
     found = fetch(connection, f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
     return [row for (row,) in found if row is not None]
 
@@ -156,8 +148,8 @@ def abandoned(alias: str) -> list[int]:
     return [row for (row,) in fetch(connections[alias], sql, handlers)]
 
 
-def _longest_due(connection: BaseDatabaseWrapper, also: str = "", *, order: str = "ASC", most: int = 1) -> str:
+def _longest_due(vendor: str, also: str = "", *, order: str = "ASC", most: int = 1) -> str:
     return (
         f"SELECT id FROM {TABLE} stored WHERE stored.handler = wanted.handler AND {STORED} "
-        f"AND next_attempt_at <= {now(connection)} {also} ORDER BY next_attempt_at {order} LIMIT {most}"
+        f"AND next_attempt_at <= {NOW[vendor]} {also} ORDER BY next_attempt_at {order} LIMIT {most}"
     )
