@@ -32,7 +32,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id, stored_row
+from inbox.store.rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
@@ -284,18 +284,12 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         topic=envelope.topic if envelope.topic in handler.topics else handler.topics[0],
         biz_id=biz_id,
         message_id=envelope.id,
-        key=envelope.key,
-        content_type=envelope.content_type,
         body=envelope.body,
         digest=digest,
         headers=headers_as_json(envelope.headers),
-        source=envelope.source,
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-        traceparent=envelope.traceparent,
-        created_at=envelope.created_at,
         replayed=envelope.replayed,
         redelivered=redelivered,
+        **dict(zip(CARRIED, carried_of(envelope), strict=True)),
     )
 
 
@@ -308,14 +302,8 @@ def stored_envelope(stored: InboxMessage) -> Envelope:
     return Envelope(
         id=stored.message_id,
         topic=stored.topic,
-        source=stored.source,
-        created_at=stored.created_at,
         biz_id=business_id(stored.biz_id),
-        key=stored.key,
-        correlation_id=stored.correlation_id,
-        causation_id=stored.causation_id,
-        traceparent=stored.traceparent,
-        content_type=stored.content_type,
         body=bytes(stored.body),
         headers=stored.headers,
+        **dict(zip(CARRIED, carried_of(stored), strict=True)),
     )

@@ -117,13 +117,15 @@ COLUMNS = {
 columns_of = attrgetter(*COLUMNS)
 
 
-_ATTRIBUTES = ("key", "content_type", "headers", "source", "correlation_id", "causation_id", "traceparent")
+CARRIED = ("key", "content_type", "source", "correlation_id", "causation_id", "traceparent", "created_at")
+"""What a row has as its envelope has it, under the same names."""
+carried_of = attrgetter(*CARRIED)
 
 
 def attributes_of(row: NewRow) -> str:
     """What a conflicting duplicate has besides its id and body, as JSON."""
-    attributes = {name: getattr(row, name) for name in _ATTRIBUTES}
-    return json.dumps({**attributes, "created_at": row.created_at.isoformat() if row.created_at else None})
+    attributes = dict(zip(CARRIED, carried_of(row), strict=True))
+    return json.dumps({**attributes, "headers": row.headers}, default=datetime.isoformat)
 
 
 def conflicting_row(stored: InboxMessage) -> NewRow:
