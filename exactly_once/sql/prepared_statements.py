@@ -76,12 +76,17 @@ class PreparedStatement:
     Args:
         most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
             the next ANALYZE. A plan from a nearly empty table scans the whole table, even after it has grown.
+        returns_binary: `fetch` receives the values in PostgreSQL's binary format, which is faster for large ones. Not for
+            columns of JSON and instants, which Django reads as text.
     """
 
-    def __init__(self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS) -> None:
+    def __init__(
+        self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS, returns_binary: bool = False
+    ) -> None:
         self._most_runs = most_runs
+        self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
-        self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
+        self._prepare = f"PREPARE {name}{_listed(types)} AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
@@ -120,9 +125,16 @@ class PreparedStatement:
         (result,) = _run(connection, [(self, parameters)], before=before, commit=True)
         return result.command_tuples or 0
 
-    def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
-        (result,) = _run(connection, [(self, parameters)])
+    def fetch(
+        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, after: PreparedStatement | None = None
+    ) -> list[tuple[Any, ...]]:
+        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows.
+
+        Args:
+            after: a statement without parameters to run before it, in the same round trip and transaction.
+        """
+        before = [] if after is None else [(after, ())]
+        *_, result = _run(connection, [*before, (self, parameters)])
         return _rows_of(connection, result)
 
     def execute_and_fetch(
@@ -145,7 +157,7 @@ class PreparedStatement:
             _checked(raw, [raw.pgconn.exec_(self._prepare)])
             at_hand.runs[self._name] = 0
         at_hand.runs[self._name] += 1
-        return self._name, _adapted(parameters), self._formats
+        return self._name, _adapted(parameters), self._formats, self._result_format
 
     def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
         if re.search(rf"\b{self._name.decode()}\b", error):
@@ -214,6 +226,10 @@ def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ..
     loaders = Transformer(connection.connection)
     loaders.set_pgresult(result)
     return loaders.load_rows(0, result.ntuples, tuple)
+
+
+def _listed(types: Sequence[str]) -> str:
+    return f" ({', '.join(types)})" if types else ""
 
 
 def _adapted(parameters: Sequence[Any]) -> list[bytes | None]:
