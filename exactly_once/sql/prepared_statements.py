@@ -86,7 +86,7 @@ class PreparedStatement:
         self._most_runs = most_runs
         self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
-        self._prepare = f"PREPARE {name}{_listed(types)} AS {text}".encode()
+        self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
@@ -125,17 +125,22 @@ class PreparedStatement:
         (result,) = _run(connection, [(self, parameters)], before=before, commit=True)
         return result.command_tuples or 0
 
-    def fetch(
-        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, after: PreparedStatement | None = None
-    ) -> list[tuple[Any, ...]]:
-        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows.
-
-        Args:
-            after: a statement without parameters to run before it, in the same round trip and transaction.
-        """
-        before = [] if after is None else [(after, ())]
-        *_, result = _run(connection, [*before, (self, parameters)])
+    def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
+        (result,) = _run(connection, [(self, parameters)])
         return _rows_of(connection, result)
+
+    def fetch_after(self, connection: BaseDatabaseWrapper, script: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+        """As `fetch`, after the statements of `script`, in the same round trip and transaction; see `execute_script`."""
+        at_hand = _at_hand(connection)
+        with connection.wrap_database_errors:
+            try:
+                self._prepared(connection.connection, at_hand, ())
+                placeholders = ", ".join(["%s"] * len(parameters))
+                return execute_script(connection, f"{script}; ", f"EXECUTE {self._name.decode()} ({placeholders})", parameters)
+            except Exception as error:
+                _raise_if_lost(error, [self], at_hand)
+                raise
 
     def execute_and_fetch(
         self,
@@ -209,15 +214,19 @@ def _run(
                 return _pipelined(raw, [_BEGIN, *before] if begin else before, given, [_COMMIT] if commit else [])
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
-            sqlstate = getattr(error, "sqlstate", None)
-            if sqlstate not in {_MISSING, _EXISTS}:
-                raise
-            for statement, _ in runs:
-                statement._forget_if_named(str(error), at_hand)  # noqa: SLF001
-            if sqlstate == _EXISTS:
-                # Another client prepared it: there is a proxy, and it shares its server processes.
-                at_hand.may_prepare = False
-            raise StatementLost(str(error)) from None
+            _raise_if_lost(error, [statement for statement, _ in runs], at_hand)
+            raise
+
+
+def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at_hand: _AtHand) -> None:
+    sqlstate = getattr(error.__cause__ or error, "sqlstate", None)
+    if sqlstate in {_MISSING, _EXISTS}:
+        for statement in statements:
+            statement._forget_if_named(str(error), at_hand)  # noqa: SLF001 - of this module
+        if sqlstate == _EXISTS:
+            # Another client prepared it: there is a proxy, and it shares its server processes.
+            at_hand.may_prepare = False
+        raise StatementLost(str(error)) from None
 
 
 def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
@@ -226,10 +235,6 @@ def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ..
     loaders = Transformer(connection.connection)
     loaders.set_pgresult(result)
     return loaders.load_rows(0, result.ntuples, tuple)
-
-
-def _listed(types: Sequence[str]) -> str:
-    return f" ({', '.join(types)})" if types else ""
 
 
 def _adapted(parameters: Sequence[Any]) -> list[bytes | None]:

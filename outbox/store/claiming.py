@@ -251,7 +251,6 @@ _SETTINGS = {"enable_seqscan": "off", "enable_sort": "off", "jit": "off", "plan_
 _KEEP_PLANS = "SELECT " + ", ".join(f"set_config('{name}', '{value}', true)" for name, value in _SETTINGS.items())
 """For the transaction. The plans of its prepared statements are kept, and are right whatever the size of the table: only one
 index has the rows in the order that a statement wants, and neither a sequential scan nor a sort may replace it."""
-_KEEP_PLANS_PREPARED = PreparedStatement("outbox_keep_plans", [], _KEEP_PLANS)
 _READ_PREPARED = PreparedStatement(
     "outbox_read",
     ["int[]", "bigint[]", "bigint", "bigint"],
@@ -389,7 +388,7 @@ def look(
     floors = floors or {}
     above = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
     if is_usable(connection):
-        found = _LOOK_PREPARED.fetch(connection, [array_of(above), array_of(above.values())], after=_KEEP_PLANS_PREPARED)
+        found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values())])
     else:
         values = "VALUES " + ", ".join(map(str, above.items()))
         until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
