@@ -103,7 +103,7 @@ def test_a_dictionary_in_a_setting_is_parsed_into_its_own_options():
         ({"DEPTH": "3"}, "EXAMPLE['INNER']['DEPTH'] is a str: it must be an int."),
         ({"DEPTH": 0}, "EXAMPLE['INNER']: DEPTH is 0: it must be greater than zero."),
         (3, "EXAMPLE['INNER'] must be a dict, not an int."),
-        (Inner(), "EXAMPLE['INNER'] must be a dict, not an Inner."),
+        (None, "EXAMPLE['INNER'] must be a dict, not None."),
     ],
 )
 def test_mistakes_in_a_dictionary_in_a_setting_name_the_dictionary(given, problem):
