@@ -139,7 +139,7 @@ class Timer:
             self._lease.release()
 
     def _new_table(self) -> Timetable:
-        return Timetable(slots=self._options.WHEEL_SLOTS, tick=self._options.WHEEL_TICK.total_seconds(), now=monotonic())
+        return Timetable(slots=self._options.WHEEL.SLOTS, tick=self._options.WHEEL.TICK.total_seconds(), now=monotonic())
 
     def _forget(self) -> None:
         """Discard the wheel; the next turn fills it again."""

@@ -30,13 +30,19 @@ FROM generate_series(1, 20000) n
 """
 
 
-@pytest.fixture(params=["analysed", "analysed while nothing was open", "never analysed"])
+STATISTICS = ["analysed", "analysed while nothing was open", "never analysed", "vacuumed beside an open transaction"]
+
+
+@pytest.fixture(params=STATISTICS)
 def handler(request, handles):
     handler = handles(the_effect)
     with connection.cursor() as cursor:
         # One that begins before the rows are committed would record that the table is empty.
         cursor.execute("ALTER TABLE inbox_inboxmessage_live SET (autovacuum_enabled = off)")
-        cursor.execute(HISTORY, [handler.name])
+        if request.param == "vacuumed beside an open transaction":
+            store_beside_a_vacuum(handler)
+        else:
+            cursor.execute(HISTORY, [handler.name])
         cursor.execute(RECEIPTS)
         if request.param == "analysed while nothing was open":
             cursor.execute("UPDATE inbox_inboxmessage SET state = 'done', day = 1 WHERE state = 'waiting' RETURNING id")
@@ -48,6 +54,20 @@ def handler(request, handles):
     yield handler
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
+
+
+def store_beside_a_vacuum(handler):
+    """PostgreSQL then believes that the pages, which it has seen, have no row."""
+    other = connection.copy()
+    try:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(HISTORY, [handler.name])
+            with other.cursor() as beside:
+                beside.execute("VACUUM inbox_inboxmessage_live")
+                beside.execute("SELECT reltuples, relpages > 0 FROM pg_class WHERE relname = 'inbox_inboxmessage_live'")
+                assert beside.fetchone() == (0, True)
+    finally:
+        other.close()
 
 
 def explained(sql, parameters=()):
