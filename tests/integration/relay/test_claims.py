@@ -31,6 +31,7 @@ from outbox.store.claiming import Bounds, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
+from outbox.transports import amqp
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import (
     SECONDS,
@@ -903,7 +904,8 @@ class TestFloors:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)
 
-    def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start):
+    def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start, monkeypatch):
+        monkeypatch.setattr(amqp, "_LATEST_SECONDS", 0.5)
         with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
             first = published()
             self.passed_by_publishing(relays, first)
