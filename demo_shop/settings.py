@@ -88,8 +88,7 @@ OUTBOX = {
     "EXCHANGE": "demo_shop",
     "POLL_INTERVAL": timedelta(seconds=0.1),
     "BATCH_DEADLINE": timedelta(seconds=2),
-    "CHECK_AFTER": timedelta(seconds=1),
-    "CHECK_EVERY": timedelta(seconds=1),
+    "CHECKS": {"AFTER": timedelta(seconds=1), "EVERY": timedelta(seconds=1)},
     "RETRY_BASE": timedelta(seconds=1),
     "RETRY_CAP": timedelta(seconds=5),
 }

@@ -67,9 +67,8 @@ class AppOptions:
     Attributes:
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
-        TRAIL_RETENTION: how long trail entries are kept.
+        TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
         AUDIT_RETENTION: how long entries of the audit log are kept.
-        OPERATION_RETENTION: how long bulk operations are kept after their end, with the outcomes of their messages.
         ALERTS: the options of alerts, see `AlertOptions`.
         HTTP: the options of the HTTP API, see `exactly_once.http_options.HttpOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `exactly_once.operators.redaction`; "":
@@ -87,7 +86,6 @@ class AppOptions:
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
-    OPERATION_RETENTION: timedelta = timedelta(days=90)
     ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
     HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     REDACT: str = ""

@@ -1,8 +1,8 @@
 """Parse settings dictionaries into frozen dataclasses.
 
-Each field of the dataclass is one option with its type and its default. For a misspelt name the error suggests the nearest
-one. One error reports every problem of the dictionary. A value of the wrong type is not quoted, because it may contain a
-password.
+Each field of the dataclass is one option with its type and its default; a field that is a dataclass itself takes a dictionary.
+For a misspelt name the error suggests the nearest one. One error reports every problem of the dictionary. A value of the wrong
+type is not quoted, because it may contain a password.
 """
 
 import dataclasses
@@ -38,13 +38,21 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
         raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
     types = get_type_hints(options)
     problems = [_unknown(setting, name, types) for name in given if name not in types]
+    values = dict(given)
     for name, expected in types.items():
-        if name in given and not _fits(given[name], expected):
+        if name not in given:
+            continue
+        if isinstance(expected, type) and dataclasses.is_dataclass(expected):
+            try:
+                values[name] = parse(expected, f"{setting}[{name!r}]", given[name])
+            except InvalidOptions as error:
+                problems += error.problems
+        elif not _fits(given[name], expected):
             problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {_describe(expected)}.")
     if problems:
         raise InvalidOptions(problems)
     try:
-        return options(**given)
+        return options(**values)
     except ValueError as error:
         raise InvalidOptions([f"{setting}: {error}"]) from error
 

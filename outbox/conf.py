@@ -26,6 +26,54 @@ _KEPT_UNPUBLISHED = timedelta(days=7)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
+class _Positive:
+    def __post_init__(self) -> None:
+        options.require_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelOptions(_Positive):
+    """The options of `WHEEL`, with their defaults.
+
+    Attributes:
+        TICK: the resolution of the timing wheel.
+        SLOTS: the size of its ring.
+    """
+
+    TICK: timedelta = timedelta(milliseconds=10)
+    SLOTS: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(_Positive):
+    """The options of `CHECKS`, with their defaults.
+
+    Attributes:
+        AFTER: how long a prepared message may stay undecided before its checker is asked.
+        EVERY: time between two checks of one prepared message; a checker that takes longer is logged.
+        LIMIT: answers "unknown" after which a prepared message is stuck until an operator resumes it.
+        THREADS: maximum concurrent checkers in one relay process; one topic may use all but one of them.
+    """
+
+    AFTER: timedelta = timedelta(seconds=6)
+    EVERY: timedelta = timedelta(seconds=30)
+    LIMIT: int = 15
+    THREADS: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackOptions(_Positive):
+    """The options of `CALLBACKS`, with their defaults.
+
+    Attributes:
+        THREADS: maximum concurrent callbacks in one relay process; one callback may use all but one of them.
+        TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
+    """
+
+    THREADS: int = 4
+    TIMEOUT: timedelta = timedelta(seconds=30)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutboxOptions(AppOptions):
     """The options of `OUTBOX`, with their defaults, besides those that both apps have.
@@ -36,13 +84,9 @@ class OutboxOptions(AppOptions):
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
         BODY_LIMIT_BYTES: maximum size of the serialised payload for publish().
         DELAY_LEVELS: the names that `delay` takes: "30s", "2m", "1h". The default is RocketMQ's.
-        WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
-        CHECK_AFTER: how long a prepared message may stay undecided before its checker is asked.
-        CHECK_EVERY: time between two checks of one prepared message; a checker that takes longer is logged.
-        CHECK_LIMIT: answers "unknown" after which a prepared message is stuck until an operator resumes it.
-        CHECK_THREADS: maximum concurrent checkers in one relay process; one topic may use all but one of them.
-        CALLBACK_THREADS: maximum concurrent callbacks in one relay process; one callback may use all but one of them.
-        CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
+        WHEEL: the options of the timing wheel, see `WheelOptions`.
+        CHECKS: when and how often checkers are asked, see `CheckOptions`.
+        CALLBACKS: how callbacks are called, see `CallbackOptions`.
         BATCH_SIZE: maximum number of messages in one pass of the relay.
         BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
@@ -63,14 +107,9 @@ class OutboxOptions(AppOptions):
         *("1s", "5s", "10s", "30s", "1m", "2m", "3m", "4m", "5m"),
         *("6m", "7m", "8m", "9m", "10m", "20m", "30m", "1h", "2h"),
     )
-    WHEEL_TICK: timedelta = timedelta(milliseconds=10)
-    WHEEL_SLOTS: int = 64
-    CHECK_AFTER: timedelta = timedelta(seconds=6)
-    CHECK_EVERY: timedelta = timedelta(seconds=30)
-    CHECK_LIMIT: int = 15
-    CHECK_THREADS: int = 4
-    CALLBACK_THREADS: int = 4
-    CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
+    WHEEL: WheelOptions = WheelOptions()
+    CHECKS: CheckOptions = CheckOptions()
+    CALLBACKS: CallbackOptions = CallbackOptions()
     BATCH_SIZE: int = 500
     BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
@@ -121,7 +160,7 @@ class OutboxOptions(AppOptions):
     @cached_property
     def horizon(self) -> timedelta:
         """How far ahead the wheel holds scheduled messages: one turn, at least five seconds. Sooner ones ring the doorbell."""
-        return max(self.WHEEL_SLOTS * self.WHEEL_TICK, timedelta(seconds=5))
+        return max(self.WHEEL.SLOTS * self.WHEEL.TICK, timedelta(seconds=5))
 
     def poll_seconds(self, *, connected: bool) -> float:
         """The longest poll interval of an idle loop; longer while the doorbell of every process rings it (`connected`)."""

@@ -50,7 +50,7 @@ def prepare(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=using):
-        position = writing.insert_prepared(using, row, outbox_options().CHECK_AFTER)
+        position = writing.insert_prepared(using, row, outbox_options().CHECKS.AFTER)
     return PreparedMessage(row.message_id, row.topic, row.biz_id, position, using)
 
 

@@ -24,5 +24,5 @@ message_expired = Signal()
 """Its `expires_in` ran out before it could be published."""
 
 message_stuck = Signal()
-"""A prepared message whose checker has answered "unknown" `CHECK_LIMIT` times; `message` is its `UndecidedMessage`, `error` the
-last answer."""
+"""A prepared message whose checker has answered "unknown" `CHECKS["LIMIT"]` times; `message` is its `UndecidedMessage`, `error`
+the last answer."""

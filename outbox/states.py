@@ -210,7 +210,7 @@ GIVE_UP = Transition(
     name="give up",
     sources=(State.PREPARED,),
     targets=(State.STUCK,),
-    when="its checker has answered “unknown” `CHECK_LIMIT` times",
+    when='its checker has answered “unknown” `CHECKS["LIMIT"]` times',
     sets={"attempts": ONE_MORE_ATTEMPT, "last_error": "{error}", "available_at": "{now}"},
 )
 RESUME_CHECKS = Transition(

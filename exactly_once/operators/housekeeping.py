@@ -46,7 +46,7 @@ def old_rows(app: str, alias: str, trail: type[Model], operations: OperationTabl
     audited = older_entries(AuditEntry, alias, options.AUDIT_RETENTION).filter(app=app)
     yield OldRows(_("entries of the trail"), older_entries(trail, alias, options.TRAIL_RETENTION))
     yield OldRows(_("entries of the audit log"), audited)
-    yield OldRows(_("bulk operations"), operations.ended(alias, options.OPERATION_RETENTION), by="ended_at")
+    yield OldRows(_("bulk operations"), operations.ended(alias, options.TRAIL_RETENTION), by="ended_at")
 
 
 class Housekeeping:

@@ -292,7 +292,7 @@ def _undecided(row: Any) -> SafeString:
     """A note on a prepared message: its checks, and who must decide."""
     unknown = gettext("It has answered “unknown” %(answers)s of %(limit)s times.") % {
         "answers": number(row.attempts),
-        "limit": number(outbox_options().CHECK_LIMIT),
+        "limit": number(outbox_options().CHECKS.LIMIT),
     }
     if row.state == State.STUCK:
         return warning(

@@ -149,7 +149,7 @@ class PreparedMessageAdmin(SelectionAdmin):
         lines = [format_html("{}", gettext("none: an operator decides")) if row.state == State.STUCK else next_one]
         if row.attempts:
             lines.append(
-                format_html(gettext("unknown {} of {} times"), number(row.attempts), number(outbox_options().CHECK_LIMIT))
+                format_html(gettext("unknown {} of {} times"), number(row.attempts), number(outbox_options().CHECKS.LIMIT))
             )
         if checkers.of(row.topic) is None:
             lines.append(badge(gettext("No checker here"), Tone.FAILING))

@@ -2,7 +2,7 @@
 
 A callback is called until it returns. Each failed call is logged with its traceback and shown in the admin. It is logged as an
 error from MAX_ATTEMPTS on. A callback runs in a transaction of the outbox's database, which delays VACUUM while the callback
-waits for a network. So the database ends that transaction after CALLBACK_TIMEOUT, and the call has failed. A call that a
+waits for a network. So the database ends that transaction after CALLBACKS["TIMEOUT"], and the call has failed. A call that a
 database outage interrupts has not failed: its claim ends, and it is due again.
 
 A checker is called between two transactions, never inside one. The process that claims a check defers the next one, repeatedly
@@ -40,7 +40,7 @@ from outbox.store.dialect import begin_bounded
 logger = logging.getLogger(__name__)
 
 _LEASE_MARGIN = timedelta(seconds=30)
-"""A call is claimed for CALLBACK_TIMEOUT plus this margin; after that, a call claimed by a dead process is due again."""
+"""A call is claimed for CALLBACKS["TIMEOUT"] plus this margin; after that, a call claimed by a dead process is due again."""
 _AFTER_A_COLLISION = timedelta(seconds=1)
 """Delay after a deadlock or a conflict with SQLite's other writer, which are not the callback's fault."""
 
@@ -49,7 +49,7 @@ def callers(alias: str, options: OutboxOptions, *, database_log: OutageLog | Non
     """The attendant that calls the callbacks of this process; none without callbacks."""
     if not registry:
         return ()
-    claim, threads, limit = _Claims(alias, options), options.CALLBACK_THREADS, options.CALLBACK_TIMEOUT
+    claim, threads, limit = _Claims(alias, options), options.CALLBACKS.THREADS, options.CALLBACKS.TIMEOUT
     return [Attendant("callbacks", alias, claim, options, database_log, threads=threads, limit=limit)]
 
 
@@ -57,7 +57,7 @@ def askers(alias: str, options: OutboxOptions, *, database_log: OutageLog | None
     """The attendant that asks the checkers of this process; none without checkers."""
     if not checkers.topics():
         return ()
-    claim, threads, limit = _Checks(alias, options).claim, options.CHECK_THREADS, options.CHECK_EVERY
+    claim, threads, limit = _Checks(alias, options).claim, options.CHECKS.THREADS, options.CHECKS.EVERY
     return [Attendant("checks", alias, claim, options, database_log, threads=threads, limit=limit)]
 
 
@@ -112,29 +112,29 @@ class _Callback:
 
 
 def _lease(options: OutboxOptions) -> timedelta:
-    return options.CALLBACK_TIMEOUT + _LEASE_MARGIN
+    return options.CALLBACKS.TIMEOUT + _LEASE_MARGIN
 
 
 def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
     began_at = monotonic()
     try:
         with transaction.atomic(using=call.alias, durable=True):
-            begin_bounded(call.alias, options.CALLBACK_TIMEOUT)
+            begin_bounded(call.alias, options.CALLBACKS.TIMEOUT)
             registry.call(call.callback, pending_callbacks.begin_call(call))
             pending_callbacks.finish_call(call)
     except BaseException as error:
         # Including SystemExit: the callback did not return, so it is called again.
         took = timedelta(seconds=monotonic() - began_at)
-        if is_outage(error) and took < options.CALLBACK_TIMEOUT:
+        if is_outage(error) and took < options.CALLBACKS.TIMEOUT:
             raise
         _defer(call, error, took, options)
 
 
 def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
     reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
-    if took >= options.CALLBACK_TIMEOUT:
-        limit = options.CALLBACK_TIMEOUT.total_seconds()
-        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
+    if took >= options.CALLBACKS.TIMEOUT:
+        limit = options.CALLBACKS.TIMEOUT.total_seconds()
+        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACKS['TIMEOUT'] is {limit:g} s)"
     delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
     if not pending_callbacks.defer_call(call, reason, delay):
@@ -162,12 +162,12 @@ class _Checks:
         if monotonic() >= self._report_unchecked_at:
             self._report_unchecked()
         topics = [topic for topic in checkers.topics() if topic not in without]
-        due = preparing.claim_checks(self._alias, topics, most, self._options.CHECK_EVERY)
+        due = preparing.claim_checks(self._alias, topics, most, self._options.CHECKS.EVERY)
         return [_Check(self._alias, self._options, row, utcnow()) for row in due]
 
     def _report_unchecked(self) -> None:
         """Log prepared messages that no process checks, as after a deployment without their checker."""
-        every = self._options.CHECK_EVERY
+        every = self._options.CHECKS.EVERY
         self._report_unchecked_at = monotonic() + every.total_seconds()
         for topic, count in preparing.record_unchecked(self._alias, checkers.topics(), every).items():
             logger.warning(
@@ -198,7 +198,7 @@ class _Check:
 
     def extend_claim(self) -> None:
         reason = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
-        preparing.defer_check(self.alias, self.row.pk, self.options.CHECK_EVERY, reason)
+        preparing.defer_check(self.alias, self.row.pk, self.options.CHECKS.EVERY, reason)
 
     def give_back(self) -> None:
         preparing.make_check_due(self.alias, self.row.pk)
@@ -208,7 +208,7 @@ class _Check:
         try:
             answer = checkers.ask(message)
         except BaseException as error:
-            # Including SystemExit. An error is not counted as an answer, or a broken deployment would exhaust CHECK_LIMIT.
+            # Including SystemExit. An error is not counted as an answer, or a broken deployment would exhaust CHECKS["LIMIT"].
             reason = redacted_error(self.options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
             logger.warning(
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), reason, exc_info=True
@@ -242,7 +242,7 @@ class _Check:
             )
 
     def _count(self, message: UndecidedMessage) -> None:
-        limit = self.options.CHECK_LIMIT
+        limit = self.options.CHECKS.LIMIT
         reason = f"its checker answered unknown, {message.checks + 1} of {limit} times"
         state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, reason)
         if state == State.STUCK:

@@ -139,7 +139,7 @@ class Timer:
             self._lease.release()
 
     def _new_table(self) -> Timetable:
-        return Timetable(slots=self._options.WHEEL_SLOTS, tick=self._options.WHEEL_TICK.total_seconds(), now=monotonic())
+        return Timetable(slots=self._options.WHEEL.SLOTS, tick=self._options.WHEEL.TICK.total_seconds(), now=monotonic())
 
     def _forget(self) -> None:
         """Discard the wheel; the next turn fills it again."""
@@ -183,9 +183,9 @@ class Timer:
         in_a_burst = waiting > batch
         if in_a_burst and not self._has_room():
             return self._ask_for_room_at
-        positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
-        fired = scheduling.fire(self._alias, positions, self._unwritable)
-        self._table.fired(positions, fired)
+        due = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
+        fired = scheduling.fire(self._alias, due, self._unwritable)
+        self._table.fired(due, fired)
         self._room -= min(len(fired), self._room)
         if fired:
             self._ring()

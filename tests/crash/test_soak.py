@@ -18,7 +18,7 @@ pytestmark = pytest.mark.proof
 
 SOAK_SECONDS = 12
 LOCAL_SOAK_SECONDS = 8
-ASK_SOON = {"CHECK_EVERY": 0.5}
+ASK_SOON = {"CHECKS": {"EVERY": 0.5}}
 """After this time another relay repeats the check of a relay that was killed while it asked a checker."""
 SOON_AFTER = timedelta(seconds=0.3)
 """While processes are killed, most delayed messages are late by more than any of them could be early."""
@@ -27,7 +27,7 @@ SOON_AFTER = timedelta(seconds=0.3)
 @pytest.fixture(autouse=True)
 def _checked_soon(settings):
     """A prepared message that its producer forgets is checked after a second; that time is fixed when it is prepared."""
-    settings.OUTBOX = {"CHECK_AFTER": timedelta(seconds=1)}
+    settings.OUTBOX = {"CHECKS": {"AFTER": timedelta(seconds=1)}}
 
 
 def test_random_kills_of_relays_and_consumers_lose_and_double_no_message(world, record_property):

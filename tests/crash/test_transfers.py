@@ -43,7 +43,7 @@ RELAY_POINTS = [
 ]
 """Where relays are killed, in an order that leaves each point reachable for the next one."""
 
-OFTEN = {"CHECK_AFTER": 0.1, "CHECK_EVERY": 0.5, "CHECK_THREADS": 1}
+OFTEN = {"AFTER": 0.1, "EVERY": 0.5}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def became(transfer_id):
 
 
 def transferring(world, transfer_id, **how):
-    return world.command("bank_transfer", transfer_id, ADA, str(AMOUNT), outbox=OFTEN, **how)
+    return world.command("bank_transfer", transfer_id, ADA, str(AMOUNT), outbox={"CHECKS": {**OFTEN, "THREADS": 1}}, **how)
 
 
 def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank):
@@ -74,9 +74,9 @@ def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank
 
     dying = bank.listening(failpoint=f"kill after {FINISH}")
     for point in RELAY_POINTS:
-        bank.dies_at(point, partial(bank.relay, outbox=OFTEN))
+        bank.dies_at(point, partial(bank.relay, outbox={"CHECKS": {**OFTEN, "THREADS": 1}}))
     bank.dead(dying, FINISH)
-    bank.relay(outbox=OFTEN)
+    bank.relay(outbox={"CHECKS": {**OFTEN, "THREADS": 1}})
     bank.drain()
 
     assert {point: became(point) for point in TELLER_POINTS} == TELLER_POINTS
@@ -93,7 +93,7 @@ def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
         bank.wait_until(lambda teller=teller: teller.is_stopped, "the teller stands still")
 
     bank.listening()
-    bank.relay(outbox={**OFTEN, "CHECK_THREADS": 3})
+    bank.relay(outbox={"CHECKS": {**OFTEN, "THREADS": 3}})
     bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has written its tombstone")
     bank.wait_until(a_transaction_waits_for_another, "the checker waits for the debit")
     assert became("in time") == State.PREPARED

@@ -78,13 +78,23 @@ def code(cell):
 def test_every_option_is_documented_with_its_default(app, options):
     table = rows(page(f"reference/{app}/settings.md"), "option", "default", "meaning")
 
-    documented = {name.strip("`"): eval(default.strip("`"), {"timedelta": timedelta}) for name, default, _ in table}
+    assert defaults_in(table) == {field.name: default_of(field) for field in dataclasses.fields(options)}
 
-    assert documented == {field.name: default_of(field) for field in dataclasses.fields(options)}
+
+@pytest.mark.parametrize("name", ["WHEEL", "CHECKS", "CALLBACKS"])
+def test_every_option_of_a_dictionary_in_a_setting_is_documented_with_its_default(name):
+    table = rows(page("reference/outbox/settings.md"), f"option of `{name}`", "default", "meaning")
+
+    assert defaults_in(table) == vars(getattr(OutboxOptions(), name))
+
+
+def defaults_in(table):
+    return {name.strip("`"): eval(default.strip("`"), {"timedelta": timedelta}) for name, default, _ in table}
 
 
 def default_of(field):
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return {} if dataclasses.is_dataclass(default) else default
 
 
 def commands():

@@ -12,12 +12,20 @@ from outbox.conf import OutboxOptions, outbox_options
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inner:
+    DEPTH: int = 1
+
+    __post_init__ = options.require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
 class Example:
     COUNT: int = 1
     SHARE: float = 0.5
     NAMES: tuple[str, ...] = ()
     INTERVAL: timedelta = timedelta(seconds=1)
     ON: bool = False
+    INNER: Inner = Inner()
 
     def __post_init__(self):
         options.require_positive(self)
@@ -47,7 +55,7 @@ def test_an_unknown_option_is_refused_with_the_list_of_known_options(name, shown
     [problem] = problems_of({name: 3})
 
     assert f"no option {shown}." in problem
-    assert "Known options: COUNT, INTERVAL, NAMES, ON, SHARE." in problem
+    assert "Known options: COUNT, INNER, INTERVAL, NAMES, ON, SHARE." in problem
 
 
 @pytest.mark.parametrize("name", ["SHARDS", "SHARD_COUNT", "shards"])
@@ -82,8 +90,28 @@ def test_an_int_is_accepted_for_a_float_and_a_list_for_a_tuple():
     assert parsed == Example(SHARE=1, NAMES=["a"])
 
 
+def test_a_dictionary_in_a_setting_is_parsed_into_its_own_options():
+    parsed = options.parse(Example, "EXAMPLE", {"INNER": {"DEPTH": 3}})
+
+    assert parsed == Example(INNER=Inner(DEPTH=3))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"DEPHT": 3}, "EXAMPLE['INNER'] has no option 'DEPHT'. Did you mean 'DEPTH'?"),
+        ({"DEPTH": "3"}, "EXAMPLE['INNER']['DEPTH'] is a str: it must be an int."),
+        ({"DEPTH": 0}, "EXAMPLE['INNER']: DEPTH is 0: it must be greater than zero."),
+        (3, "EXAMPLE['INNER'] must be a dict, not an int."),
+        (None, "EXAMPLE['INNER'] must be a dict, not None."),
+    ],
+)
+def test_mistakes_in_a_dictionary_in_a_setting_name_the_dictionary(given, problem):
+    assert problems_of({"INNER": given}) == [problem]
+
+
 def test_every_mistake_is_reported_at_once():
-    assert len(problems_of({"COUNT": "x", "SHRE": 1.0, "INTERVAL": 5})) == 3
+    assert len(problems_of({"COUNT": "x", "SHRE": 1.0, "INTERVAL": 5, "INNER": {"DEPTH": "3"}})) == 4
 
 
 @pytest.mark.parametrize("given", [{"COUNT": 0}, {"COUNT": -1}, {"INTERVAL": timedelta()}])

@@ -15,8 +15,8 @@ from exactly_once.sql.rows import delete_in_chunks
 class Command(PartsCommand):
     help = gettext_lazy(
         "Delete settled messages older than KEEP_HISTORY, receipts older than INBOX['RETENTION'], then entries of the trail "
-        "and of the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended before "
-        "OPERATION_RETENTION. "
+        "and of the audit log older than TRAIL_RETENTION and AUDIT_RETENTION, and bulk operations that ended longer ago than "
+        "TRAIL_RETENTION. "
         "Open and dead messages stay. Relays and consumers do the same by themselves."
     )
 

@@ -482,9 +482,9 @@ class TestRetention:
             given = {"requested_by": "ada", "planned_at": DatabaseTime(), "ended_at": at, "state": state}
             return Operation.objects.create(app=request.param, action="retry", **given)
 
-        kept = {ended(timedelta(days=89)).pk, ended(None, state="planned").pk}
+        kept = {ended(timedelta(days=29)).pk, ended(None, state="planned").pk}
         # With the rows that were left, which are deleted with it and not counted.
-        OperationPart.objects.create(operation=ended(timedelta(days=91), state="stopped"), rows=[1])
+        OperationPart.objects.create(operation=ended(timedelta(days=31), state="stopped"), rows=[1])
         return request.param, kept
 
     def test_purge_deletes_operations_some_time_after_their_end(self, kept):

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark
 
 PREPARED = "admin:outbox_preparedmessage_changelist"
 CHECKED = "bank.transfer.requested"
-LIMIT = outbox_options().CHECK_LIMIT
+LIMIT = outbox_options().CHECKS.LIMIT
 
 on_the_list = partial(act, page=PREPARED)
 

@@ -29,7 +29,7 @@ A_LONG_TIME = 100
 @pytest.fixture(autouse=True)
 def _topics_with_a_checker(settings):
     """`prepare` asks for one in its own process; it is asked in the relay's, and at once."""
-    settings.OUTBOX = {"CHECK_AFTER": timedelta(milliseconds=1)}
+    settings.OUTBOX = {"CHECKS": {"AFTER": timedelta(milliseconds=1)}}
     topics = (CHECKED, CHECKED_IN_VAIN)
     for topic in topics:
         checker(topic)(lambda message: Answer.UNKNOWN)
@@ -91,13 +91,13 @@ def wait_until_claimed_anew(half, times):
     wait_until(lambda: seen.add(row_of(half).available_at) or len(seen) > times)
 
 
-HANGING_CHECKS = {"CHECK_EVERY": 0.4, "SHUTDOWN_GRACE": A_LONG_TIME}
+OFTEN = {"EVERY": 0.4}
 
 
 @pytest.mark.every_database
 def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds_up_no_other_message(relay, begun):
     hanging = prepare(CHECKED_IN_VAIN, {}, biz_id="hanging")
-    with relay(**HANGING_CHECKS) as process:
+    with relay(CHECKS=OFTEN, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         process.until(lambda: ", in asks_a_service_that_never_answers" in process.said())
         others = [prepare(topic, {"is_answered": True}) for topic in (CHECKED, CHECKED_IN_VAIN, CHECKED_IN_VAIN)]
         process.until(lambda: {state_of(half) for half in others} == {State.PUBLISHED})
@@ -116,7 +116,7 @@ def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds
 @pytest.mark.parametrize(("threads", "taken"), [(1, 1), (2, 1), (4, 3)])
 def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(relay, begun, threads, taken):
     in_vain = [prepare(CHECKED_IN_VAIN, {}, biz_id=f"in vain {n}") for n in range(6)]
-    with relay(CHECK_THREADS=threads, **HANGING_CHECKS) as process:
+    with relay(CHECKS={**OFTEN, "THREADS": threads}, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         process.until(lambda: process.said().count("has been running") == taken)
         other = prepare(CHECKED, {})
         process.until(lambda: state_of(other) == State.PUBLISHED)
@@ -130,9 +130,9 @@ def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(re
 @pytest.mark.proof
 def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
     first = prepare(CHECKED_IN_VAIN, {}, biz_id="first")
-    with relay(CHECK_EVERY=4) as process:
+    with relay(CHECKS={"EVERY": 4}) as process:
         process.until(lambda: begun()["first"])
-        with relay("another", CHECK_EVERY=4) as another:
+        with relay("another", CHECKS={"EVERY": 4}) as another:
             other = prepare(CHECKED, {})
             another.until(lambda: state_of(other) == State.PUBLISHED)
             wait_until_claimed_anew(first, 5)
@@ -141,7 +141,7 @@ def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
 
 
 def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callback(relay, begun):
-    with relay(CALLBACK_TIMEOUT=0.5, CALLBACK_THREADS=2, SHUTDOWN_GRACE=A_LONG_TIME) as process:
+    with relay(CALLBACKS={"TIMEOUT": 0.5, "THREADS": 2}, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         for n in range(5):
             published(HANGING, biz_id=f"hanging {n}")
         process.until(begun)
@@ -157,7 +157,7 @@ def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callb
 
 
 def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_is_called_again(relay, gate, begun):
-    with relay(CALLBACK_TIMEOUT=0.5, CALLBACK_THREADS=1) as process:
+    with relay(CALLBACKS={"TIMEOUT": 0.5, "THREADS": 1}) as process:
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
         process.until(lambda: not sessions_of_the_relay("idle in transaction"))
@@ -167,7 +167,7 @@ def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_
         gate.unlink()
         # A stall of half a second makes it the third call.
         process.until(lambda: [(name, call != "1") for name, call in effects()] == [("waiting", True)])
-        assert "CALLBACK_TIMEOUT is 0.5 s" in process.said()
+        assert "CALLBACKS['TIMEOUT'] is 0.5 s" in process.said()
         assert not PendingCallback.objects.exists()
 
 

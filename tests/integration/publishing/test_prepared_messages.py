@@ -26,7 +26,7 @@ from outbox import (
     signals,
 )
 from outbox.callbacks import checkers
-from outbox.conf import OutboxOptions
+from outbox.conf import CheckOptions, OutboxOptions
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.calling import askers
 from outbox.relay.service import serve
@@ -359,7 +359,7 @@ def overdue(half, by=timedelta(seconds=1)):
 
 def asked(**options):
     """Run every check that is due, once; return how many ran."""
-    (attendant,) = askers("default", OutboxOptions(**{"CHECK_EVERY": HOUR, **options}))
+    (attendant,) = askers("default", OutboxOptions(CHECKS=CheckOptions(EVERY=HOUR, **options)))
     return attendant.drain(StopRequest())
 
 
@@ -400,7 +400,7 @@ class TestCheck:
             for checks in range(3):
                 assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
                 overdue(half)
-                asked(CHECK_LIMIT=3)
+                asked(LIMIT=3)
 
         assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
         assert received == [(half.id, row_of(half).last_error)]
@@ -414,7 +414,7 @@ class TestCheck:
         answers[:] = [answer]
         half = overdue(prepare(TOPIC, {}))
 
-        assert asked(CHECK_LIMIT=1) == 1
+        assert asked(LIMIT=1) == 1
         row = row_of(half)
         assert (row.state, row.attempts) == (State.PREPARED, 0)
         assert row.last_error.startswith("no answer: ")
@@ -472,8 +472,8 @@ class TestCheck:
         asked_about = []
         answers[:] = [lambda message: asked_about.append(message.id) or Answer.COMMIT]
         stop = StopRequest()
-        intervals = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
-        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **intervals}):
+        checks = {"AFTER": timedelta(milliseconds=1), "EVERY": HOUR}
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, "CHECKS": checks}):
             halves = [prepare(TOPIC, {}) for _ in range(12)]
             with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
                 wait_until(lambda: states() == [State.PUBLISHED] * len(halves))

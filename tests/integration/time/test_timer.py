@@ -14,6 +14,7 @@ from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, reschedule
+from outbox.conf import WheelOptions
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
@@ -93,7 +94,7 @@ class TestScheduledMessages:
 
     def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
         message = published(delay=timedelta(seconds=1))
-        with turning(a_timer(WHEEL_SLOTS=4, WHEEL_TICK=timedelta(milliseconds=20))):
+        with turning(a_timer(WHEEL=WheelOptions(SLOTS=4, TICK=timedelta(milliseconds=20)))):
             wait_until(lambda: is_ready(message))
 
         assert_each_once_and_none_early([message])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +22,17 @@ ALLOWED_HOSTS = ["127.0.0.1"]
 
 
 def _options(kind: type, variable: str, **ours: float) -> dict[str, Any]:
-    given = {**ours, **json.loads(os.environ.get(variable, "{}"))}
-    return {
-        name: timedelta(seconds=value) if isinstance(getattr(kind, name), timedelta) else value for name, value in given.items()
-    }
+    return _durations(kind, {**ours, **json.loads(os.environ.get(variable, "{}"))})
+
+
+def _durations(defaults: object, given: dict[str, Any]) -> dict[str, Any]:
+    return {name: _value(getattr(defaults, name, None), value) for name, value in given.items()}
+
+
+def _value(default: object, given: Any) -> Any:
+    if is_dataclass(default):
+        return _durations(default, given)
+    return timedelta(seconds=given) if isinstance(default, timedelta) else given
 
 
 OUTBOX = {
