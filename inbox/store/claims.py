@@ -316,9 +316,11 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
         return []
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
     connection = connections[alias]
-    written = assignments(ABANDON_AS, connection.vendor)
-    sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, message_id, biz_id"
+    written, lock = assignments(ABANDON_AS, connection.vendor), "FOR UPDATE" if is_postgresql(connection) else ""
     with transaction.atomic(using=alias):
+        was = dict(fetch(connection, f"SELECT id, state FROM {TABLE} WHERE {condition} {lock}", rows))
+        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, message_id, biz_id"
         found = fetch(connection, sql, rows)
-        record(alias, [pk for pk, *_ in found], was=State.RECEIVED, reason=ABANDONED)
+        for pk, *_ in found:
+            record(alias, [pk], was=was[pk], reason=ABANDONED)
     return [DeadLettered(*message) for _, *message in found]
