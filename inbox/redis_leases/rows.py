@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -47,7 +48,7 @@ def store_external(
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    with transaction.atomic(using=alias):
+    with transaction.atomic(using=alias, savepoint=False) if duplicate else nullcontext():
         seconds = until.total_seconds()
         pk = insert_one(alias, row, State.RUNNING, duplicate_timeout, due_after=seconds, attempts=attempts)
         if pk is not None and duplicate is not None:

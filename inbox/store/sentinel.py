@@ -63,7 +63,8 @@ _FINISH = PreparedStatement(
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7')}",
 )
 _FINISH_ON_SQLITE = (
-    f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} WHERE id = %s AND {_OURS}"
+    f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} "
+    f"WHERE id = %s AND {_OURS} RETURNING id"
 )
 
 
@@ -149,8 +150,7 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     if is_postgresql(connection):
         return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
     keep = inbox_options().keeps_all_bodies
-    with connection.cursor() as cursor:
-        return sum(cursor.execute(_FINISH_ON_SQLITE, [attempts, result, keep, keep, row]).rowcount for row in guard.rows)
+    return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
 
 
 def _given(guard: Guard, row: int, attempts: int, result: str | None) -> list[Any]:
