@@ -24,7 +24,7 @@ from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import InHand
-from inbox.receiving.outcomes import Policy
+from inbox.receiving.run import Policy
 from outbox import monitoring as outbox_tables
 from outbox.states import State
 from tests.support.apps.effects.models import Effect
@@ -185,13 +185,13 @@ class TestWaiting:
             if outcome == "begun":
                 raise Reject("the first one fails")
 
-        def settle_later(policy, row, error):
+        def settle_later(policy, arrival, error):
             """Or the copy would find the dead letter, if it is slow."""
             assert again.wait(30)
-            return settle(policy, row, error)
+            return settle(policy, arrival, error)
 
-        settle = Policy.settle_fresh_failure
-        monkeypatch.setattr(Policy, "settle_fresh_failure", settle_later)
+        settle = Policy.settle_failure
+        monkeypatch.setattr(Policy, "settle_failure", settle_later)
         handler, envelope = handles(handle, name="waits"), an_envelope()
         long = options(DUPLICATE_TIMEOUT=timedelta(seconds=30 if outcome != "deferred" else self.WAIT_SECONDS))
         with InAThread(lambda: deliver(handler, envelope)):
