@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test proof check messages screenshots bench docs clean
+.PHONY: help venv demo test proof all check messages screenshots bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test: $(VENV)/.test ## the suite on PostgreSQL, then its portable part on SQLite
 proof: $(VENV)/.test ## the long tests: soaks, bad days of the relay, seeded bugs, order under kills
 	$(PYTEST) -m proof
 	$(PYTEST) -m 'every_database and proof' --db sqlite
+
+all: $(VENV)/.test ## test and proof in one: each worker starts once, and long tests wait beside short ones
+	$(PYTEST)
+	$(PYTEST) -m every_database --db sqlite
 
 check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migrations, docs
 	$(BIN)/ruff check

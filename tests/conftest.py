@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from urllib.parse import quote
 
 import hypothesis
@@ -21,9 +22,12 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")
 
 
-LONG_FIRST = ("crash", "demo", "integration/celery", "integration/leases", "integration/servers", "unit/test_docs.py")
-"""Where tests take seconds. The first worker begins with them and the others take from it when they have run out of short ones:
-so the last minute has something for each of them."""
+LONG_FIRST = (
+    *("tutorial", "integration/browser", "demo", "integration/http/test_documents.py", "crash"),
+    *("integration/celery", "integration/leases", "integration/servers", "unit/test_docs.py"),
+)
+"""Where tests take seconds, the longest first. Every worker begins with a part of them and of the `proof`: so the last minute
+has short tests, of which each worker that has run out takes some from another."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -33,8 +37,20 @@ def pytest_collection_modifyitems(config, items):
         deselected = [item for item in items if item.get_closest_marker("only_sqlite")]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("only_sqlite")]
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.path.relative_to(ROOT / "tests").as_posix().startswith(LONG_FIRST))
+    if count := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        places = {item: place for item in items if (place := _place_among_long(item)) is not None}
+        long, short, dealt = sorted(places, key=places.get), iter([item for item in items if item not in places]), []
+        for worker in range(count):
+            size = (len(items) - len(dealt)) // (count - worker)  # as xdist divides them
+            own = long[worker::count]
+            dealt += [*own, *islice(short, max(size - len(own), 0))]
+        items[:] = [*dealt, *short]
+
+
+def _place_among_long(item):
+    path = item.path.relative_to(ROOT / "tests").as_posix()
+    places = [place for place, prefix in enumerate(LONG_FIRST) if path.startswith(prefix)]
+    return min(places, default=len(LONG_FIRST) if item.get_closest_marker("proof") else None)
 
 
 @pytest.fixture(scope="session")

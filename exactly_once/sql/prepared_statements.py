@@ -76,10 +76,15 @@ class PreparedStatement:
     Args:
         most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
             the next ANALYZE. A plan from a nearly empty table scans the whole table, even after it has grown.
+        returns_binary: `fetch` receives the values in PostgreSQL's binary format, which is faster for large ones. Not for
+            columns of JSON and instants, which Django reads as text.
     """
 
-    def __init__(self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS) -> None:
+    def __init__(
+        self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS, returns_binary: bool = False
+    ) -> None:
         self._most_runs = most_runs
+        self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
@@ -125,6 +130,18 @@ class PreparedStatement:
         (result,) = _run(connection, [(self, parameters)])
         return _rows_of(connection, result)
 
+    def fetch_after(self, connection: BaseDatabaseWrapper, script: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+        """As `fetch`, after the statements of `script`, in the same round trip and transaction; see `execute_script`."""
+        at_hand = _at_hand(connection)
+        with connection.wrap_database_errors:
+            try:
+                self._prepared(connection.connection, at_hand, ())
+                placeholders = ", ".join(["%s"] * len(parameters))
+                return execute_script(connection, f"{script}; ", f"EXECUTE {self._name.decode()} ({placeholders})", parameters)
+            except Exception as error:
+                _raise_if_lost(error, [self], at_hand)
+                raise
+
     def execute_and_fetch(
         self,
         connection: BaseDatabaseWrapper,
@@ -145,7 +162,7 @@ class PreparedStatement:
             _checked(raw, [raw.pgconn.exec_(self._prepare)])
             at_hand.runs[self._name] = 0
         at_hand.runs[self._name] += 1
-        return self._name, _adapted(parameters), self._formats
+        return self._name, _adapted(parameters), self._formats, self._result_format
 
     def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
         if re.search(rf"\b{self._name.decode()}\b", error):
@@ -197,15 +214,19 @@ def _run(
                 return _pipelined(raw, [_BEGIN, *before] if begin else before, given, [_COMMIT] if commit else [])
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
-            sqlstate = getattr(error, "sqlstate", None)
-            if sqlstate not in {_MISSING, _EXISTS}:
-                raise
-            for statement, _ in runs:
-                statement._forget_if_named(str(error), at_hand)  # noqa: SLF001
-            if sqlstate == _EXISTS:
-                # Another client prepared it: there is a proxy, and it shares its server processes.
-                at_hand.may_prepare = False
-            raise StatementLost(str(error)) from None
+            _raise_if_lost(error, [statement for statement, _ in runs], at_hand)
+            raise
+
+
+def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at_hand: _AtHand) -> None:
+    sqlstate = getattr(error.__cause__ or error, "sqlstate", None)
+    if sqlstate in {_MISSING, _EXISTS}:
+        for statement in statements:
+            statement._forget_if_named(str(error), at_hand)  # noqa: SLF001 - of this module
+        if sqlstate == _EXISTS:
+            # Another client prepared it: there is a proxy, and it shares its server processes.
+            at_hand.may_prepare = False
+        raise StatementLost(str(error)) from None
 
 
 def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:

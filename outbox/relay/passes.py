@@ -186,7 +186,8 @@ class Pass:
 
     def _settle(self, batch: _Batch) -> tuple[Settlement, int]:
         """Store the outcomes, without those of rows that the database refuses to change; and the number of changed rows."""
-        settlement, changed = settling.settle_writable(self._alias, self._decide(batch))
+        places = {row.position: row.place for row in batch.rows}
+        settlement, changed = settling.settle_writable(self._alias, self._decide(batch), places)
         self._record_unwritable(changed)
         return settlement, changed.count
 

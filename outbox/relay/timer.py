@@ -183,9 +183,9 @@ class Timer:
         in_a_burst = waiting > batch
         if in_a_burst and not self._has_room():
             return self._ask_for_room_at
-        positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
-        fired = scheduling.fire(self._alias, positions, self._unwritable)
-        self._table.fired(positions, fired)
+        due = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
+        fired = scheduling.fire(self._alias, due, self._unwritable)
+        self._table.fired(due, fired)
         self._room -= min(len(fired), self._room)
         if fired:
             self._ring()

@@ -34,6 +34,7 @@ class Timetable:
         self._began_at = now
         self._ticked = 0
         self._topic_of: dict[int, str] = {}
+        self._place_of: dict[int, str] = {}
         self._in_hand: Counter[str] = Counter()
         self._due: dict[str, deque[int]] = {}
         self._tries: Counter[int] = Counter()
@@ -85,6 +86,7 @@ class Timetable:
             newest = max(newest, one.position)
             if one.position not in self._topic_of:
                 self._topic_of[one.position] = one.topic
+                self._place_of[one.position] = one.place
                 self._in_hand[one.topic] += 1
                 self._put(one.position, now + one.seconds)
         self._newest.append((now, newest))
@@ -117,8 +119,8 @@ class Timetable:
                 self._is_due(position)
         self._ticked = max(self._ticked, passed)
 
-    def next_due(self, limit: int) -> list[int]:
-        """Up to `limit` due messages, in equal parts from all topics as far as they have enough."""
+    def next_due(self, limit: int) -> dict[int, str]:
+        """Up to `limit` due messages with their places, in equal parts from all topics as far as they have enough."""
         taken: list[int] = []
         while self._due and len(taken) < limit:
             share = max((limit - len(taken)) // len(self._due), 1)
@@ -126,25 +128,27 @@ class Timetable:
                 taken += [due.popleft() for _ in range(min(share, len(due), limit - len(taken)))]
                 if not due:
                     del self._due[topic]
-        return taken
+        return {position: self._place_of[position] for position in taken}
 
     def fired(self, asked: Iterable[int], done: Collection[int]) -> None:
         """Record that of the `asked` messages those in `done` have been made ready.
 
         The others were cancelled, rescheduled or locked, or the database's clock is slightly behind. They are tried again at
-        the next ticks; after that a sweep finds those that are still due.
+        the next ticks, wherever they are; after that a sweep finds those that are still due.
         """
         for position in asked:
             if position in done or self._tries[position] >= _TRIES:
                 self._drop(position)
             else:
                 self._tries[position] += 1
+                self._place_of[position] = ""
                 self._wheel.put(position, 1)
 
     def _drop(self, position: int) -> None:
         self._wheel.discard(position)
         self._tries.pop(position, None)
         topic = self._topic_of.pop(position)
+        del self._place_of[position]
         self._in_hand[topic] -= 1
         if not self._in_hand[topic]:
             del self._in_hand[topic]

@@ -24,7 +24,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY
 from exactly_once.sql.now import NOW_AFTER, now
-from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, execute_script, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
@@ -40,13 +40,14 @@ from outbox.store.dialect import (
     array_of,
     bounds,
     live,
+    places,
 )
 
 STREAM = "m.state = 'ready' AND NOT m.is_secondary"
 SECONDARY = "m.state = 'ready' AND m.is_secondary"
 _IS_BLOCKED = (
-    "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
-    "AND e.state IN ({states}))"
+    "m.key <> '' AND COALESCE((SELECT true FROM {{live}} e WHERE e.key {{is_key}} AND e.id < m.id AND e.key <> '' "
+    "AND e.state IN ({states}) ORDER BY e.key, e.id LIMIT 1), false)"
 ).format(states=", ".join(f"'{state}'" for state in HOLDING_KEY))
 
 
@@ -166,7 +167,7 @@ _READ_AS = {
 _VERSION = "CAST(m.xmin AS text)"
 """The transaction that has written this version of the row."""
 _PLACE = "CAST(m.ctid AS text)"
-_SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
+_SELECTED = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
 """The fields of a `RelayedMessage`: columns of that name, or an expression."""
 _EXPIRES_IN_SECONDS = (
     "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
@@ -176,11 +177,12 @@ _EXPIRES_IN_SECONDS = (
 _EXPIRES_IN_SECONDS_SQLITE = (
     "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
 )
+_IN_STREAM = f"m.shard {{is_shard}} AND {STREAM} AND m.id > {{above}} ORDER BY m.shard, m.id"
+_IN_SECONDARY = f"m.shard {{is_shard}} AND {SECONDARY} ORDER BY m.shard, m.priority DESC, m.id"
 _LOOK = (
-    # Each subquery is in the order of its index: PostgreSQL may plan a bare EXISTS as a scan of all published rows.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
-    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
-    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE {_IN_STREAM} LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE {_IN_SECONDARY} LIMIT 1), "
     "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
     # The paused topics are read by the same statement, which saves a round trip.
@@ -194,7 +196,19 @@ _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
 
 def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
     retry_in, probe_in = (until.format(instant=instant, now=at) for instant in ("m.available_at", "p.probe_at"))
-    return _LOOK.format(shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in)
+    is_shard = _equals("shards.shard", indexed=table == LIVE_PART)
+    return _LOOK.format(
+        shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in, is_shard=is_shard, above="shards.floor"
+    )
+
+
+def _equals(value: object, *, indexed: bool) -> str:
+    """The condition "is this value". If `indexed`, only the index that has the rows in their order can return them in it.
+
+    With `=` PostgreSQL knows that the order by (shard, id) is the one by id, which other indexes have, too. A plan of a table
+    that is thought to be empty, where all indexes cost the same, must be right when it has a backlog.
+    """
+    return f"= ANY(ARRAY[{value}])" if indexed else f"= {value}"
 
 
 def _of_a_shard(
@@ -204,14 +218,18 @@ def _of_a_shard(
 
     Bodies of more than `small` bytes are not read.
     """
-    select = _SELECT.format(expires_in=expires_in, live=table, small=small)
-    version, place = (_VERSION, _PLACE) if table == LIVE_PART else ("''", "''")
-    select = select.format(version=version, place=place)
-    of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
-    return [
-        f"{select} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select} {of_it} AND {STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
-    ]
+    on_postgresql = table == LIVE_PART
+    version, place = (_VERSION, _PLACE) if on_postgresql else ("''", "''")
+    select = _select(table, expires_in, small, version=version, place=place)
+    is_shard = _equals(shard, indexed=on_postgresql)
+    parts = (_IN_SECONDARY.format(is_shard=is_shard), _IN_STREAM.format(is_shard=is_shard, above=above))
+    return [f"{select} FROM {table} m WHERE true{not_skipped} AND {part} LIMIT {each}" for part in parts]
+
+
+def _select(table: str, expires_in: str, small: object, *, version: str = "''", place: str = "''") -> str:
+    is_key = _equals("m.key", indexed=table == LIVE_PART)
+    select = _SELECTED.format(expires_in=expires_in, live=table, small=small, is_key=is_key)
+    return select.format(version=version, place=place)
 
 
 def _of_shards(shards: str, floors: str, each: str, small: object, not_skipped: str = "") -> str:
@@ -229,9 +247,17 @@ _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
     ["int[]", "bigint[]"],
     _look("SELECT * FROM unnest($1, $2)", LIVE_PART, _NOW),
-    most_runs=PLANNED_SINGLY,
 )
-_READ_PREPARED = PreparedStatement("outbox_read", ["int[]", "bigint[]", "bigint", "bigint"], _of_shards("$1", "$2", "$3", "$4"))
+_SETTINGS = {"enable_seqscan": "off", "enable_sort": "off", "jit": "off", "plan_cache_mode": "force_generic_plan"}
+_KEEP_PLANS = "SELECT " + ", ".join(f"set_config('{name}', '{value}', true)" for name, value in _SETTINGS.items())
+"""For the transaction. The plans of its prepared statements are kept, and are right whatever the size of the table: only one
+index has the rows in the order that a statement wants, and neither a sequential scan nor a sort may replace it."""
+_READ_PREPARED = PreparedStatement(
+    "outbox_read",
+    ["int[]", "bigint[]", "bigint", "bigint"],
+    _of_shards("$1", "$2", "$3", "$4"),
+    returns_binary=True,
+)
 _NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
@@ -242,6 +268,7 @@ _LOCK_ROWS_PREPARED = PreparedStatement(
     "outbox_lock_rows",
     ["bigint[]", "tid[]"],
     _LOCK_ROWS.format(unread="$1", places="$2"),
+    returns_binary=True,
 )
 _LOCKERS = (
     # The row's xmax is the transaction that has locked or changed it, unless several transactions have locked it.
@@ -365,7 +392,7 @@ def look(
     floors = floors or {}
     above = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
     if is_usable(connection):
-        found = _LOOK_PREPARED.fetch(connection, [array_of(above), array_of(above.values())])
+        found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values())])
     else:
         values = "VALUES " + ", ".join(map(str, above.items()))
         until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
@@ -479,8 +506,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _SELECT.format(expires_in=expires_in, live=live(connection), small=UNBOUNDED_BYTES)
-    select = select.format(version="''", place="''")
+    select = _select(live(connection), expires_in, UNBOUNDED_BYTES)
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
 
@@ -536,14 +562,12 @@ def _begin(connection: BaseDatabaseWrapper, limits: Bounds) -> str:
     """A pass's first statements.
 
     They set the isolation level: with REPEATABLE READ the statements of the claim would share a snapshot. They take the table
-    locks that settling takes: messages that cannot be settled, for example while an index is created, must not be sent. They
-    disable sequential scans: without statistics of a new backlog, PostgreSQL would estimate the table as small and read all of
-    it. They have prepared statements planned for each run, because a plan from a nearly empty table would read all of it.
+    locks that settling takes: messages that cannot be settled, for example while an index is created, must not be sent. And
+    they keep plans.
     """
     for_a_lock = min(int(limits.longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
     then = (
-        f"SET LOCAL lock_timeout = {for_a_lock}; SET LOCAL enable_seqscan = off; "
-        "SET LOCAL plan_cache_mode = force_custom_plan; "
+        f"SET LOCAL lock_timeout = {for_a_lock}; {_KEEP_PLANS}; "
         f"{DO_NOT_WAIT_FOR_THE_DISK if limits.is_repeatable else ''}; "
         f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE; "
     )
@@ -571,7 +595,7 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     if not positions:
         return {}
     # A row that has changed is elsewhere, so it need not be searched for; another one may be in its place.
-    given = [array_of(unread), "{" + ",".join(f'"{row.place}"' for row in rows) + "}"]
+    given = [array_of(unread), places(row.place for row in rows)]
     if is_usable(connection):
         found = _LOCK_ROWS_PREPARED.fetch(connection, given)
     else:

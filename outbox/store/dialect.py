@@ -107,6 +107,11 @@ def array_of(values: Iterable[int] | Iterable[uuid.UUID]) -> str:
     return f"{{{','.join(map(str, values))}}}"
 
 
+def places(values: Iterable[str]) -> str:
+    """A `tid[]` in PostgreSQL's text format."""
+    return "{" + ",".join(f'"{place}"' for place in values) + "}"
+
+
 def as_uuid(value: uuid.UUID | str) -> uuid.UUID:
     return value if isinstance(value, uuid.UUID) else uuid.UUID(value)
 

@@ -5,7 +5,7 @@ scheduled stops no later one, and no query reads the dead versions of rows that 
 from the last to the first: the last row of each topic is live, the first ones may be dead versions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import SECONDARY
-from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, repeatable
+from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, places, repeatable
 from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
 
@@ -40,12 +40,18 @@ class Offset(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A scheduled message, due in `seconds` by the database's clock; negative if it is overdue."""
+    """A scheduled message.
+
+    Attributes:
+        seconds: until it is due by the database's clock; negative if it is overdue.
+        place: where the database has stored this version of the row (`ctid`); "" on SQLite.
+    """
 
     position: int
     topic: str
     at: str
     seconds: float
+    place: str = ""
 
 
 def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
@@ -72,10 +78,10 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each:
 def _upcoming(connection: BaseDatabaseWrapper, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), {_seconds(connection)} "
-            "FROM topics "
+            f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), "
+            f"{_seconds(connection)}, CAST(m.ctid AS text) FROM topics "
             "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
-            f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {LIVE_PART} m "
+            f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
             f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
             "AND (m.available_at, m.id) > (COALESCE(start.at, '-infinity'), COALESCE(start.id, 0)) "
             f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(start.most, %s)) m "
@@ -95,9 +101,10 @@ def _upcoming(connection: BaseDatabaseWrapper, offsets: Mapping[str, Offset], wi
 def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta, limit: int) -> list[Upcoming]:
     """The first `limit` messages with a position above `after` that are due between `since` ago and `within` from now."""
     connection = connections[alias]
+    place = "CAST(m.ctid AS text)" if is_postgresql(connection) else "''"
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {live(connection)} m "
+            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, {place} FROM {live(connection)} m "
             f"WHERE {_SCHEDULED} AND m.available_at > {now_after(connection)} AND m.available_at <= {now_after(connection)} "
             "AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s",
             [-since.total_seconds(), within.total_seconds(), after, limit],
@@ -105,24 +112,28 @@ def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta,
         return list(map(Upcoming._make, cursor.fetchall()))
 
 
-def fire(alias: str, positions: Sequence[int], unwritable: UnwritableRows | None = None) -> set[int]:
+def fire(alias: str, messages: Mapping[int, str], unwritable: UnwritableRows | None = None) -> set[int]:
     """Apply scheduled → ready to those of the messages that are due by the database's clock; returns their positions.
 
     Rows that another transaction has locked, for example to cancel them, are skipped.
+
+    Args:
+        messages: the places by position. A message that has changed since is elsewhere, and is left out. If a place is "", all
+            are found by their positions.
     """
     connection = connections[alias]
     unwritable = unwritable or UnwritableRows(alias, "timer")
     skipped = unwritable.skipped()
-    positions = [position for position in positions if position not in skipped]
-    condition, parameter = any_of(connection, positions)
-    due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
-    if is_postgresql(connection):
-        # So that the planner uses the primary key: the index of due times has all rows of a burst, and their dead versions.
-        due = due.replace("available_at <=", "available_at + interval '0' <=")
-    found = placed = Found(f"SELECT id FROM {live(connection)} WHERE {due}", [parameter])
+    messages = {position: place for position, place in messages.items() if position not in skipped}
+    condition, parameter = any_of(connection, [*messages])
+    found = placed = Found(f"SELECT id FROM {live(connection)} WHERE id {condition} AND {_is_due(connection)}", [parameter])
     if is_postgresql(connection):
         # A locked row keeps its ctid, so the UPDATE need not search for it again.
-        placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {due}", [parameter], column="ctid")
+        where = f"id {condition}"
+        if all(messages.values()):
+            # The planner does not see how many they are: it would rather read all of a table that it thinks is small.
+            where, parameter = "ctid = ANY(ARRAY(SELECT unnest(%s::tid[])))", places(messages.values())
+        placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {where} AND {_is_due(connection)}", [parameter], column="ctid")
     fired: set[int] = set()
 
     def change(rows: Rows) -> int:
@@ -147,6 +158,11 @@ def count_secondary_ready(alias: str, limit: int) -> int:
         cursor.execute(f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")
         count: int = cursor.fetchone()[0]
     return count
+
+
+def _is_due(connection: BaseDatabaseWrapper) -> str:
+    # In a CASE, so that PostgreSQL reads no index of scheduled rows: it has all rows of a burst, and their dead versions.
+    return f"CASE WHEN state = 'scheduled' THEN available_at <= {now(connection)} ELSE false END"
 
 
 def _seconds(connection: BaseDatabaseWrapper) -> str:

@@ -27,7 +27,7 @@ from outbox.store.dialect import any_of, live
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.trail import is_recorded
-from outbox.store.transitions import Found, count_moved, delete, move, move_and_commit
+from outbox.store.transitions import Found, Locked, count_moved, delete, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
@@ -129,12 +129,15 @@ def _settle(alias: str, transition: Transition, positions: Sequence[int], called
     return len(moved)
 
 
-def settle_writable(alias: str, settlement: Settlement) -> tuple[Settlement, Changed]:
+def settle_writable(alias: str, settlement: Settlement, places: Mapping[int, str]) -> tuple[Settlement, Changed]:
     """`settle` as far as the database changes the rows, inside an open transaction; the outcomes that are stored.
 
     Later messages of the keys of unwritable rows are not settled either, so that they are sent again after them.
+
+    Args:
+        places: by position, where the database has stored the claimed rows.
     """
-    last = partial(_confirm_and_commit, alias) if _is_last(alias, settlement) else None
+    last = partial(_confirm_and_commit, alias, places) if _is_last(alias, settlement) else None
     changed = change_writable(alias, settlement.positions, partial(_settle_some, alias, settlement), last)
     return settlement.of(changed.done or ()) if changed.unwritable else settlement, changed
 
@@ -152,8 +155,9 @@ def _is_last(alias: str, settlement: Settlement) -> bool:
     )
 
 
-def _confirm_and_commit(alias: str, rows: Rows) -> int:
-    return move_and_commit(alias, CONFIRM, cast("Sequence[int]", rows), before=SAVEPOINT)
+def _confirm_and_commit(alias: str, places: Mapping[int, str], rows: Rows) -> int:
+    locked = Locked([places[position] for position in cast("Sequence[int]", rows)])
+    return move_and_commit(alias, CONFIRM, locked, before=SAVEPOINT)
 
 
 def rehearse(alias: str, positions: Sequence[int]) -> Changed:

@@ -9,6 +9,7 @@ the row, but raise an error in the statements that wait for it.
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from exactly_once.states import Transition
 from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
-from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
+from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places
 from outbox.store.trail import is_recorded, record
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -51,7 +52,8 @@ _EXPRESSIONS = {
         "{expiry_after_now}": expiry.replace("{due}", NOW[vendor]),
         "{headers_of_a_replay}": _OF_A_REPLAY[vendor],
         "{now}": NOW[vendor],
-        "{today}": DAY_OF_NOW[vendor],
+        # In a subquery, so that it is computed once and not for each row.
+        "{today}": f"(SELECT {DAY_OF_NOW[vendor]})",
     }
     for vendor, expiry in _EXPIRY.items()
 }
@@ -81,6 +83,17 @@ class Found(NamedTuple):
 
     def locked(self, connection: BaseDatabaseWrapper) -> str:
         return f"{self.query} {self.locking}" if is_postgresql(connection) else self.query
+
+
+@dataclass(frozen=True)
+class Locked:
+    """Messages in the single source state of the transition whose rows the open transaction has locked.
+
+    Attributes:
+        places: where the rows are (`ctid`). They stay there until the lock ends.
+    """
+
+    places: Collection[str]
 
 
 class Moved(NamedTuple):
@@ -151,7 +164,7 @@ def count_moved(
         return int(cursor.rowcount)
 
 
-def move_and_commit(alias: str, transition: Transition, rows: Sequence[int], *, before: Sequence[str]) -> int:
+def move_and_commit(alias: str, transition: Transition, rows: Locked, *, before: Sequence[str]) -> int:
     """Apply a transition with one source and no parameters, and commit; the number of changed rows. It records nothing.
 
     Args:
@@ -205,12 +218,14 @@ def _statement(
     connection: BaseDatabaseWrapper,
     transition: Transition,
     was: str,
-    rows: Sequence[int] | Found,
+    rows: Sequence[int] | Found | Locked,
     given: Mapping[str, Any],
     returning: str = "",
 ) -> tuple[str, list[Any]]:
     if isinstance(rows, Found):
         condition, found = rows.condition(connection), rows.parameters
+    elif isinstance(rows, Locked):
+        condition, found = f"ctid = ANY(%s::tid[]) AND state = '{was}'", [places(rows.places)]
     else:
         condition, parameter = any_of(connection, rows)
         condition, found = f"id {condition} AND state = '{was}'", [parameter]

@@ -14,7 +14,8 @@ from inbox.models import InboxMessage
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
-from tests.support.inbox_rows import NEXT_ID, RECEIPTS, store_message
+from tests.support.inbox_rows import store_message
+from tests.support.many_rows import multiply
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -242,25 +243,9 @@ def many():
     """Settled and open messages, each the first of its chain; more than a scan would be chosen for."""
     first, open_one = a_publication("shop.order.placed"), a_publication("shop.order.placed", state=State.READY)
     for row in (first, open_one):
-        multiply(row, 10_000, message_id="gen_random_uuid()", correlation_id="gen_random_uuid()::text")
+        multiply(row, 10_000, correlation_id="gen_random_uuid()::text")
     received = an_effect(first, "shop.handle")
-    multiply(received, 20_000, biz_id="n::text", message_id="n::text", correlation_id="n::text")
+    multiply(received, 20_000, correlation_id="n::text")
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE outbox_outboxmessage")
         cursor.execute("ANALYZE inbox_inboxmessage")
-
-
-def multiply(row, count, **changed):
-    """Insert this many copies of the row, with other columns: by one statement, whose rows need not be sent."""
-    table = row._meta.db_table
-    columns = [field.column for field in row._meta.concrete_fields if not field.primary_key]
-    values = [changed.get(column, f"original.{column}") for column in columns]
-    next_id = NEXT_ID if isinstance(row, InboxMessage) else f"nextval('{table}_id_seq')"
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {table} (id, {', '.join(columns)}) SELECT {next_id}, {', '.join(values)} "
-            f"FROM {table} original, generate_series(1, {count}) n WHERE original.id = %s",
-            [row.pk],
-        )
-        if isinstance(row, InboxMessage):
-            cursor.execute(RECEIPTS)

@@ -13,12 +13,13 @@ from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry.statistics import bucket_of
 from inbox.models import PausedHandler
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support import ROOT
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.many_rows import multiply
 from tests.support.shop_day import CHARGE, TIMEOUT, failing
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -247,19 +248,7 @@ def test_processes_that_wait_for_the_same_are_one_line():
 
 
 def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
-    row = a_message(State.DEAD)
-    OutboxMessage.objects.bulk_create(
-        OutboxMessage(
-            topic=row.topic,
-            biz_id=str(number),
-            shard=1,
-            state=State.DEAD,
-            body=b"{}",
-            created_at=row.created_at,
-            available_at=row.available_at,
-        )
-        for number in range(LIMIT)
-    )
+    multiply(a_message(State.DEAD), LIMIT)
 
     assert "more than 10,000 messages are dead." in the_page().text
 

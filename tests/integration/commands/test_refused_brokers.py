@@ -23,7 +23,7 @@ def running(process_environment, tmp_path):
     def start(name, outbox, **inbox):
         environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
         given = as_environment(OUTBOX={"BROKER_URL": outbox}, INBOX={"GROUP": GROUP, **inbox})
-        return Process({**environment, **given}, tmp_path / "log", name)
+        return Process({**environment, **given}, tmp_path / f"{name}.log", name)
 
     return start
 
@@ -67,26 +67,28 @@ def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_serv
     assert 'The broker refuses INBOX["BROKER_URL"]' in errors(process)[0]
 
 
-@BOTH
-def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbitmq_server, running, name):
+def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbitmq_server, running):
     server = rabbitmq_server.start()
     user = f"late-{secrets.token_hex(4)}"
     url = server.url.replace("guest:guest", f"{user}:{SECRET}")
 
-    with running(name, url) as process:
-        process.until(lambda: len(errors(process)) >= 2)
+    with running("outbox_relay", url) as relay, running("inbox_consume", url) as consumer:
+        for process in (relay, consumer):
+            process.until(lambda process=process: len(errors(process)) >= 2)
         server.ctl("add_user", user, SECRET)
         server.ctl("set_permissions", user, ".*", ".*", ".*")
         try:
-            process.until(lambda: "The broker is available again after" in process.said())
-            process.terminate()
-            assert process.ends() == 0
+            for process in (relay, consumer):
+                process.until(lambda process=process: "The broker is available again after" in process.said())
+                process.terminate()
+                assert process.ends() == 0
         finally:
             server.ctl("delete_user", user)
 
-    assert re.search(r"This has lasted \d+ s\.", errors(process)[1])
-    assert process.said().count("The broker is available again after") == 1
-    assert SECRET not in process.said()
+    for process in (relay, consumer):
+        assert re.search(r"This has lasted \d+ s\.", errors(process)[1])
+        assert process.said().count("The broker is available again after") == 1
+        assert SECRET not in process.said()
 
 
 @BOTH

@@ -24,6 +24,7 @@ from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import InHand
+from inbox.receiving.outcomes import Policy
 from outbox import monitoring as outbox_tables
 from outbox.states import State
 from outbox.store import pausing
@@ -174,15 +175,24 @@ class TestWaiting:
 
     @pytest.mark.parametrize("outcome", ["deferred", "duplicate", "begun"])
     def test_wait_for_a_concurrent_duplicate_is_measured_by_its_outcome(self, handles, recorded, monkeypatch, outcome):
-        begun, go_on = threading.Event(), threading.Event()
+        begun, go_on, again = threading.Event(), threading.Event(), threading.Event()
 
         def handle(message):
-            if not begun.is_set():
-                begun.set()
-                assert go_on.wait(30)
-                if outcome == "begun":
-                    raise Reject("the first one fails")
+            if begun.is_set():
+                again.set()
+                return
+            begun.set()
+            assert go_on.wait(30)
+            if outcome == "begun":
+                raise Reject("the first one fails")
 
+        def settle_later(policy, row, error):
+            """Or the copy would find the dead letter, if it is slow."""
+            assert again.wait(30)
+            return settle(policy, row, error)
+
+        settle = Policy.settle_fresh_failure
+        monkeypatch.setattr(Policy, "settle_fresh_failure", settle_later)
         handler, envelope = handles(handle, name="waits"), an_envelope()
         long = options(DUPLICATE_TIMEOUT=timedelta(seconds=30 if outcome != "deferred" else self.WAIT_SECONDS))
         with InAThread(lambda: deliver(handler, envelope)):

@@ -698,8 +698,8 @@ def mutated(function, what, instead):
 
 def held_by(patch, condition):
     """A message waits on this condition instead. What is read by is put together when the module is imported."""
-    assert claiming._IS_BLOCKED in claiming._SELECT
-    patch.setattr(claiming, "_SELECT", claiming._SELECT.replace(claiming._IS_BLOCKED, condition))
+    assert claiming._IS_BLOCKED in claiming._SELECTED
+    patch.setattr(claiming, "_SELECTED", claiming._SELECTED.replace(claiming._IS_BLOCKED, condition))
     read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint", "bigint"]
     patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3", "$4")))
 

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from random import Random
 from statistics import median
 
@@ -26,10 +27,11 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
-from outbox.store.claiming import Bounds, BusyShard, RelayedMessage
+from outbox.store.claiming import Bounds, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
+from outbox.transports import amqp
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import (
     SECONDS,
@@ -380,20 +382,45 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     assert any("unnest" in query["sql"] for query in captured)
 
 
-def test_prepared_statements_never_use_a_generic_plan():
-    """A plan made while PostgreSQL knew the table to be empty would read the whole table, once for every shard."""
+@pytest.mark.parametrize("before", ["", "ANALYZE", "VACUUM ANALYZE"])
+def test_plans_that_were_kept_when_the_table_was_empty_find_a_backlog_by_the_right_index(before, peer):
+    """With a plan that reads the whole table, or all messages of a state, a sudden backlog would stop the relay."""
     published()
     connection.close()
-    analyse()
-    for _ in range(12):
-        with transaction.atomic():
-            claiming.look("default")
-            shards = [BusyShard(shard, 0) for shard in range(64)]
-            claiming.claim_ready("default", shards, 500, limits=Bounds(HOUR, is_repeatable=True))
-
     with connection.cursor() as cursor:
-        cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
-        assert cursor.fetchall() == [("outbox_lock_rows", 0), ("outbox_look", 0), ("outbox_read", 0)]
+        cursor.execute("TRUNCATE outbox_outboxmessage_live")
+        cursor.execute(f"{before} outbox_outboxmessage_live" if before else "")
+    published(key="k")
+    with connected(peer.url) as transport:
+        one_pass(transport)
+    filled(State.READY, 5_000, key="'k' || n % 50")
+    filled(State.READY, 5_000, is_secondary=True)
+    filled(State.DEAD, 5_000, key="'k' || n % 500")
+
+    kept = {
+        "outbox_look ('{1}', '{9}')": ["outbox_stream", "outbox_ready_secondary", "outbox_retrying"],
+        "outbox_read ('{1}', '{9}', 16, 16000)": ["outbox_stream", "outbox_ready_secondary", "outbox_holding"],
+        "outbox_lock_rows ('{}', '{}')": ["Tid Scan"],
+        "outbox_confirm ('{}')": ["Tid Scan"],
+    }
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(claiming._KEEP_PLANS)
+        plans = {statement: explained_run(cursor, statement) for statement in kept}
+        cursor.execute("SELECT sum(custom_plans) FROM pg_prepared_statements")
+        assert cursor.fetchone() == (0,)
+    for statement, plan in plans.items():
+        scans = {line.partition(" on ")[0] for line in plan if re.search(r"Scan .*on outbox_outboxmessage_live", line)}
+        assert [scan for scan in scans if not any(name in scan for name in kept[statement])] == []
+        assert [name for name in kept[statement] if not any(name in scan for scan in scans)] == []
+        for index in ("outbox_stream", "outbox_ready_secondary"):
+            conditions = [after for line, after in pairwise(plan) if index in line]
+            assert all("Index Cond: (" in condition and "shard" in condition for condition in conditions)
+        assert not any("Sort" in line for line in plan)
+
+
+def explained_run(cursor, statement):
+    cursor.execute(f"EXPLAIN EXECUTE {statement}")
+    return [line for (line,) in cursor.fetchall()]
 
 
 def a_session_waits_for_a_row():
@@ -595,7 +622,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
         "upcoming after an offset": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
-        "fire": lambda: scheduling.fire("default", positions[:50]),  # by their ids, some pages for each
+        "fire": lambda: scheduling.fire("default", dict.fromkeys(positions[:50], "")),  # some pages for each
         "room": lambda: scheduling.count_secondary_ready("default", 2000),
         "release": lambda: settling.release_waiting("default", keys=200, each=500),
     }
@@ -877,7 +904,8 @@ class TestFloors:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)
 
-    def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start):
+    def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start, monkeypatch):
+        monkeypatch.setattr(amqp, "_LATEST_SECONDS", 0.5)
         with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
             first = published()
             self.passed_by_publishing(relays, first)

@@ -191,7 +191,7 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
     with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
         environment = {
             **process_environment,
-            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline}, INBOX={}),
+            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26}, INBOX={}),
             "DATABASE_URL": proxy.through(url),
             "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
         }

@@ -155,12 +155,12 @@ def test_pending_callbacks_are_lost_and_repeated_together_with_the_settlement(lo
 
 def test_a_scheduled_message_is_made_ready_again(lost, broker):
     message = published(delay=timedelta(milliseconds=1))
-    wait_until(lambda: scheduling.fire("default", [message.position]))
+    wait_until(lambda: scheduling.fire("default", {message.position: ""}))
     assert states() == [State.READY]
     lost()
 
     assert states() == [State.SCHEDULED]
-    assert scheduling.fire("default", [message.position]) == {message.position}
+    assert scheduling.fire("default", {message.position: ""}) == {message.position}
 
 
 def test_failures_that_are_lost_are_counted_by_the_next_attempt(lost, peer):
