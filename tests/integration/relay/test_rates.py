@@ -76,7 +76,7 @@ def test_two_relays_together_send_no_more_than_the_rate(peer, instants):
 
 
 def test_messages_published_one_by_one_are_sent_no_faster_than_the_rate(peer, instants):
-    """Their topic has a row for a while after the last one, so that they do not begin anew."""
+    """The row of the topic stays until the rate allows a burst again, so that each message does not begin a new bucket."""
     with relaying(peer.url, relays=2, **at("10/s")):
         for _ in range(8):
             message = published(LIMITED)
