@@ -51,7 +51,7 @@ class Upcoming(NamedTuple):
     topic: str
     at: str
     seconds: float
-    place: str = ""
+    place: str
 
 
 def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
@@ -66,7 +66,7 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each:
         for topic in topics:
             at, position, limit = offsets.get(topic, Offset("", 0, each))
             cursor.execute(
-                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {TABLE} m WHERE {_SCHEDULED} "
+                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m WHERE {_SCHEDULED} "
                 "AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
                 [topic, at, position, within.total_seconds(), limit],

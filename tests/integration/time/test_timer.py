@@ -120,7 +120,7 @@ class TestScheduledMessages:
     def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
         cancelled, deferred, advanced, unchanged = messages = [published(delay=10 * SOON) for _ in range(4)]
-        timer._table.take([Upcoming(message.position, TOPIC, "", 3.0) for message in messages], monotonic())
+        timer._table.take([Upcoming(message.position, TOPIC, "", 3.0, "") for message in messages], monotonic())
         assert cancel(cancelled.id)
         assert reschedule(deferred.id, delay=HOUR)
         assert reschedule(advanced.id, delay=timedelta(seconds=0.01))
@@ -142,7 +142,7 @@ class TestScheduledMessages:
     def test_message_is_not_early_when_the_database_clock_steps_back(self):
         timer = a_timer()
         message = published(delay=SOON)
-        timer._table.take([Upcoming(message.position, TOPIC, "", 0.0)], monotonic())  # by its own clock it is due
+        timer._table.take([Upcoming(message.position, TOPIC, "", 0.0, "")], monotonic())  # by its own clock it is due
 
         wait_until(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
@@ -150,7 +150,7 @@ class TestScheduledMessages:
     def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
         timer = a_timer()
         message = published(delay=HOUR)
-        timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0)], monotonic())
+        timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0, "")], monotonic())
         set_columns(message, available_at=DatabaseTime(-HOUR))
         timer._sweep_at = 0.0
 
