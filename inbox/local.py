@@ -27,8 +27,9 @@ from inbox.handlers.registry import registry
 from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on
-from inbox.receiving.reading import Arrival, read_body
+from inbox.receiving.reading import read_body
 from inbox.store.rows import ConcurrentDuplicate
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)

@@ -79,6 +79,8 @@ SHED = Transition(
     sets=_SETTLES,
 )
 
+INSERTED = (HANDLE, ACCEPT, REFUSE, SHED)
+
 # By the processes that run handlers.
 
 PROMOTE = Transition(

@@ -86,8 +86,24 @@ class PreparedStatement:
         self._most_runs = most_runs
         self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
+        self.text, self.types = text, types
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
+
+    def as_text(self, parameters: Sequence[Any], binary: str = "%s") -> tuple[str, list[Any]]:
+        """The statement with Django's placeholders, and its parameters, for a connection that may not prepare it.
+
+        Args:
+            binary: the placeholder of bytes.
+        """
+        given: list[Any] = []
+
+        def place(found: re.Match[str]) -> str:
+            number = int(found[1]) - 1
+            given.append(parameters[number])
+            return f"{binary if self.types[number] in _BINARY_TYPES else '%s'}::{self.types[number]}"
+
+        return re.sub(r"\$(\d+)", place, self.text.replace("%", "%%")), given
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
         """Run it, in the open transaction if there is one. Call it only if `is_usable`.

@@ -106,6 +106,11 @@ class Envelope(NamedTuple):
     headers: Mapping[str, HeaderValue] = MappingProxyType({})
     replayed: bool = False
 
+    @property
+    def sent_at(self) -> datetime | None:
+        """When it could first be delivered, by the producer's clock; None if that is unknown."""
+        return self.created_at and max(self.created_at, self.deliver_at or self.created_at)
+
     def to_headers(self) -> dict[str, Any]:  # noqa: C901 - written out: a loop over names and values takes twice as long
         """The headers of this message on the wire: the publisher's, then the attributes that are not empty."""
         headers: dict[str, Any] = {**self.headers, "cloudEvents:specversion": SPECVERSION}

@@ -23,7 +23,8 @@ from inbox.handlers.handler import Handler, as_biz_id, value_at
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
-from inbox.receiving.reading import Arrival, outside_window, row_of
+from inbox.receiving.reading import outside_window, row_of
+from inbox.transactions.handler_transaction import Arrival
 
 _NOT_JSON = "text/plain"
 _TRACEPARENT = "traceparent"
@@ -129,7 +130,7 @@ def read_call(
         task=task,
         arguments=snapshot,
         handler=handler,
-        arrival=Arrival(row=row, envelope=envelope, refused=outside, quarantined=bool(outside)),
+        arrival=Arrival(handler=handler, row=row, envelope=envelope, refused=outside, quarantined=bool(outside)),
         message=message,
         eager=bool(request.is_eager),
         awaited=bool(request.callbacks or request.chain or request.chord),

@@ -1,6 +1,6 @@
 """One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This policy differs in four ways:
+The pipeline (`inbox.receiving.run`) runs a task as it runs a message. This policy differs in four ways:
 
 - A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
 - An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
@@ -35,13 +35,12 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.claimed import run_claimed
-from inbox.receiving.outcomes import Policy, fail_exhausted, fail_stored, failure_of
-from inbox.receiving.reading import Arrival
-from inbox.receiving.receive import run_fresh
+from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
+from inbox.receiving.run import Policy, run
 from inbox.states import DUE, State
 from inbox.store import statistics, tasks
-from inbox.store.rows import ConcurrentDuplicate, Failure, NewRow
+from inbox.store.rows import ConcurrentDuplicate, Failure
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -104,15 +103,13 @@ class TaskPolicy(Policy):
         self.call = call
         self.attempt = call.message.attempt
         self.durable = not call.eager
-        # A task that loses its session at every run is rerun once, and not again in each of Celery's retries.
-        self.reruns = not call.task.request.retries
         self.returned: object = None
         self._began_at = monotonic()
 
     def receive(self) -> Outcome:
         arrival = self.call.arrival
         if not (arrival.refused or arrival.row.redelivered):
-            return (run_fresh(self, [arrival]) or [Outcome.DEFERRED])[0]
+            return (run(self, [arrival]) or [Outcome.DEFERRED])[0]
         if received := self._run_open_row():
             return received
         (received,) = admit(self.handler, [arrival], self.options)
@@ -138,21 +135,23 @@ class TaskPolicy(Policy):
         super().settle_success(messages)
         self._time()
 
-    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> NoReturn:
-        if isinstance(error, TransactionEnded):
+    def settle_failure(self, arrival: Arrival, error: BaseException) -> NoReturn:
+        if arrival.stored is not None:
+            self._settle_stored_failure(arrival.stored, error)
+        elif isinstance(error, TransactionEnded):
             # Its effect may be partial, so Celery must not run it again.
-            super().settle_fresh_failure(row, error)
+            super().settle_failure(arrival, error)
             headers = as_sent(self.call.task, *self.call.arguments())
-            committed(partial(tasks.store_signature, self.handler.using, row, headers), self.handler.using)
+            committed(partial(tasks.store_signature, self.handler.using, arrival.row, headers), self.handler.using)
         else:
             self._count_failure(error)
         raise error
 
-    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> NoReturn:
+    def _settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> None:
         # An error that ends the process counts as an attempt, or its task would be redelivered forever.
         if isinstance(error, Exception):
             try:
-                self._settle_stored_failure(stored, error)
+                self._decide(stored, error)
             except DatabaseUnavailable as outage:
                 logger.warning(
                     "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery "
@@ -161,10 +160,9 @@ class TaskPolicy(Policy):
                     self.call.message.id,
                     describe(outage),
                 )
-        raise error
 
-    def settle_duplicate(self, row: NewRow) -> Outcome:
-        return self._run_open_row() or super().settle_duplicate(row)
+    def settle_duplicate(self, arrival: Arrival) -> Outcome:
+        return (None if arrival.stored else self._run_open_row()) or super().settle_duplicate(arrival)
 
     def _run_open_row(self) -> Outcome | None:
         """Run the stored row of this task; None if there is none, if it is not open, or if it is being run."""
@@ -172,10 +170,12 @@ class TaskPolicy(Policy):
         stored = committed(claim, self.handler.using)
         if stored is None:
             return None
-        exhausted = fail_exhausted(self.handler, stored, self.options)
-        return exhausted or run_claimed(self, stored, self.call.arrival.envelope, lambda: self.call.message)
+        if exhausted := fail_exhausted(self.handler, stored, self.options):
+            return exhausted
+        (received,) = run(self, [replace(self.call.arrival, stored=stored)]) or [Outcome.DEFERRED]
+        return received
 
-    def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
+    def _decide(self, stored: InboxMessage, error: Exception) -> None:
         ended = isinstance(error, TransactionEnded)
         if stored.state == State.RECEIVED and not ended:
             self._count_failure(error)

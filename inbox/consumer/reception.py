@@ -27,11 +27,12 @@ from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
-from inbox.receiving.reading import Arrival, Unidentifiable, message_of, read, read_unread
+from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
 from inbox.receiving.receive import receive
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)

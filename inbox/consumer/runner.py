@@ -29,7 +29,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import announce_dead_letter
+from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.store import claims, due, ordering, starts
 from inbox.store.heartbeats import running_handlers
@@ -386,7 +386,7 @@ class Runner:
             self._swept_at[alias] = monotonic()
         self._leave_out_attended(alias)
         for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
-            announce_dead_letter(dead_lettered, alias)
+            announce_abandoned(alias, dead_lettered)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:

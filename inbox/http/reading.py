@@ -21,15 +21,16 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases.stores import LeaseRequest
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.claimed import open_claimed
-from inbox.receiving.outcomes import announce, defer_locked, fail_stored, handled, redacted
-from inbox.receiving.reading import message_of, stored_envelope
+from inbox.receiving.outcomes import announce, defer_locked, fail_stored, redacted
+from inbox.receiving.reading import message_for, stored_arrival
+from inbox.receiving.run import handled
 from inbox.states import State
 from inbox.store import claims, leases, statistics
-from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy, business_id, stored_row
+from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,10 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
 def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -> dict[str, bool]:
     """running → done. A repeated acknowledgement of the same lease is accepted."""
 
-    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
-        done = committed(partial(leases.consume, handler.using, stored.pk, stored.fence, request.order), handler.using)
+    def settle(stored: InboxMessage, arrival: Arrival) -> bool:
+        done = committed(partial(leases.consume, handler.using, stored.pk, stored.fence, arrival.order), handler.using)
         if done and stored.state == State.RUNNING:
-            handled(handler, [_message(stored, options)])
+            handled(handler, [message_for(arrival, options)])
             statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
         return done
 
@@ -96,7 +97,7 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
 def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> dict[str, bool]:
     """running → running, until `lease` from now."""
 
-    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
+    def settle(stored: InboxMessage, arrival: Arrival) -> bool:
         return committed(partial(leases.extend, handler.using, stored.pk, stored.fence, lease), handler.using)
 
     return _settle_each(handler, names, settle)
@@ -107,12 +108,12 @@ def release(
 ) -> dict[str, bool]:
     """running → retrying, without an attempt, or with an `error` after a failed one; then dead if it was the last."""
 
-    def settle(stored: InboxMessage, request: LeaseRequest) -> bool:
+    def settle(stored: InboxMessage, arrival: Arrival) -> bool:
         failure = _failure(handler, stored, delay, error, options)
-        free = partial(leases.free, handler.using, stored.pk, stored.fence, failure, request.leaves(failure))
+        free = partial(leases.free, handler.using, stored.pk, stored.fence, failure, arrival.leaves(failure))
         freed = committed(free, handler.using)
         if freed and stored.state == State.RUNNING:
-            announce(handler, stored.message_id, stored.biz_id, failure)
+            announce(handler.using, stored, failure)
         return freed
 
     return _settle_each(handler, names, settle)
@@ -124,14 +125,15 @@ def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
 
 def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> Leased | None:
     """The lease of a claimed message; None if it is settled, or is not to be had now."""
-    if isinstance(open_claimed(handler, stored, options), Outcome):
+    arrival = open_claimed(handler, stored, options)
+    if isinstance(arrival, Outcome):
         return None
-    message = _message(stored, options)
+    message = arrival.message or message_for(arrival, options)
     if not _can_be_answered(message.payload):
         fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
         return None
-    request, alias = _request(handler, stored), handler.using
-    grant = partial(leases.lease_stored, alias, stored, lease, request.exclusive_key)
+    alias = handler.using
+    grant = partial(leases.lease_stored, alias, stored, lease, arrival.exclusive_key)
     try:
         granted = committed(grant, alias)
     except KeyBusy:
@@ -156,15 +158,13 @@ def _can_be_answered(payload: Any) -> bool:
     return True
 
 
-def _settle_each(
-    handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, LeaseRequest], bool]
-) -> dict[str, bool]:
+def _settle_each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, Arrival], bool]) -> dict[str, bool]:
     """Settle each lease in its own commit, so that one that has ended does not keep the others. False: it had ended."""
     settled: dict[str, bool] = {}
     for name in names:
         pk, fence = map(int, name.split("."))
         stored = committed(partial(_find, handler, pk, fence), handler.using)
-        settled[name] = stored is not None and settle(stored, _request(handler, stored))
+        settled[name] = stored is not None and settle(stored, stored_arrival(handler, stored))
     _write_statistics(handler.using)
     return settled
 
@@ -175,16 +175,6 @@ def _find(handler: Handler, pk: int, fence: int) -> InboxMessage | None:
         InboxMessage.objects.using(handler.using).filter(pk=pk, handler=handler.name, fence=fence).first()
     )
     return found
-
-
-def _request(handler: Handler, stored: InboxMessage) -> LeaseRequest:
-    return LeaseRequest(handler=handler, row=stored_row(stored), stored=stored)
-
-
-def _message(stored: InboxMessage, options: InboxOptions) -> Message:
-    return message_of(
-        stored_envelope(stored), options, needs_id=False, attempt=stored.attempts, biz_id=business_id(stored.biz_id)
-    )
 
 
 def _failure(handler: Handler, stored: InboxMessage, delay: timedelta | None, error: str, options: InboxOptions) -> Failure:

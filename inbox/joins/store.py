@@ -9,7 +9,7 @@ while a user's function runs. The row of a run is locked after the run, or alone
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,8 +28,8 @@ from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
-from inbox.store.inserting import Insertion, insert_one
-from inbox.store.rows import with_body_only
+from inbox.store.inserting import insert_one
+from inbox.store.rows import NewRow
 
 _RUNS = Run._meta.db_table
 _DUE = f"{IS_OPEN} AND state IN ('received', 'retrying')"
@@ -94,15 +94,18 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
         ConcurrentDuplicate: another transaction is opening it and did not end in time.
     """
     body = json.dumps({"run_id": run_id}).encode()
-    row = replace(
-        with_body_only(handler, TOPIC, run_id, body, digest=hashlib.sha256(body).hexdigest()),
+    row = NewRow(
+        handler=handler,
+        topic=TOPIC,
+        biz_id=run_id,
+        body=body,
+        digest=hashlib.sha256(body).hexdigest(),
         message_id=str(new_message_id()),
         content_type=JSON,
         correlation_id=first.correlation_id or first.id,
         causation_id=first.id,
     )
-    insertion = Insertion(row=row, state=State.RECEIVED, due_after=deadline.total_seconds())
-    inserted = insert_one(alias, insertion, LONGEST_LOCK_WAIT)
+    inserted = insert_one(alias, row, State.RECEIVED, LONGEST_LOCK_WAIT, due_after=deadline.total_seconds())
     if inserted is None:
         return None
     # By the same statement, so that the row is not due before the deadline.

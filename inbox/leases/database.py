@@ -1,20 +1,24 @@
 """Leases in the handler's own database: the record is the inbox row itself.
 
 The row is stored, with its body, when the lease is acquired. So a duplicate can be acknowledged at once, and any runner takes
-over the message of a dead process when its lease has ended.
+over the message of a dead process when its lease has ended. `lease_store` opens this store, or another that the settings name.
 """
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from django.utils.module_loading import import_string
 
 from exactly_once.process.clock import monotonic
-from inbox.conf import InboxOptions
-from inbox.leases.stores import Lease, LeaseRequest
+from inbox.conf import IN_THE_DATABASE, InboxOptions
+from inbox.leases.stores import Lease, LeaseStore, T
 from inbox.store import leases
-from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 
@@ -24,43 +28,40 @@ class DatabaseLeases:
     def __init__(self, options: InboxOptions) -> None:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
-    def acquire(self, request: LeaseRequest) -> Lease | None:
-        began_at, alias, lasts = monotonic(), request.handler.using, _with_random_microseconds(request.terms.duration)
+    def acquire(self, arrival: Arrival) -> Lease | None:
+        began_at, alias, lasts = monotonic(), arrival.handler.using, _with_random_microseconds(arrival.terms.duration)
         tries = itertools.count()
-        granted = committed(lambda: self._grant(request, lasts, is_retry=next(tries) > 0), alias)
+        granted = committed(lambda: self._grant(arrival, lasts, is_retry=next(tries) > 0), alias)
         if granted is None:
             return None
-        lease = Lease(request=request, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
+        lease = Lease(
+            store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
+        )
         if granted.fence > 1:
-            lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
+            lease.steps = committed(lambda: leases.steps_of(alias, granted.row), alias)
         return lease
 
-    def _grant(self, request: LeaseRequest, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
-        alias, stored = request.handler.using, request.stored
+    def _grant(self, arrival: Arrival, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
+        alias, stored = arrival.handler.using, arrival.stored
         if stored is not None:
-            return leases.lease_stored(alias, stored, lasts, request.exclusive_key)
-        fresh = leases.lease_fresh(alias, request.row, lasts, self._duplicate_timeout)
-        return fresh or leases.lease_over(alias, request.row, lasts, is_retry=is_retry)
+            return leases.lease_stored(alias, stored, lasts, arrival.exclusive_key)
+        fresh = leases.lease_fresh(alias, arrival.row, lasts, self._duplicate_timeout)
+        return fresh or leases.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.extend(alias, pk, lease.fence, by, stopping=stopping), alias)
+        return _committed(lease, leases.extend, by, stopping)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: steps_table.remember(alias, pk, lease.fence, step, result), alias)
+        return _committed(lease, leases.remember, step, result)
 
     def consume(self, lease: Lease) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.request.order), alias)
+        return _committed(lease, leases.consume, lease.arrival.order)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
-        alias, pk = _row_of(lease)
-        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.request.leaves(failure)), alias)
+        return _committed(lease, leases.free, failure, lease.arrival.leaves(failure))
 
     def forget(self, lease: Lease, step: str) -> None:
-        alias, pk = _row_of(lease)
-        committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+        _committed(lease, leases.forget_begun, step)
 
     def leave(self, lease: Lease) -> None:
         """Its row stays running until the lease ends."""
@@ -78,6 +79,21 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
     return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
-def _row_of(lease: Lease) -> tuple[str, int]:
-    assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
-    return lease.request.handler.using, lease.pk
+def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:
+    """Write as the owner of the lease, which is on a row."""
+    alias = lease.arrival.handler.using
+    return committed(partial(write, alias, lease.pk, lease.fence, *given), alias)
+
+
+# Imported by name: its library is optional.
+_REDIS = "inbox.redis_leases.store.RedisLeases"
+_opened: dict[tuple[str, str, timedelta, timedelta], LeaseStore] = {}
+
+
+def lease_store(options: InboxOptions) -> LeaseStore:
+    """The lease store, one for all threads of this process."""
+    key = (options.LEASE_STORE, options.group, options.RETENTION, options.DUPLICATE_TIMEOUT)
+    if key not in _opened:
+        kind: Any = DatabaseLeases if options.LEASE_STORE == IN_THE_DATABASE else import_string(_REDIS)
+        _opened.setdefault(key, kind(options))
+    return _opened[key]

@@ -12,37 +12,18 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
 
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from inbox.leases.stores import Lease, LeaseStore
+from inbox.leases.stores import EXTENSIONS_PER_LEASE, Lease, LeaseStore
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
-_EXTENSIONS_PER_LEASE = 3
 _RETRY_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class _Extended:
-    """A lease to extend.
-
-    Attributes:
-        is_reported: it is logged that it cannot be extended.
-        stopping: the process has been asked to stop.
-    """
-
-    store: LeaseStore
-    lease: Lease
-    next_at: float
-    limit_at: float
-    is_reported: bool = False
-    stopping: bool = False
 
 
 class Heartbeat:
@@ -56,12 +37,13 @@ class Heartbeat:
         for thread in [*self._threads.values()]:
             thread.announce_stop()
 
-    def extending(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
+    def extending(self, lease: Lease) -> AbstractContextManager[None]:
         """Extend `lease` as long as the block runs."""
         # A store outside the handler's database also queries that database.
-        alias = lease.request.handler.using
-        thread = self._threads.get((store, alias)) or self._threads.setdefault((store, alias), _ExtendingThread(alias))
-        return thread.extending(store, lease)
+        alias = lease.arrival.handler.using
+        key = lease.store, alias
+        thread = self._threads.get(key) or self._threads.setdefault(key, _ExtendingThread(alias))
+        return thread.extending(lease)
 
 
 class _ExtendingThread:
@@ -70,7 +52,7 @@ class _ExtendingThread:
     def __init__(self, alias: str) -> None:
         self._alias = alias
         self._changed = threading.Condition()
-        self._running: set[_Extended] = set()
+        self._running: set[Lease] = set()
         self._thread: threading.Thread | None = None
         self._wakes_at = inf
 
@@ -81,26 +63,19 @@ class _ExtendingThread:
             self._changed.notify()
 
     @contextmanager
-    def extending(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
-        terms = lease.request.terms
-        one = _Extended(
-            store,
-            lease,
-            next_at=lease.began_at + terms.duration.total_seconds() / _EXTENSIONS_PER_LEASE,
-            limit_at=lease.began_at + terms.limit.total_seconds(),
-        )
+    def extending(self, lease: Lease) -> Iterator[None]:
         with self._changed:
-            self._running.add(one)
+            self._running.add(lease)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name=f"lease-heartbeat-{self._alias}", daemon=True)
                 self._thread.start()
-            if one.next_at < self._wakes_at:
+            if lease.next_at < self._wakes_at:
                 self._changed.notify()
         try:
             yield
         finally:
             with self._changed:
-                self._running.discard(one)
+                self._running.discard(lease)
 
     def _work(self) -> None:
         while True:
@@ -115,44 +90,43 @@ class _ExtendingThread:
                 # Leases are long: the connection would be idle until the next extension.
                 connections.close_all()
 
-    def _wait(self) -> list[_Extended]:
+    def _wait(self) -> list[Lease]:
         with self._changed:
             while True:
                 now = monotonic()
-                if due := [one for one in self._running if one.next_at <= now and not one.lease.lost]:
+                if due := [one for one in self._running if one.next_at <= now and not one.lost]:
                     return due
                 # When it wakes up, most leases that it waited for have ended. A notification for each new one would cost more.
-                self._wakes_at = min((one.next_at for one in self._running if not one.lease.lost), default=inf)
+                self._wakes_at = min((one.next_at for one in self._running if not one.lost), default=inf)
                 self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)
 
-    def _extend(self, one: _Extended) -> None:
-        lease, now = one.lease, monotonic()
-        one.next_at = now + _RETRY_SECONDS
-        ends_at = min(now + lease.request.terms.duration.total_seconds(), one.limit_at)
+    def _extend(self, lease: Lease) -> None:
+        now = monotonic()
+        lease.next_at = now + _RETRY_SECONDS
+        ends_at = min(now + lease.terms.duration.total_seconds(), lease.limit_at)
         if ends_at <= lease.ends_at:
-            one.next_at = lease.ends_at
-            self._not_extended(one, f"the limit of its Lease is {lease.request.terms.limit}; raise it if runs may take longer")
+            lease.next_at = lease.ends_at
+            self._not_extended(lease, f"the limit of its Lease is {lease.terms.limit}; raise it if runs may take longer")
             return
         try:
-            extended = one.store.extend(lease, timedelta(seconds=ends_at - now), stopping=one.stopping)
+            extended = lease.store.extend(lease, timedelta(seconds=ends_at - now), stopping=lease.stopping)
         except DatabaseUnavailable as outage:
             lease.without_store = True
-            one.next_at = min(monotonic() + _RETRY_SECONDS, lease.ends_at)
-            self._not_extended(one, f"its store is unavailable, and this is retried ({outage})")
+            lease.next_at = min(monotonic() + _RETRY_SECONDS, lease.ends_at)
+            self._not_extended(lease, f"its store is unavailable, and this is retried ({outage})")
             return
         if extended:
             lease.ends_at, lease.without_store = ends_at, False
-            one.next_at = now + (ends_at - now) / _EXTENSIONS_PER_LEASE
-            one.is_reported = False
+            lease.next_at = now + (ends_at - now) / EXTENSIONS_PER_LEASE
+            lease.is_reported = False
         elif not lease.settling:
             _mark_lost(lease, "another owner has it, or it ended before it could be extended")
 
-    def _not_extended(self, one: _Extended, reason: str) -> None:
-        lease = one.lease
+    def _not_extended(self, lease: Lease, reason: str) -> None:
         if lease.is_over:
             _mark_lost(lease, reason)
-        elif not one.is_reported:
-            one.is_reported = True
+        elif not lease.is_reported:
+            lease.is_reported = True
             logger.warning("%s: its lease is not extended and ends in %.0f s: %s.", lease, lease.ends_at - monotonic(), reason)
 
 

@@ -17,8 +17,8 @@ from django.core.serializers.json import DjangoJSONEncoder
 
 from exactly_once.wire.text import describe, why_unfit
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
-from inbox.leases.autocommit import is_inside_a_transaction
-from inbox.leases.stores import Lease, LeaseStore, store_as_owner
+from inbox.leases.stores import Lease, store_as_owner
+from inbox.transactions.sessions import is_inside_a_transaction
 
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -37,8 +37,7 @@ class Steps:
         in_doubt: the step that may have happened.
     """
 
-    def __init__(self, store: LeaseStore, lease: Lease) -> None:
-        self._store = store
+    def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self.interrupted: StepInterrupted | None = None
         self.in_doubt = ""
@@ -93,7 +92,7 @@ class Steps:
             raise LeaseLost(
                 f"The step {name!r} was not taken: the lease of this run has ended, and another run may have begun."
             )
-        if is_inside_a_transaction(alias := self._lease.request.handler.using):
+        if is_inside_a_transaction(alias := self._lease.arrival.handler.using):
             raise ValueError(
                 f"The step {name!r} was not taken: it is inside `transaction.atomic()` on {alias!r}, whose rollback would "
                 "delete the record of the step. Put the transaction inside the step, or after it."
@@ -104,7 +103,7 @@ class Steps:
             return
         if isinstance(error, RetryLater | Reject):
             # These exceptions declare that the step has not happened.
-            store_as_owner(self._lease, f"the step {name!r}", partial(self._store.forget, self._lease, name))
+            store_as_owner(self._lease, f"the step {name!r}", partial(self._lease.store.forget, self._lease, name))
             self._lease.steps.pop(name, None)
             return
         raise self._interrupt(
@@ -126,7 +125,7 @@ class Steps:
         return json.loads(result)
 
     def _remember(self, name: str, result: str | None) -> None:
-        remember = partial(self._store.remember, self._lease, name, result)
+        remember = partial(self._lease.store.remember, self._lease, name, result)
         if not store_as_owner(self._lease, f"the step {name!r}", remember):
             self._lease.lost = True
             was = "was not taken" if result is None else "was taken, but its result is not stored"

@@ -7,77 +7,39 @@ refused once the lease has ended or another was granted: an owner that was froze
 If the store is unavailable, it raises, and the message is not run.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.retry import Pause
-from inbox.handlers.handler import Handler
-from inbox.handlers.options import Lease as Terms
-from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.store.rows import Failure, NewRow, OrderedKey
+from inbox.store.rows import Failure, NewRow
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+EXTENSIONS_PER_LEASE = 3
+
 
 class LeaseStoreUnavailable(DatabaseUnavailable):
     """The lease store does not answer. Nothing was decided, and the message must not be run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeaseRequest:
-    """A message for which a lease is requested.
-
-    Attributes:
-        row: its content; for a delivery also the row to store if it fails.
-        stored: its row, if its attempt was claimed; None for a delivery.
-        sent_at: when it could first be delivered, by the producer's clock; None if unknown.
-    """
-
-    handler: Handler
-    row: NewRow
-    stored: InboxMessage | None = None
-    sent_at: datetime | None = None
-
-    @property
-    def terms(self) -> Terms:
-        """The duration of the lease, and the limit of a run."""
-        if self.handler.lease is None:
-            raise ValueError(f"The handler {self.handler.name} has no lease.")
-        return self.handler.lease
-
-    @property
-    def order(self) -> OrderedKey | None:
-        """The order that its row has a place in."""
-        stored = self.stored
-        return OrderedKey(stored.handler, stored.key) if stored is not None and stored.ordered and stored.key else None
-
-    @property
-    def exclusive_key(self) -> OrderedKey | None:
-        """The key whose other messages may not run at the same time, even if its row has left the order."""
-        stored = self.stored
-        if stored is None or not stored.key or not (stored.ordered or self.handler.ordered):
-            return None
-        return OrderedKey(stored.handler, stored.key)
-
-    def leaves(self, failure: Failure) -> OrderedKey | None:
-        """The order that its row leaves after this failure."""
-        return self.order if failure.retry_after is None and self.handler.skips_dead else None
-
-
 @dataclass(eq=False, kw_only=True)
 class Lease:
-    """The right to run `request`.
+    """The right to run the message `arrival`.
 
     Attributes:
+        terms: its duration, and the limit of a run.
         fence: the fencing token.
         attempt: which try this is, counted from 1.
         pk: the message's row, if it is known to have one.
@@ -87,10 +49,14 @@ class Lease:
         settling: its handler has ended, and the outcome is being stored.
         lost: it is known that it has ended or that another owner has it.
         without_store: its store was unavailable when it was to be extended or written to, so that it may have ended for that.
+        is_reported: it is logged that it cannot be extended.
+        stopping: the process has been asked to stop.
+        next_at: when it is to be extended, monotonic; never beyond `limit_at`.
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
     """
 
-    request: LeaseRequest
+    store: LeaseStore
+    arrival: Arrival
     fence: int
     attempt: int
     began_at: float
@@ -101,12 +67,17 @@ class Lease:
     lost: bool = False
     without_store: bool = False
     interrupted: bool = False
+    is_reported: bool = False
+    stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.ends_at = self.began_at + self.request.terms.duration.total_seconds()
+        self.terms = self.arrival.terms
+        self.ends_at = self.began_at + self.terms.duration.total_seconds()
+        self.limit_at = self.began_at + self.terms.limit.total_seconds()
+        self.next_at = self.began_at + self.terms.duration.total_seconds() / EXTENSIONS_PER_LEASE
 
     def __str__(self) -> str:
-        row = self.request.row
+        row = self.arrival.row
         return f"{row.handler}: message {row.message_id or 'without id'} (biz-id {row.biz_id}), fence {self.fence}"
 
     @property
@@ -140,7 +111,7 @@ class LeaseStore(Protocol):
     because its answer was lost gets the same answer.
     """
 
-    def acquire(self, request: LeaseRequest) -> Lease | Outcome | None:
+    def acquire(self, arrival: Arrival) -> Lease | Outcome | None:
         """Grant the right to run a message, and count its attempt.
 
         Without a lease: the outcome, if the store decides about the message; None, if its row does, or the claim has ended.

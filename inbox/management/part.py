@@ -16,7 +16,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import CONSUMERS, unattended
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
-from inbox.leases.opening import lease_store
+from inbox.leases.database import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import TrailEntry
 from inbox.operators import accounting, pausing, purging

@@ -22,7 +22,7 @@ from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
-from inbox.leases.opening import lease_store
+from inbox.leases.database import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State

@@ -131,9 +131,12 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
     if replaced.ordered:
         ordering.hold_gates(alias, replaced.handler, [replaced.key])
         waits = not ordering.is_head(alias, replaced.handler, replaced.key, place)
-    insertion = Insertion(
-        row=corrected,
-        state=State.WAITING if waits else State.RECEIVED,
+    row = insert_one(
+        alias,
+        corrected,
+        State.WAITING if waits else State.RECEIVED,
+        LONGEST_LOCK_WAIT,
+        recorded=False,
         due_after=0.0,
         ordered=replaced.ordered,
         place=place if replaced.ordered else None,
@@ -141,7 +144,6 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         # Fencing tokens of the corrected message are greater than those of this one.
         fence=replaced.fence,
     )
-    row = insert_one(alias, insertion, LONGEST_LOCK_WAIT, recorded=False)
     if row is None:
         raise NotEditable(
             f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
@@ -190,7 +192,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         handler = registry.get(row.handler)
         in_order = bool(handler and handler.ordered and row.key)
         state = State.WAITING if in_order else State.RECEIVED
-        (became,) = admitting.admit(alias, [Insertion(row=row, state=state, due_after=0.0, ordered=in_order)])
+        (became,) = admitting.admit(alias, [Insertion(row, state, {"due_after": 0.0, "ordered": in_order})])
         if became is None:
             raise NotEditable(ROW_LOCKED.format(pk))
         # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.

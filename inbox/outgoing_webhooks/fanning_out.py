@@ -29,7 +29,7 @@ from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.states import State as MessageState
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.inserting import Insertion, insert_many
-from inbox.store.rows import NewRow, with_body_only
+from inbox.store.rows import NewRow
 
 Payload = Callable[[Message], Any]
 Wanted = Callable[[Message, Endpoint], bool]
@@ -115,8 +115,8 @@ def _body(topic: str, created_at: datetime | None, data: Any) -> bytes:
 
 
 def _row(topic: str, biz_id: str, message_id: str, body: bytes) -> NewRow:
-    row = with_body_only("", topic, biz_id, body, digest=hashlib.sha256(body).hexdigest())
-    return replace(row, message_id=message_id, content_type=JSON)
+    digest = hashlib.sha256(body).hexdigest()
+    return NewRow(handler="", topic=topic, biz_id=biz_id, body=body, digest=digest, message_id=message_id, content_type=JSON)
 
 
 def insert(alias: str, to: Sequence[Endpoint], row: NewRow) -> None:
@@ -128,7 +128,7 @@ def insert(alias: str, to: Sequence[Endpoint], row: NewRow) -> None:
     size = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // len(row.body)))
     for first in range(0, len(to), size):
         insertions = [
-            Insertion(row=replace(row, handler=handler_name(endpoint)), state=MessageState.RECEIVED, due_after=0.0)
+            Insertion(replace(row, handler=handler_name(endpoint)), MessageState.RECEIVED, {"due_after": 0.0})
             for endpoint in to[first : first + size]
         ]
         insert_many(alias, insertions, LONGEST_LOCK_WAIT)

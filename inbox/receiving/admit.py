@@ -29,12 +29,12 @@ from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
-from inbox.receiving.reading import Arrival
 from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
-from inbox.store.inserting import Insertion
+from inbox.store.inserting import Insertion, Values
 from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -131,15 +131,14 @@ def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
     state = State.DEAD if refused else State.SHED if shed else State.RECEIVED
     # A dead letter keeps its place in the order until an operator decides, unless the handler skips it.
     ordered = bool(handler.ordered and row.key) and not (refused and handler.skips_dead)
-    return Insertion(
-        row=row,
-        state=State.WAITING if ordered and state is State.RECEIVED else state,
-        due_after=None if refused or shed else 0.0,
-        ordered=ordered,
-        quarantined=arrival.quarantined,
-        last_error=printable(refused or shed, ERROR_LENGTH),
-        error_class=REFUSED if refused else "",
-    )
+    values: Values = {
+        "due_after": None if refused or shed else 0.0,
+        "ordered": ordered,
+        "quarantined": arrival.quarantined,
+        "last_error": printable(refused or shed, ERROR_LENGTH),
+        "error_class": REFUSED if refused else "",
+    }
+    return Insertion(row, State.WAITING if ordered and state is State.RECEIVED else state, values)
 
 
 def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], options: InboxOptions, shed: str) -> list[Outcome]:

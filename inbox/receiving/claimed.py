@@ -1,44 +1,45 @@
 """Stored messages whose attempt has been claimed, each from its beginning to its outcome: retries, handed-over messages, the
 careful path.
 
-A run takes the same steps as that of a fresh delivery (`receive`), but begins with the lock of its row.
+Each is read, and then run as a fresh delivery is: see `run`, and `leased`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from django.db import DatabaseError
-
-from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
+from inbox.leases.database import lease_store
+from inbox.leases.stores import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Policy, defer_locked, fail_exhausted, fail_stored, failure_of
+from inbox.receiving.outcomes import defer_locked, fail_exhausted, fail_stored, failure_of
 from inbox.receiving.parking import identify_parked, identify_unread
 from inbox.receiving.reading import (
     Unidentifiable,
-    identify_late,
+    identify,
     is_parked,
+    message_for,
     message_of,
     read_body,
-    stored_envelope,
+    stored_arrival,
     why_undecodable,
 )
+from inbox.receiving.run import Policy, run
 from inbox.states import State
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, KeyBusy, OrderedKey, Successor, business_id
-from inbox.transactions.handler_transaction import call, transact
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, KeyBusy, Successor
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,7 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     quarantined = quarantine.take(options.REDELIVERY_AFTER)
 
     def claim() -> InboxMessage | None:
-        try:
-            return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
-        except DatabaseError as error:
-            if is_collision(error):
-                return None
-            raise
+        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
 
     try:
         stored = committed(claim, alias)
@@ -94,11 +90,11 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
-    lease, is_new = None, handler.lease is not None and is_parked(stored.biz_id)
+    lease: Lease | Outcome | None = None
     try:
-        envelope = open_claimed(handler, stored, options)
-        if handler.lease and isinstance(envelope, Envelope):
-            lease = leased.acquire_stored(handler, stored, options, envelope if is_new else None)
+        arrival = open_claimed(handler, stored, options)
+        if handler.lease and isinstance(arrival, Arrival):
+            lease = lease_store(options).acquire(arrival)
     except Unidentifiable as error:
         return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
@@ -110,19 +106,16 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         committed(refund, handler.using)
         logger.warning("%s: message %s is deferred: %s", handler.name, stored.message_id, outage)
         return Outcome.STORED
-    if isinstance(envelope, Outcome):
-        return envelope
+    if isinstance(arrival, Outcome):
+        return arrival
     with in_hand.running(stored):
-        if handler.lease:
-            return leased.run_stored(lease, stored, envelope, options)
-        message = partial(
-            message_of, envelope, options, needs_id=False, attempt=stored.attempts, biz_id=business_id(stored.biz_id)
-        )
-        return run_claimed(Policy(handler, options), stored, envelope, message, successor)
+        if not handler.lease:
+            return (run(Policy(handler, options), [arrival], successor) or [Outcome.STORED])[0]
+        return leased.run(lease, options) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
 
 
-def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
-    """The content of a claimed message that can be run; the outcome of one that cannot.
+def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
+    """A claimed message that can be run; the outcome of one that cannot.
 
     It cannot be run if its attempts are used up, it cannot be read, or its message has another row or is being handled.
 
@@ -133,19 +126,20 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         return exhausted
     if is_parked(stored.biz_id):
         return identify_parked(handler, stored, options)
-    envelope = stored_envelope(stored)
+    arrival = stored_arrival(handler, stored)
     try:
-        biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
+        if handler.biz_id is None or not stored.biz_id.startswith(UNIDENTIFIED):
+            arrival.message = message_for(arrival, options)
+            return arrival
+        # It was stored without its biz-id, which may be found now.
+        biz_id = identify(handler, message_of(arrival.envelope, options, needs_id=False))
     except Undecodable as error:
-        return _refuse(handler, stored, envelope, why_undecodable(error), options)
-    if biz_id != stored.biz_id:
-        ours = committed(partial(claims.identify, handler.using, stored, {"biz_id": biz_id}), handler.using)
-        if ours is False:
-            reason = f"its biz-id is {biz_id}, which another message already has"
-            committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
-        if not ours:
-            return Outcome.DUPLICATE
-    return envelope
+        return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
+    ours = committed(partial(claims.identify, handler.using, stored, {"biz_id": biz_id}), handler.using)
+    if ours is False:
+        reason = f"its biz-id is {biz_id}, which another message already has"
+        committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
+    return replace(arrival, row=replace(arrival.row, biz_id=biz_id)) if ours else Outcome.DUPLICATE
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:
@@ -157,47 +151,3 @@ def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str
         if (became := identify_unread(handler, stored, arrival)) is not None:
             return became
     return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
-
-
-def run_claimed(
-    policy: Policy,
-    stored: InboxMessage,
-    envelope: Envelope,
-    message_for_run: Callable[[], Message],
-    successor: Successor | None = None,
-) -> Outcome:
-    """Run a stored message whose attempt has been claimed. If it is handled, `successor` has claimed the next message.
-
-    Args:
-        message_for_run: returns the handler's argument, a new one for each run.
-
-    Raises:
-        DatabaseUnavailable: the database does not answer. If no attempt was made, it is to be refunded.
-        KeyBusy, ConcurrentDuplicate: another transaction runs its key, or has locked its row; no attempt was made.
-    """
-    handler, attempt = policy.handler, stored.attempts
-    exclusive_key = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
-    longest_wait = policy.options.DUPLICATE_TIMEOUT
-    begin = partial(claims.begin_stored, handler.using, stored, exclusive_key, successor, longest_wait=longest_wait)
-    ran: list[Message] = []
-
-    def run() -> str | None:
-        ran[:] = [message_for_run()]
-        returned = call(handler, [(ran[0], envelope)])
-        return policy.encode_result(returned) if policy.encode_result else None
-
-    # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
-    reruns = policy.reruns and attempt == 1
-    try:
-        transact(handler, begin, run, of=stored.message_id, attempt=attempt, durable=policy.durable, reruns=reruns)
-    except DatabaseUnavailable:
-        refunds.add(handler.using, partial(claims.give_back, handler.using, stored))
-        raise
-    except (KeyBusy, ConcurrentDuplicate):
-        raise
-    except BaseException as error:  # noqa: BLE001 - see receive.run_fresh
-        return policy.settle_stored_failure(stored, error)
-    if not ran:
-        return Outcome.DUPLICATE
-    policy.settle_success(ran)
-    return Outcome.HANDLED

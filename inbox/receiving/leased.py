@@ -8,45 +8,39 @@ overwrite the outcome of the next owner.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_lost
 from exactly_once.wire.body import Undecodable
-from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.errors import LeaseLost
-from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases.autocommit import autocommit, is_inside_a_transaction
+from inbox.leases.database import lease_store
 from inbox.leases.heartbeat import heartbeat
-from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, LeaseRequest, LeaseStore, store_as_owner
-from inbox.models import InboxMessage
+from inbox.leases.stores import Lease, store_as_owner
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.outcomes import Policy, announce, failure_of, handled
-from inbox.receiving.reading import Arrival, message_of, why_undecodable
+from inbox.receiving.outcomes import announce, failure_of
+from inbox.receiving.reading import why_undecodable
+from inbox.receiving.run import Policy
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import Failure, business_id, stored_row
-from inbox.transactions.handler_transaction import call
+from inbox.store.rows import Failure
+from inbox.transactions.handler_transaction import Arrival, call
 from inbox.transactions.persistence import DatabaseUnavailable, committed
-from inbox.transactions.sessions import SessionChanges
+from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
 
 logger = logging.getLogger(__name__)
 
 _NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
-def receive(
-    handler: Handler, arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None
-) -> Outcome:
+def receive(arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None) -> Outcome:
     """Process one delivery to its outcome.
 
     If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
@@ -56,20 +50,15 @@ def receive(
         DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; the message was not run.
         ConcurrentDuplicate: another transaction is inserting its row.
     """
-    row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
-    store = lease_store(options)
-    lease = store.acquire(LeaseRequest(handler=handler, row=row, sent_at=_sent_at(envelope)))
-    if isinstance(lease, Outcome):
-        return lease
-    if lease is None:
-        return admit(handler, [arrival], options)[0]
-    message = partial(Policy(handler, options).message_for_run, arrival)
+    lease = lease_store(options).acquire(arrival)
+    if not isinstance(lease, Lease):
+        return lease or admit(arrival.handler, [arrival], options)[0]
     if acknowledge is None or lease.pk is None:
-        return _run(store, lease, message, envelope, options)
+        return run(lease, options)
     acknowledge()
     try:
-        return _run(store, lease, message, envelope, options)
+        return run(lease, options)
     except DatabaseUnavailable as outage:
         # The broker does not deliver it again.
         logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
@@ -78,45 +67,18 @@ def receive(
     return Outcome.STORED
 
 
-def _sent_at(envelope: Envelope) -> datetime | None:
-    return envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-
-
-def acquire_stored(
-    handler: Handler, stored: InboxMessage, options: InboxOptions, parked: Envelope | None
-) -> Lease | Outcome | None:
-    """See `LeaseStore.acquire`, for a stored message whose attempt has been claimed.
-
-    Args:
-        parked: the delivery, if it was parked until now, so that the store has not been asked about it.
-    """
-    request = LeaseRequest(handler=handler, row=stored_row(stored), stored=stored)
-    if parked is not None:
-        request = replace(request, row=replace(request.row, redelivered=True), sent_at=_sent_at(parked))
-    return lease_store(options).acquire(request)
-
-
-def run_stored(lease: Lease | Outcome | None, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Outcome:
-    """Run a stored message under the lease that was acquired.
+def run(lease: Lease, options: InboxOptions) -> Outcome:
+    """Run a message under its lease.
 
     Raises:
-        DatabaseUnavailable: the database does not answer.
+        DatabaseUnavailable: the database or the lease store does not answer.
     """
-    if not isinstance(lease, Lease):
-        return lease or Outcome.DUPLICATE
-    message = partial(message_of, envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
-    return _run(lease_store(options), lease, message, envelope, options)
-
-
-def _run(
-    store: LeaseStore, lease: Lease, message_for_run: Callable[[], Message], envelope: Envelope, options: InboxOptions
-) -> Outcome:
-    handler, row, steps = lease.request.handler, lease.request.row, Steps(store, lease)
-    with heartbeat.extending(store, lease):
-        ended = _attempt(lease, message_for_run, steps, envelope, options)
+    arrival, store, steps = lease.arrival, lease.store, Steps(lease)
+    policy, stored, alias = Policy(arrival.handler, options), arrival.stored, arrival.handler.using
+    with heartbeat.extending(lease):
+        ended = _attempt(lease, policy, steps)
         lease.settling = True
         write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)
-        stored, alias = lease.request.stored, handler.using
         refund = partial(give_back, alias, stored) if stored is not None and lease.interrupted else None
         try:
             settled = not lease.lost and store_as_owner(lease, "its outcome", write)
@@ -135,32 +97,30 @@ def _run(
         store.leave(lease)
         return Outcome.STORED
     if isinstance(ended, Message):
-        handled(handler, [ended])
+        policy.settle_success([ended])
         return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
         store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
-    return announce(handler, row.message_id, row.biz_id, ended)
+    return announce(alias, arrival.row, ended)
 
 
-def _attempt(
-    lease: Lease, message_for_run: Callable[[], Message], steps: Steps, envelope: Envelope, options: InboxOptions
-) -> Message | Failure:
+def _attempt(lease: Lease, policy: Policy, steps: Steps) -> Message | Failure:
     """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
-    handler = lease.request.handler
+    handler, options = policy.handler, policy.options
     if lease.attempt > handler.retry.most_attempts(options.retry):
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
     try:
-        message = message_for_run()
+        message = policy.message_for_run(lease.arrival)
     except Undecodable as error:
         return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
     message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
-            call(handler, [(message, envelope)])
+            call(handler, [(message, lease.arrival.envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):

@@ -5,18 +5,24 @@ nor returned to the broker, and all its handlers pause. If the database can stor
 only that handler pauses, unless the message can be deferred: see `consumer.reception`.
 """
 
+import os
 import threading
+import uuid
 from contextlib import suppress
 
-from django.db import DatabaseError, InterfaceError
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.outage import Outage
 from exactly_once.sql.faults import is_collision, remedy
 from exactly_once.sql.schema import is_missing, why_unmigrated
-from inbox.store import trial
-from inbox.store.rows import ConcurrentDuplicate
+from inbox.store.arrivals import begin_fresh
+from inbox.store.dialect import LONGEST_LOCK_WAIT
+from inbox.store.rows import ConcurrentDuplicate, NewRow
 from inbox.transactions.persistence import DatabaseUnavailable, why_not_stored
 from inbox.transactions.sessions import end_session
+
+_LARGER_THAN_A_PAGE = 10_000
+"""In bytes. On a full disk small rows may still fit into existing pages; this one does not."""
 
 
 class Outages:
@@ -71,7 +77,7 @@ class Outages:
     def _problem(alias: str) -> tuple[str, str] | None:
         """Why nothing can be stored, and the operator's remedy; None if the database can store."""
         try:
-            trial.try_to_store(alias)
+            _try_to_store(alias)
         except ConcurrentDuplicate:
             return "another session has locked the table of the inbox", "Wait for that session, or end it."
         except Exception as error:  # noqa: BLE001 - an error of a custom database backend must not end the worker
@@ -82,3 +88,18 @@ class Outages:
                 end_session(alias)
             return reason, (is_missing(error) and why_unmigrated(alias, "inbox")) or remedy(error, alias)
         return None
+
+
+def _try_to_store(alias: str) -> None:
+    """Insert a row as for a delivery, on a new session, and roll it back.
+
+    Raises:
+        ConcurrentDuplicate: another session has locked the table.
+        django.db.Error: nothing can be stored, for this reason.
+    """
+    if not connections[alias].in_atomic_block:
+        connections[alias].close()
+    row = NewRow(handler="", topic="", biz_id=f"trial:{uuid.uuid4()}", body=os.urandom(_LARGER_THAN_A_PAGE), digest="")
+    with transaction.atomic(using=alias):
+        begin_fresh(alias, [row], LONGEST_LOCK_WAIT)
+        transaction.set_rollback(True, using=alias)

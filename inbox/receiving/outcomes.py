@@ -2,7 +2,6 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,14 +18,13 @@ from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.reading import Arrival, message_of
 from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
-from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ _NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or release
 
 def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
     if failure.is_stored:
-        return announce(handler, row.message_id, row.biz_id, failure)
+        return announce(handler.using, row, failure)
 
     def write() -> bool:
         return arrivals.store_failed(handler.using, row, failure, options.DUPLICATE_TIMEOUT)
@@ -51,12 +49,11 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
         new = committed(write, handler.using)
     if not new:
         return duplicate(handler, row)
-    return announce(handler, row.message_id, row.biz_id, failure)
+    return announce(handler.using, row, failure)
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
-    passed_over = stored.ordered and handler.skips_dead and failure.retry_after is None
-    leaves = OrderedKey(handler.name, stored.key) if passed_over else None
+    leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
     try:
         ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
     except ConcurrentDuplicate:
@@ -64,8 +61,8 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
         return defer_locked(handler, stored)
     if not ours:
         committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
-        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Outcome.DUPLICATE
-    return announce(handler, stored.message_id, stored.biz_id, failure)
+        return _dead_letter(handler.using, stored.pk, stored) or Outcome.DUPLICATE
+    return announce(handler.using, stored, failure)
 
 
 def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
@@ -114,10 +111,10 @@ def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str
     if not isinstance(became, State):
         return _duplicate_of(handler, row, became)
     if became is State.DEAD:
-        return announce(handler, row.message_id, row.biz_id, refusal(arrival))
+        return announce(handler.using, row, refusal(arrival))
     if became is State.SHED:
         metrics.SHED.add(1, handler.name)
-        _send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
+        send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Outcome.SHED
     return Outcome.STORED
 
@@ -126,16 +123,16 @@ def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Out
     """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
         return Outcome.DEFERRED
-    if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
+    if earlier.abandoned and (dead_lettered := _dead_letter(handler.using, earlier.row, row)):
         return dead_lettered
     announce_duplicate(handler, row, earlier)
     return Outcome.DUPLICATE
 
 
-def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Outcome | None:
-    if not committed(lambda: claims.dead_letter_abandoned(handler.using, pk), handler.using):
+def _dead_letter(alias: str, pk: int, row: NewRow | InboxMessage) -> Outcome | None:
+    if not committed(lambda: claims.dead_letter_abandoned(alias, pk), alias):
         return None
-    return announce(handler, message_id, biz_id, _abandoned())
+    return announce_abandoned(alias, row)
 
 
 def refusal(arrival: Arrival) -> Failure:
@@ -234,20 +231,13 @@ def _age(handler: Handler, row: int | None) -> timedelta:
         return timedelta()
 
 
-def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Outcome:
-    return _announce(handler.name, handler.using, message_id, biz_id, failure)
+def announce_abandoned(alias: str, row: NewRow | InboxMessage | claims.DeadLettered) -> Outcome:
+    """Announce a message whose handler committed by itself; the handler may not be registered."""
+    return announce(alias, row, Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1))
 
 
-def announce_dead_letter(dead_lettered: claims.DeadLettered, alias: str) -> Outcome:
-    """Announce a message whose handler committed by itself, found by the runner; the handler may not be registered."""
-    return _announce(dead_lettered.handler, alias, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
-
-
-def _abandoned() -> Failure:
-    return Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
-
-
-def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: Failure) -> Outcome:
+def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failure: Failure) -> Outcome:
+    handler, name = row.handler, row.message_id or "without id"
     statistics.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
@@ -260,12 +250,11 @@ def _announce(handler: str, alias: str, message_id: str, biz_id: str, failure: F
         backoff = failure.retry_after or timedelta()
         fate = f"is tried again in {backoff.total_seconds():.0f} s"
     place = f" ({failure.error_place})" if failure.error_place and not failure.deferred else ""
-    name = message_id or "without id"
-    logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, biz_id, fate, failure.error, place)
-    _send(
+    logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, row.biz_id, fate, failure.error, place)
+    send(
         signals.message_dead if dead else signals.message_retrying,
         handler=handler,
-        message_id=message_id,
+        message_id=row.message_id,
         error=failure.error,
     )
     return Outcome.DEAD if dead else Outcome.STORED
@@ -281,7 +270,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             {**names, "wrong": "biz_id= of the handler" if handler.biz_id else "its publisher, or set biz_id= of the handler"},
         )
         metrics.CONFLICTS.add(1, handler.name)
-        _send(signals.conflicting_duplicate, **names)
+        send(signals.conflicting_duplicate, **names)
     the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
     if earlier.state == State.DEAD and not the_same:
         logger.error(
@@ -290,64 +279,12 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             names,
         )
     metrics.DUPLICATES.add(1, handler.name, earlier.cause.value)
-    _send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
+    send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    statistics.count_handled(handler.using, handler.name, len(messages))
-    if metrics.HANDLED.is_attached:
-        metrics.HANDLED.add(len(messages), handler.name)
-    for message in messages:
-        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
-        if signals.message_handled.receivers:
-            _send(signals.message_handled, message=message, handler=handler.name)
-
-
-def _send(signal: Signal, **arguments: Any) -> None:
+def send(signal: Signal, **arguments: Any) -> None:
     try:
         signal.send_robust(sender=InboxMessage, **arguments)
     except BaseException:
         # send_robust lets SystemExit through, and the state is committed.
         logger.exception("inbox: a signal receiver raised an exception that would end the process; it is ignored.")
-
-
-class Policy:
-    """What differs between kinds of work. This is the policy of messages: a failure is stored, and a runner retries it.
-
-    A delivery may be acknowledged when the policy's method has returned an `Outcome`, except DEFERRED.
-
-    Attributes:
-        attempt: the number of a fresh delivery's attempt.
-        durable: the transaction must not be a savepoint of the caller's.
-        reruns: if its session is lost, the first attempt may be run once more.
-        default_result: the JSON that a fresh row is inserted with as its handler's result.
-        encode_result: returns the JSON that is stored with the row as the handler's result; None: no result is stored.
-    """
-
-    attempt = 1
-    durable = True
-    reruns = True
-    default_result: str | None = None
-    encode_result: Callable[[object], str | None] | None = None
-
-    def __init__(self, handler: Handler, options: InboxOptions) -> None:
-        self.handler, self.options = handler, options
-
-    def message_for_run(self, arrival: Arrival) -> Message:
-        """The handler's argument for one run: a new object for each, because a handler may change its payload."""
-        message, arrival.message = arrival.message, None
-        return message or message_of(arrival.envelope, self.options, biz_id=arrival.row.biz_id)
-
-    def settle_success(self, messages: Sequence[Message]) -> None:
-        handled(self.handler, messages)
-
-    def settle_fresh_failure(self, row: NewRow, error: BaseException) -> Outcome:
-        return store_failure(self.handler, row, failure_of(self.handler, error, self.attempt, self.options), self.options)
-
-    def settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> Outcome:
-        failure = failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
-        return fail_stored(self.handler, stored, failure)
-
-    def settle_duplicate(self, row: NewRow) -> Outcome:
-        """A row of this name exists."""
-        return duplicate(self.handler, row)

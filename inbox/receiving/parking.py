@@ -18,7 +18,6 @@ from functools import partial
 from django.db import DatabaseError
 
 from exactly_once.process.clock import utcnow
-from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -26,9 +25,10 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
-from inbox.receiving.reading import Arrival, is_parked_redelivery, parked_envelope, parked_row, read_body
-from inbox.store import arrivals, claims, parking, rows
+from inbox.receiving.reading import is_parked_redelivery, parked_envelope, parked_row, read_body
+from inbox.store import arrivals, claims, rows
 from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)
@@ -61,15 +61,17 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     return Outcome.DUPLICATE
 
 
-def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Envelope | Outcome:
-    """Read a claimed delivery that was parked, see `identify_unread`; returns its content, if it is to be run.
+def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
+    """Read a claimed delivery that was parked, see `identify_unread`; returns it, if it is to be run.
 
     Raises:
         Unidentifiable: its body cannot be read now.
         DatabaseUnavailable: the database does not answer.
     """
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
-    return identify_unread(handler, stored, arrival) or arrival.envelope
+    # The store of leases has not been asked about it, and may have lost the record of an earlier delivery.
+    row = replace(arrival.row, redelivered=True)
+    return identify_unread(handler, stored, arrival) or replace(arrival, row=row, message=None, stored=stored)
 
 
 def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
@@ -83,9 +85,9 @@ def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) ->
     earlier: Earlier | None = None
     try:
         if not in_hand.holds(arrival.row):
-            if committed(partial(parking.identify, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
+            if committed(partial(claims.identify_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
-            earlier = committed(partial(parking.count, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
+            earlier = committed(partial(claims.count_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
     except ConcurrentDuplicate:
         pass
     except DatabaseError as error:
@@ -107,6 +109,6 @@ def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
 
 def _make_due(handler: Handler, row: NewRow) -> None:
     try:
-        parking.make_due(handler.using, row)
+        claims.make_parked_due(handler.using, row)
     except Exception as error:  # noqa: BLE001 - it is due soon in any case
         logger.debug("%s: the duplicate %s is admitted when it is due: %s", handler.name, row.biz_id, describe(error))

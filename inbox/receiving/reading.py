@@ -8,7 +8,7 @@ counted, because reading it may have ended the process before: it is stored unre
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 from django.db import connections
@@ -32,7 +32,8 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
+from inbox.store.rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
 
 PARKED = "parked:"
@@ -45,25 +46,6 @@ _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
 
 class Unidentifiable(DatabaseUnavailable):
     """This message cannot be identified now, others can. Its attempt counts."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Arrival:
-    """A delivery that was read: its row and its message.
-
-    Attributes:
-        message: the handler's argument in its first run; None if it is refused, unread, or stored before it is run.
-        refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
-        quarantined: the maximum message age is the only reason for refusing it.
-        unread: its body has not been read.
-    """
-
-    row: NewRow
-    envelope: Envelope
-    message: Message | None = None
-    refused: str = ""
-    quarantined: bool = False
-    unread: bool = False
 
 
 def read(
@@ -100,7 +82,7 @@ def read_unread(handler: Handler, envelope: Envelope, options: InboxOptions, *, 
     except Undecodable as error:
         refused = why_undecodable(error)
         row = row_of(handler, envelope, biz_id="", redelivered=redelivered)
-    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), unread=not refused)
+    return Arrival(handler=handler, row=row, envelope=envelope, refused=refused, quarantined=bool(outside), unread=not refused)
 
 
 def read_body(
@@ -122,7 +104,7 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = message_of(envelope, options)
+            message = _message_of(envelope, options)
             biz_id = identify(handler, message)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
@@ -134,7 +116,7 @@ def read_body(
             message = None
         elif message.biz_id != row.biz_id:
             message = replace(message, biz_id=row.biz_id)
-    return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
+    return Arrival(handler=handler, row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 
 def why_undecodable(error: Undecodable) -> str:
@@ -207,22 +189,14 @@ def _not_ours(biz_id: str) -> str:
     return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, PARKED, EDITED)) else biz_id
 
 
-def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
-    """The stored biz-id; for a message that was stored without one and is retried, the biz-id that can be found now."""
-    if not stored.biz_id.startswith(UNIDENTIFIED):
-        return stored.biz_id
-    return identify(handler, message) if handler.biz_id else stored.biz_id
-
-
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     """Why this delivery is too old (or too new) for deduplication, or "": the maximum message age.
 
     Receipts are deleted after RETENTION; a later copy would have its effect again. The margin is far larger than any skew
     between the compared clocks: that of the producer's database, this machine's and, when receipts are deleted, our database's.
     """
-    if envelope.created_at is None:
+    if (since := envelope.sent_at) is None:
         return ""
-    since = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
     age = utcnow() - since
     if age > options.oldest_run:
         return (
@@ -246,11 +220,17 @@ def message_of(
     Raises:
         Undecodable: it has no identity, or its body cannot be read.
     """
-    limit = options.BODY_LIMIT_BYTES
-    envelope = opened(envelope, limit)
+    envelope = opened(envelope, options.BODY_LIMIT_BYTES)
+    return _message_of(envelope, options, needs_id=needs_id, attempt=attempt, biz_id=biz_id)
+
+
+def _message_of(
+    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+) -> Message:
+    """As `message_of`, for an envelope that was opened."""
     dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
     compression = str(envelope.headers.get(COMPRESSION, ""))
-    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=limit)
+    payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=options.BODY_LIMIT_BYTES)
     return Message(
         id=envelope.id,
         topic=envelope.topic,
@@ -264,6 +244,17 @@ def message_of(
         correlation_id=envelope.correlation_id,
         causation_id=envelope.causation_id,
     )
+
+
+def message_for(arrival: Arrival, options: InboxOptions) -> Message:
+    """The handler's argument for one run of a message that has been read before, or that only its headers identify.
+
+    Raises:
+        Undecodable: its body cannot be read.
+    """
+    attempt = 1 if arrival.stored is None else arrival.stored.attempts
+    biz_id = business_id(arrival.row.biz_id)
+    return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> str:
@@ -293,33 +284,26 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         topic=envelope.topic if envelope.topic in handler.topics else handler.topics[0],
         biz_id=biz_id,
         message_id=envelope.id,
-        key=envelope.key,
-        content_type=envelope.content_type,
         body=envelope.body,
         digest=digest,
         headers=headers_as_json(envelope.headers),
-        source=envelope.source,
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-        traceparent=envelope.traceparent,
-        created_at=envelope.created_at,
         replayed=envelope.replayed,
         redelivered=redelivered,
+        **dict(zip(CARRIED, carried_of(envelope), strict=True)),
     )
+
+
+def stored_arrival(handler: Handler, stored: InboxMessage) -> Arrival:
+    """A stored message whose attempt was claimed."""
+    return Arrival(handler=handler, row=stored_row(stored), envelope=stored_envelope(stored), stored=stored)
 
 
 def stored_envelope(stored: InboxMessage) -> Envelope:
     return Envelope(
         id=stored.message_id,
         topic=stored.topic,
-        source=stored.source,
-        created_at=stored.created_at,
         biz_id=business_id(stored.biz_id),
-        key=stored.key,
-        correlation_id=stored.correlation_id,
-        causation_id=stored.causation_id,
-        traceparent=stored.traceparent,
-        content_type=stored.content_type,
         body=bytes(stored.body),
         headers=stored.headers,
+        **dict(zip(CARRIED, carried_of(stored), strict=True)),
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -11,21 +12,17 @@ from django.db.models.functions import Greatest
 
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
-from inbox.models import InboxMessage, LeaseMemory
+from inbox.models import InboxMessage, LeaseMemory, Receipt
 from inbox.states import DUE, State
 from inbox.store import receipts
-from inbox.store.arrivals import counted_duplicates
+from inbox.store.arrivals import COUNTED_AS
 from inbox.store.claims import refunded, under_claim
-from inbox.store.dialect import IS_OPEN
 from inbox.store.failures import as_failed
-from inbox.store.inserting import Insertion, insert_one
-from inbox.store.leases import done_columns
+from inbox.store.inserting import insert_one
+from inbox.store.leases import done_columns, remember_all
 from inbox.store.ordering import deciding, promote_behind
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of
-from inbox.store.steps import remember_all
-from inbox.store.trail import record_leaving
-
-_OPEN_ROW = f"id = {receipts.ID_OF} AND {IS_OPEN} AND state IN ('received', 'retrying', 'running')"
+from inbox.store.trail import record
 
 
 def store_external(
@@ -51,19 +48,28 @@ def store_external(
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(
-        row=row,
-        state=State.RUNNING,
-        due_after=until.total_seconds(),
-        attempts=attempts,
-        conflicts=int(conflicting),
-        conflicting_attributes=attributes_of(row) if conflicting else None,
-        **(counted_duplicates(duplicate, 1) if duplicate else {}),
-    )
-    stored = insert_one(alias, insertion, duplicate_timeout)
-    if stored is not None and stopping:
-        show_stopping(alias, stored)
-    return stored is not None
+    with transaction.atomic(using=alias, savepoint=False) if duplicate else nullcontext():
+        seconds = until.total_seconds()
+        pk = insert_one(alias, row, State.RUNNING, duplicate_timeout, due_after=seconds, attempts=attempts)
+        if pk is not None and duplicate is not None:
+            counts = _counted(duplicate, row if conflicting else None)
+            InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE).update(**counts, stopping=stopping)
+    return pk is not None
+
+
+def _counted(cause: DuplicateCause, conflicting: NewRow | None) -> dict[str, Any]:
+    """The columns of a new row that has one duplicate, whose content may be another."""
+    counts: dict[str, Any] = {"duplicates": 1, **({COUNTED_AS[cause]: 1} if cause in COUNTED_AS else {})}
+    if conflicting is None:
+        return counts
+    return {
+        **counts,
+        "conflicts": 1,
+        "conflicting_id": conflicting.message_id,
+        "conflicting_body": conflicting.body,
+        "conflicting_at": DatabaseTime(),
+        "conflicting_attributes": json.loads(attributes_of(conflicting)),
+    }
 
 
 def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
@@ -82,11 +88,12 @@ def finish_external(
         uncounted: attempts that were claimed but not made.
     """
     with deciding(alias) if order else transaction.atomic(using=alias):
-        record_leaving(alias, _OPEN_ROW, receipts.name_of(row), became=State.DONE, matters=False)
-        content = _content_of(alias, row) if delivered else {}
-        done = _open_row(alias, row).update(**content, **done_columns(), attempts=Greatest(F("attempts") - uncounted, 0))
+        open_row = _locked(alias, row)
+        if open_row is not None:
+            content = {**(_content_of(alias, row) if delivered else {}), **done_columns()}
+            _write(alias, open_row, {**content, "attempts": Greatest(F("attempts") - uncounted, 0)}, matters=False)
         promote_behind(alias, order)
-    return bool(done)
+    return open_row is not None
 
 
 def fail_external(
@@ -109,20 +116,13 @@ def fail_external(
     with deciding(alias) if leaves else transaction.atomic(using=alias):
         store_external(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
         written = as_failed(failure, leaves_order=leaves is not None)
-        record_leaving(
-            alias,
-            _OPEN_ROW,
-            receipts.name_of(row),
-            became=written["state"],
-            reason=failure.error,
-            matters=not failure.deferred,
-        )
-        if not _open_row(alias, row).update(**written, **_content_of(alias, row), fence=Greatest(F("fence"), fence)):
+        if (open_row := _locked(alias, row)) is None:
             return None
-        pk: int = receipts.message_of(alias, row).get().pk
-        remember_all(alias, pk, steps)
+        written |= {**_content_of(alias, row), "fence": Greatest(F("fence"), fence)}
+        _write(alias, open_row, written, reason=failure.error, matters=not failure.deferred)
+        remember_all(alias, open_row.pk, steps)
         promote_behind(alias, leaves)
-    return pk
+    return int(open_row.pk)
 
 
 def recorded_incarnation(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
@@ -145,12 +145,20 @@ def show_stopping(alias: str, pk: int) -> None:
     InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.RUNNING).update(stopping=True)
 
 
-def _open_row(alias: str, row: NewRow) -> Any:
-    return receipts.message_of(alias, row).filter(day=LIVE, state__in=DUE)
+def _locked(alias: str, row: NewRow) -> InboxMessage | None:
+    """The open row of this message, locked."""
+    found: InboxMessage | None = receipts.message_of(alias, row).filter(day=LIVE, state__in=DUE).select_for_update().first()
+    return found
+
+
+def _write(alias: str, open_row: InboxMessage, columns: Mapping[str, Any], *, reason: str = "", matters: bool) -> None:
+    InboxMessage.objects.using(alias).filter(pk=open_row.pk, day=LIVE).update(**columns)
+    record(alias, [open_row.pk], was=open_row.state, reason=reason, matters=matters)
 
 
 def _content_of(alias: str, row: NewRow) -> dict[str, Any]:
     """The columns of the delivery that was run. Its receipt, which a duplicate may have stored, gets them, too."""
     named = {"message_id": row.message_id, "digest": row.digest}
-    receipts.of(alias, row).exclude(digest=row.digest).update(**named)
+    receipt = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    receipt.exclude(digest=row.digest).update(**named)
     return {**named, "content_type": row.content_type, "body": row.body, "headers": json.loads(row.headers)}

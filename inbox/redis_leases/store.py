@@ -30,15 +30,15 @@ from exactly_once.masking import masked
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.leases.stores import Lease, LeaseRequest, LeaseStoreUnavailable
+from inbox.leases.stores import Lease, LeaseStoreUnavailable
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_failure
 from inbox.redis_leases import rows, scripts
 from inbox.states import State
 from inbox.store import leases
-from inbox.store import steps as steps_table
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
+from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -95,12 +95,12 @@ class RedisLeases:
         self._ahead = 0
         self._eviction_checked = False
 
-    def acquire(self, request: LeaseRequest) -> Lease | Outcome | None:
-        began_at, record = monotonic(), _record_key(request.row)
+    def acquire(self, arrival: Arrival) -> Lease | Outcome | None:
+        began_at, record = monotonic(), _record_key(arrival.row)
         # Redis may have granted a lease whose answer was lost, and nothing would hold that lease. The next try takes it over.
         owner = self._unanswered.pop(record, None) or uuid.uuid4().hex
         try:
-            answer = self._acquire(request, owner)
+            answer = self._acquire(arrival, owner)
         except DatabaseUnavailable:
             self._unanswered[record] = owner
             if len(self._unanswered) > _MOST_UNANSWERED:
@@ -108,7 +108,7 @@ class RedisLeases:
                     self._unanswered.popitem(last=False)
             raise
         # Not remembered for a failure from here on: it was answered, and a late request to end it would end a run of the next.
-        return self._decided(request, answer, owner, began_at)
+        return self._decided(arrival, answer, owner, began_at)
 
     @contextmanager
     def _half_of_the_threads(self) -> Iterator[None]:
@@ -120,25 +120,25 @@ class RedisLeases:
         finally:
             self._beginning.release()
 
-    def _acquire(self, request: LeaseRequest, owner: str) -> list[Any]:
+    def _acquire(self, arrival: Arrival, owner: str) -> list[Any]:
         for _ in range(_MAX_TRIES):
-            state = self._state(request.handler.using)
+            state = self._state(arrival.handler.using)
             with self._half_of_the_threads():
                 # A Redis that hung for longer executes the request when its client has given up, and another process may try.
                 answer_by = self._time_of_redis() + _milliseconds(timedelta(seconds=_SOCKET_SECONDS))
                 answer = self._run(
                     scripts.ACQUIRE,
                     state.incarnation,
-                    request.row,
+                    arrival.row,
                     owner,
-                    _milliseconds(request.terms.duration),
+                    _milliseconds(arrival.terms.duration),
                     _milliseconds(self._keep),
-                    *_row_arguments(request),
-                    int(_may_be_lost(request, state)),
-                    request.row.digest[:_HASH_LENGTH],
-                    _short_hash(request.row.message_id),
-                    request.row.handler,
-                    request.row.cause.value,
+                    *_row_arguments(arrival),
+                    int(_may_be_lost(arrival, state)),
+                    arrival.row.digest[:_HASH_LENGTH],
+                    _short_hash(arrival.row.message_id),
+                    arrival.row.handler,
+                    arrival.row.cause.value,
                     answer_by,
                 )
             if answer[0] == "lost":
@@ -149,7 +149,7 @@ class RedisLeases:
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
-        alias, pk = lease.request.handler.using, lease.pk
+        alias, pk = lease.arrival.handler.using, lease.pk
         if extended and stopping and pk is not None:
             committed(lambda: rows.show_stopping(alias, pk), alias)
         return bool(extended)
@@ -158,39 +158,39 @@ class RedisLeases:
         return bool(self._as_owner(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
 
     def consume(self, lease: Lease) -> bool:
-        answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.request.row.handler)
+        answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.arrival.row.handler)
         if answer == _DONE and has_row == ["1"]:
-            request = lease.request
-            finish = partial(rows.finish_external, request.handler.using, request.row, request.order)
-            committed(partial(finish, delivered=request.stored is None), request.handler.using)
+            arrival = lease.arrival
+            finish = partial(rows.finish_external, arrival.handler.using, arrival.row, arrival.order)
+            committed(partial(finish, delivered=arrival.stored is None), arrival.handler.using)
         return bool(answer == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         if self._as_owner(scripts.FREE, lease, failure.attempts)[0] != _DONE:
             return False
-        request = lease.request
+        arrival = lease.arrival
         store = partial(
             rows.fail_external,
-            request.handler.using,
-            request.row,
+            arrival.handler.using,
+            arrival.row,
             failure,
             fence=lease.fence,
             steps=lease.steps,
             duplicate_timeout=self._options.DUPLICATE_TIMEOUT,
-            leaves=request.leaves(failure),
+            leaves=arrival.leaves(failure),
         )
-        lease.pk = committed(store, request.handler.using)
+        lease.pk = committed(store, arrival.handler.using)
         return True
 
     def forget(self, lease: Lease, step: str) -> None:
         self._as_owner(scripts.FORGET, lease, step)
-        alias, pk = lease.request.handler.using, lease.pk
+        alias, pk = lease.arrival.handler.using, lease.pk
         if pk is not None:
-            committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+            committed(lambda: leases.forget_begun(alias, pk, lease.fence, step), alias)
 
     def leave(self, lease: Lease) -> None:
         if lease.pk is None:
-            self._store_external(lease.request, timedelta(), lease.attempt)
+            self._store_external(lease.arrival, timedelta(), lease.attempt)
 
     def is_held(self, alias: str, row: NewRow) -> bool:
         for _ in range(_MAX_TRIES):
@@ -217,63 +217,65 @@ class RedisLeases:
 
     # -------------------------------------------------------------------------------------------------------- calls of Redis
 
-    def _decided(self, request: LeaseRequest, answer: list[Any], owner: str, began_at: float) -> Lease | Outcome | None:
+    def _decided(self, arrival: Arrival, answer: list[Any], owner: str, began_at: float) -> Lease | Outcome | None:
         match answer:
             case ["lease", fence, attempt, fields]:
                 steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
-                lease = Lease(request=request, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
-                return self._mark_row(lease, request.stored) if request.stored else lease
+                lease = Lease(
+                    store=self, arrival=arrival, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps
+                )
+                return self._mark_row(lease, arrival.stored) if arrival.stored else lease
             case ["consumed", same, differs]:
-                return self._consumed(request, _cause(request, same), conflicting=bool(differs))
+                return self._consumed(arrival, _cause(arrival, same), conflicting=bool(differs))
             case ["held", same, differs, milliseconds, attempts, stopping]:
-                held = {"duplicate": _cause(request, same), "conflicting": bool(differs), "stopping": stopping == "1"}
-                return self._held(request, int(milliseconds) * _MILLISECONDS, int(attempts), held)
+                held = {"duplicate": _cause(arrival, same), "conflicting": bool(differs), "stopping": stopping == "1"}
+                return self._held(arrival, int(milliseconds) * _MILLISECONDS, int(attempts), held)
             case ["history lost"]:
-                return self._history_lost(request)
+                return self._history_lost(arrival)
         return None
 
-    def _consumed(self, request: LeaseRequest, cause: DuplicateCause, *, conflicting: bool) -> Outcome:
+    def _consumed(self, arrival: Arrival, cause: DuplicateCause, *, conflicting: bool) -> Outcome:
         """It has been handled before. Redis has counted a delivery as its duplicate."""
-        if request.stored is None:
-            _announce_duplicate(request, cause, conflicting=conflicting)
+        if arrival.stored is None:
+            _announce_duplicate(arrival, cause, conflicting=conflicting)
         else:
-            alias = request.handler.using
-            committed(partial(rows.finish_external, alias, request.row, request.order, uncounted=1), alias)
+            alias = arrival.handler.using
+            committed(partial(rows.finish_external, alias, arrival.row, arrival.order, uncounted=1), alias)
         return Outcome.DUPLICATE
 
-    def _held(self, request: LeaseRequest, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
+    def _held(self, arrival: Arrival, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
         """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
-        if request.stored is not None:
-            alias = request.handler.using
-            committed(partial(rows.defer_to_lease_end, alias, request.stored, remaining), alias)
+        if arrival.stored is not None:
+            alias = arrival.handler.using
+            committed(partial(rows.defer_to_lease_end, alias, arrival.stored, remaining), alias)
             return Outcome.STORED
-        if not self._store_external(request, remaining, attempts, **held):
+        if not self._store_external(arrival, remaining, attempts, **held):
             return None
-        _announce_duplicate(request, held["duplicate"], conflicting=held["conflicting"])
+        _announce_duplicate(arrival, held["duplicate"], conflicting=held["conflicting"])
         return Outcome.STORED
 
-    def _history_lost(self, request: LeaseRequest) -> Outcome:
-        handler, stored = request.handler, request.stored
+    def _history_lost(self, arrival: Arrival) -> Outcome:
+        handler, stored = arrival.handler, arrival.stored
         attempts = 0 if stored is None else stored.attempts - 1
         failure = Failure(error=_why_history_lost(self._where), retry_after=None, attempts=attempts, quarantined=True)
         if stored is None:
-            return store_failure(handler, request.row, failure, self._options)
+            return store_failure(handler, arrival.row, failure, self._options)
         return fail_stored(handler, stored, failure)
 
-    def _store_external(self, request: LeaseRequest, until: timedelta, attempts: int, **held: Any) -> bool:
+    def _store_external(self, arrival: Arrival, until: timedelta, attempts: int, **held: Any) -> bool:
         """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
-        alias, longest_wait = request.handler.using, self._options.DUPLICATE_TIMEOUT
-        store = partial(rows.store_external, alias, request.row, longest_wait, until=until, attempts=attempts, **held)
+        alias, longest_wait = arrival.handler.using, self._options.DUPLICATE_TIMEOUT
+        store = partial(rows.store_external, alias, arrival.row, longest_wait, until=until, attempts=attempts, **held)
         return committed(store, alias)
 
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:
-        alias, pk = lease.request.handler.using, stored.pk
+        alias, pk = lease.arrival.handler.using, stored.pk
         lease.pk = pk
-        duration, exclusive_key = lease.request.terms.duration, lease.request.exclusive_key
+        duration, exclusive_key = lease.arrival.terms.duration, lease.arrival.exclusive_key
         show = partial(leases.lease_stored, alias, stored, duration, exclusive_key, fence=lease.fence)
         try:
             if stored.fence > 1:
-                lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
+                lease.steps = committed(partial(leases.steps_of, alias, pk), alias) | lease.steps
             if committed(show, alias):
                 return lease
         except (KeyBusy, ConcurrentDuplicate, DatabaseUnavailable):
@@ -283,9 +285,9 @@ class RedisLeases:
         return None
 
     def _as_owner(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
-        state = self._state(lease.request.handler.using)
+        state = self._state(lease.arrival.handler.using)
         keep = _milliseconds(self._keep)
-        answer = self._run(script, state.incarnation, lease.request.row, lease.owner, lease.fence, keep, *arguments)
+        answer = self._run(script, state.incarnation, lease.arrival.row, lease.owner, lease.fence, keep, *arguments)
         if answer[0] == "lost":
             self._handle_loss(state)
         return answer
@@ -410,22 +412,22 @@ def _now() -> int:
     return int(monotonic() * 1000)
 
 
-def _may_be_lost(request: LeaseRequest, state: _KnownState) -> bool:
+def _may_be_lost(arrival: Arrival, state: _KnownState) -> bool:
     """May Redis have lost the record of this message?"""
-    if request.stored is not None and not request.row.redelivered:
+    if arrival.stored is not None and not arrival.row.redelivered:
         # The database has the steps of a failed message. Only Redis has the steps of a running one.
-        return request.stored.state == State.RUNNING
+        return arrival.stored.state == State.RUNNING
     if state.since is None:
         return False
-    return request.row.redelivered if request.sent_at is None else request.sent_at < state.since
+    return arrival.row.redelivered if arrival.envelope.sent_at is None else arrival.envelope.sent_at < state.since
 
 
-def _cause(request: LeaseRequest, same: int) -> DuplicateCause:
-    return request.row.cause if same else DuplicateCause.BUSINESS
+def _cause(arrival: Arrival, same: int) -> DuplicateCause:
+    return arrival.row.cause if same else DuplicateCause.BUSINESS
 
 
-def _announce_duplicate(request: LeaseRequest, cause: DuplicateCause, *, conflicting: bool) -> None:
-    announce_duplicate(request.handler, request.row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
+def _announce_duplicate(arrival: Arrival, cause: DuplicateCause, *, conflicting: bool) -> None:
+    announce_duplicate(arrival.handler, arrival.row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
 
 
 def _why_history_lost(where: str) -> str:
@@ -435,9 +437,9 @@ def _why_history_lost(where: str) -> str:
     )
 
 
-def _row_arguments(request: LeaseRequest) -> tuple[int, int, int]:
+def _row_arguments(arrival: Arrival) -> tuple[int, int, int]:
     # The claim has incremented the row's fence, and the lease has the same.
-    return (0, 0, 0) if request.stored is None else (1, request.stored.attempts, request.stored.fence - 1)
+    return (0, 0, 0) if arrival.stored is None else (1, arrival.stored.attempts, arrival.stored.fence - 1)
 
 
 def _record_key(row: NewRow) -> str:

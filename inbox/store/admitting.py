@@ -1,13 +1,13 @@
 """Storing deliveries that are not handled now, in their order, many with one statement."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from inbox.states import State
 from inbox.store.arrivals import count_duplicate
+from inbox.store.dialect import locked_means_busy
 from inbox.store.inserting import Insertion, insert_many
 from inbox.store.ordering import hold_gates, promote_next
-from inbox.store.rows import Earlier, locked_means_busy
+from inbox.store.rows import Earlier
 
 Admitted = State | Earlier | None
 """The state that a delivery was stored in, or the row that it is a duplicate of. None: that row is being run, so that the
@@ -26,8 +26,9 @@ def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
         return []
     handler, insertions = insertions[0].row.handler, _with_leaders(insertions)
     with locked_means_busy:
-        hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.ordered])
-    stored = dict(insert_many(alias, insertions).rows)
+        hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.values.get("ordered")])
+    inserted, _ = insert_many(alias, insertions)
+    stored = {**inserted}
     admitted: list[Admitted] = []
     for insertion in insertions:
         # Of two copies in one load, the first was inserted, and the second is its duplicate.
@@ -40,20 +41,19 @@ def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
 
 def _with_leaders(insertions: Sequence[Insertion]) -> Sequence[Insertion]:
     """The first of each ordering key leads its load."""
-    if not any(insertion.ordered for insertion in insertions):
+    if not any(insertion.values.get("ordered") for insertion in insertions):
         return insertions
     seen: set[str] = set()
     leading: list[Insertion] = []
-    for insertion in insertions:
-        key = insertion.row.key
-        leading.append(replace(insertion, leads=key not in seen))
-        if insertion.ordered:
-            seen.add(key)
+    for row, state, values in insertions:
+        leading.append(Insertion(row, state, {**values, "leads": row.key not in seen}))
+        if values.get("ordered"):
+            seen.add(row.key)
     return leading
 
 
 def _headless(insertions: Sequence[Insertion], admitted: Sequence[Admitted]) -> list[str]:
     """Keys whose first delivery here was a duplicate, so that the next one, stored as waiting, may be the head."""
     became = list(zip(insertions, admitted, strict=True))
-    missing = {given.row.key for given, one in became if given.leads and not isinstance(one, State)}
+    missing = {given.row.key for given, one in became if given.values.get("leads") and not isinstance(one, State)}
     return sorted(missing & {given.row.key for given, one in became if one is State.WAITING})

@@ -1,6 +1,5 @@
 """The first delivery of a message, and its duplicates."""
 
-import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,18 +9,18 @@ from django.db.models import Exists, F, OuterRef
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
-from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.sql.now import now
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE, State
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.failures import as_inserted
-from inbox.store.inserting import Insertion, insert_many, insert_one
+from inbox.store.inserting import Insertion, Values, insert_many, insert_one
 from inbox.store.receipts import ID_OF
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
 from inbox.store.sentinel import SAVEPOINT
 
-_COUNTED_AS = {
+COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",
     DuplicateCause.RESEND: "resends",
     DuplicateCause.REPLAY: "replays",
@@ -57,19 +56,19 @@ def begin_fresh(
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     is_settled = is_postgresql(connection) and is_outermost(connection)
     is_emptied = is_settled and not inbox_options().keeps_all_bodies
-    given: dict[str, Any] = {"attempts": attempt, "result": result} if is_settled else {}
+    values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
-    insertions = [Insertion(row=emptied(row) if is_emptied else row, state=state, **given) for row in rows]
+    insertions = [Insertion(emptied(row) if is_emptied else row, state, values) for row in rows]
     if len(insertions) > 1:
         # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
         insertions.sort(key=lambda insertion: insertion.row.biz_id)
-    inserted = insert_many(alias, insertions, duplicate_timeout, recorded=False)
-    if not inserted.rows:
+    inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False)
+    if not inserted:
         return None
-    if not inserted.transaction:  # SQLite
+    if not transaction_id:  # SQLite
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    new, ids, begun = {**inserted.rows}, [], []
+    new, ids, begun = {**inserted}, [], []
     for index, row in enumerate(rows):
         # Of two copies, the first is begun.
         if row.biz_id in new:
@@ -78,11 +77,11 @@ def begin_fresh(
     return Guard(
         connection,
         tuple(ids),
-        inserted.transaction,
+        transaction_id,
         begun=tuple(begun),
         is_settled=is_settled,
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
-        result=given.get("result"),
+        result=values.get("result"),
     )
 
 
@@ -92,8 +91,7 @@ def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(row=row, state=State.RECEIVED, due_after=after.total_seconds())
-    return insert_one(alias, insertion, duplicate_timeout) is not None
+    return insert_one(alias, row, State.RECEIVED, duplicate_timeout, due_after=after.total_seconds()) is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
@@ -102,20 +100,8 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(
-        row=row,
-        state=State.DEAD if failure.retry_after is None else State.RETRYING,
-        due_after=None if failure.retry_after is None else failure.retry_after.total_seconds(),
-        attempts=failure.attempts,
-        quarantined=failure.quarantined,
-        **as_inserted(failure),
-    )
-    return insert_one(alias, insertion, duplicate_timeout) is not None
-
-
-def counted_duplicates(cause: DuplicateCause, count: int) -> dict[str, Any]:
-    """The counts of a new row that has so many duplicates of one cause."""
-    return {"duplicates": count, **({_COUNTED_AS[cause]: count} if cause in _COUNTED_AS else {})}
+    state = State.DEAD if failure.retry_after is None else State.RETRYING
+    return insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure)) is not None
 
 
 def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
@@ -129,7 +115,7 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
-    column, count = _COUNTED_AS[row.cause], 1 + row.copies
+    column, count = COUNTED_AS[row.cause], 1 + row.copies
     # A message without an id is known to be the same only if the broker says so.
     same_id = row.message_id if row.message_id or row.redelivered else None
     found = fetch_all(
@@ -169,37 +155,25 @@ def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | 
     receipt = next((found[name] for name in _names(row) if name in found), None)
     if receipt is None or receipt.has_message:
         return None
+    if receipt.digest != row.digest:
+        return _show_conflict(alias, receipt, row)
     cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
-    conflicting = receipt.digest != row.digest
-    if conflicting and not _show_conflict(alias, receipt, row, cause):
-        return None
-    return Earlier(receipt.pk, "", cause, conflicting=conflicting, abandoned=False)
+    return Earlier(receipt.pk, "", cause, conflicting=False, abandoned=False)
 
 
-def _show_conflict(alias: str, receipt: Receipt, row: NewRow, cause: DuplicateCause) -> bool:
-    """∅ → done, for a message without history and a duplicate with other content. False: another one is doing so, or has."""
+def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
+    """∅ → done, for a message without history and a duplicate with other content. None: another one is doing so, or has."""
     with transaction.atomic(using=alias):
         same = Receipt.objects.using(alias).filter(pk=receipt.pk)
         if not same.select_for_update(skip_locked=is_postgresql(connections[alias])):
-            return False
+            return None
         # A lock alone changes nothing, so a REPEATABLE READ transaction that comes after this one would get no error.
         same.update(digest=F("digest"))
         if InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
-            return False
-        count = 1 + row.copies
-        InboxMessage.objects.using(alias).create(
-            **{field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields},
-            **HANDLE.columns,
-            **counted_duplicates(cause, count),
-            body=b"",
-            last_error=HISTORY_DROPPED,
-            conflicts=count,
-            conflicting_id=row.message_id,
-            conflicting_body=row.body,
-            conflicting_at=DatabaseTime(),
-            conflicting_attributes=json.loads(attributes_of(row)),
-        )
-        return True
+            return None
+        columns = {field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields}
+        InboxMessage.objects.using(alias).create(**columns, **HANDLE.columns, body=b"", last_error=HISTORY_DROPPED)
+        return count_duplicate(alias, row)
 
 
 def _names(row: NewRow) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now
 from inbox.models import TokenBucket
+from inbox.store.dialect import fetch
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -79,14 +80,14 @@ def _lease_on_postgresql(connection: BaseDatabaseWrapper, handler: str, rate: fl
         f"UPDATE {TABLE} bucket SET tokens = leased.level - leased.tokens, filled_at = leased.at FROM leased "
         "WHERE bucket.handler = leased.handler RETURNING leased.tokens, bucket.tokens"
     )
-    found = _fetch(connection, sql, [handler, burst, rate, most])
+    found = fetch(connection, sql, [handler, burst, rate, most])
     return Leased(*found[0]) if found else None
 
 
 def _lease_on_sqlite(connection: BaseDatabaseWrapper, handler: str, rate: float, burst: float, most: int) -> Leased | None:
     at = now(connection)
     with transaction.atomic(using=connection.alias, durable=True):
-        found = _fetch(
+        found = fetch(
             connection,
             f"SELECT tokens, (JULIANDAY({at}) - JULIANDAY(filled_at)) * 86400.0, {at} FROM {TABLE} WHERE handler = %s",
             [handler],
@@ -98,9 +99,3 @@ def _lease_on_sqlite(connection: BaseDatabaseWrapper, handler: str, rate: float,
         with connection.cursor() as cursor:
             cursor.execute(f"UPDATE {TABLE} SET tokens = %s, filled_at = %s WHERE handler = %s", [leased.left, at, handler])
     return leased
-
-
-def _fetch(connection: BaseDatabaseWrapper, sql: str, parameters: list[Any]) -> list[tuple[Any, ...]]:
-    with connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        return list(cursor.fetchall())

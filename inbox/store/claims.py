@@ -7,10 +7,11 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
@@ -18,17 +19,42 @@ from django.db.models import F, Q
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now_after
-from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
-from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, assignments
+from inbox.store.arrivals import count_duplicate
+from inbox.store.dialect import (
+    BOUND,
+    IS_OPEN,
+    LONGEST_LOCK_WAIT,
+    TABLE,
+    UNBOUND,
+    as_bound,
+    assignments,
+    columns_of,
+    fetch,
+    locked_means_busy,
+    message_of,
+    run,
+)
 from inbox.store.failures import ABANDON_AS, as_written, fail
-from inbox.store.loading import columns_of, message_of
 from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
-from inbox.store.rows import ABANDONED, Failure, Guard, KeyBusy, OrderedKey, Successor, locked_means_busy
+from inbox.store.rows import (
+    ABANDONED,
+    COLUMNS,
+    Earlier,
+    Failure,
+    Guard,
+    KeyBusy,
+    NewRow,
+    OrderedKey,
+    Successor,
+    order_of,
+    stored_row,
+)
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import record_leaving, update
+from inbox.store.trail import record, update
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -36,20 +62,19 @@ if TYPE_CHECKING:
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
 _IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
+_COLUMNS = columns_of("m")
 _SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
 
-def _begin_text(longest_wait: str, row: str, fence: str, lock: str) -> str:
-    """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
-    return (
-        f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
-        f"WHERE id = {row} AND fence = {fence} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
-        f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
-        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-    )
-
-
-_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "bigint", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
+# One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
+_BEGIN = PreparedStatement(
+    "inbox_begin_stored",
+    ["text", "bigint", "bigint", "bigint"],
+    f"{BOUND.replace('%s', '$1')}, begun AS ({_SET_BEGUN} FROM bound "
+    f"WHERE id = $2 AND fence = $3 AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+    f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock($4)) "
+    f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true",
+)
 
 
 def claim_due(
@@ -72,25 +97,22 @@ def claim_due(
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection, handlers, quarantined=quarantined)
+    found, wanted = due.first_due(connection.vendor, quarantined=quarantined), json.dumps([*handlers])
     written = f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
-                f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {columns_of('m')}",
-                [*wanted, lasts],
-            )
-            row = cursor.fetchone()
-        claimed = message_of(alias, row) if row else None
+        sql = (
+            f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
+            f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}"
+        )
+        claimed = next((message_of(alias, row) for row in fetch(connection, sql, [wanted, lasts])), None)
     # An UPDATE of no row would still take the write lock.
     elif not due.due_handlers(alias, handlers):
         return None
     else:
         sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
+        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, wanted])), None)
     if claimed is not None and claimed.stopping:
         # It exempts this attempt from the crash quarantine, and not the next.
         under_claim(alias, claimed).update(stopping=False)
@@ -132,7 +154,7 @@ def begin_stored(
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state)
+    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state, begun=(0,))
 
 
 def _begin(
@@ -142,15 +164,8 @@ def _begin(
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
         lock = None if exclusive_key is None else run_lock(exclusive_key)
-        given: list[Any] = [as_bound(longest_wait), claimed.pk, claimed.fence, lock]
         with locked_means_busy:
-            if is_usable(connection):
-                connection.validate_no_broken_transaction()
-                ((proof, *found, _),) = _BEGIN.fetch(connection, given)
-            else:
-                with connection.cursor() as cursor:
-                    cursor.execute(_begin_text(*["%s"] * 4), given)
-                    ((proof, *found, _),) = cursor.fetchall()
+            ((proof, *found, _),) = run(_BEGIN, connection, [as_bound(longest_wait), claimed.pk, claimed.fence, lock])
         ordered, isolation, has_run_lock = found
         return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
     with connection.cursor() as cursor:
@@ -185,6 +200,58 @@ def identify(
     return True
 
 
+def make_parked_due(alias: str, row: NewRow) -> None:
+    """received, parked and due later → due now, because the run of its message has ended."""
+    receipts.message_of(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
+
+
+def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
+    """Make the row of a parked delivery that of its message `row`. False: that has another row. None: the claim has ended.
+
+    A copy that was stored later in the same order is counted on it, so that the message keeps its first place.
+
+    Raises:
+        ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
+    """
+    columns = {name: getattr(row, name) for name in COLUMNS} | {"headers": json.loads(row.headers)}
+    with deciding(alias, longest_wait), locked_means_busy:
+        later = _later_copy(alias, claimed, row)
+        if later is not None:
+            receipts.delete(alias, "id = %s", [later.pk])
+        named = identify(alias, claimed, columns)
+        if not named:
+            transaction.set_rollback(True, using=alias)
+        elif later is not None:
+            count_duplicate(alias, replace(stored_row(later), copies=later.duplicates))
+    return named
+
+
+def _later_copy(alias: str, claimed: InboxMessage, row: NewRow) -> InboxMessage | None:
+    if not claimed.ordered:
+        return None
+    behind = receipts.message_of(alias, row).filter(state=State.WAITING, ordered=True, key=claimed.key, day=LIVE)
+    return behind.exclude(pk=claimed.pk).first()
+
+
+def count_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> Earlier | None:
+    """received → ∅: its message `row` has another row, on which it is counted with its copies.
+
+    None: a transaction is running that row now, or the claim has ended; try again later.
+
+    Raises:
+        ConcurrentDuplicate: a lock was held for longer than `longest_wait`.
+    """
+    with deciding(alias, longest_wait), locked_means_busy:
+        given = [claimed.pk, claimed.fence]
+        copies = receipts.delete(alias, f"id = %s AND {IS_OPEN} AND fence = %s", given, returning="duplicates")
+        earlier = count_duplicate(alias, replace(row, copies=copies[0])) if copies else None
+        if earlier is None:
+            transaction.set_rollback(True, using=alias)
+        else:
+            promote_behind(alias, order_of(claimed))
+    return earlier
+
+
 def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
     """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: it is no longer ours.
 
@@ -204,7 +271,7 @@ def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
     with deciding(alias):
         written = {**SKIP_COPY.columns, "last_error": f"skipped: {reason}"}
         ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason)
-        promote_behind(alias, OrderedKey(claimed.handler, claimed.key) if ours and claimed.ordered else None)
+        promote_behind(alias, order_of(claimed) if ours else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
@@ -233,8 +300,7 @@ def age(alias: str, row: int) -> timedelta:
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeadLettered:
+class DeadLettered(NamedTuple):
     """A message that was made a dead letter."""
 
     handler: str
@@ -250,13 +316,11 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
         return []
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
     connection = connections[alias]
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        record_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
-        cursor.execute(
-            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {condition} "
-            "RETURNING handler, message_id, biz_id",
-            rows,
-        )
-        return [
-            DeadLettered(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()
-        ]
+    written, lock = assignments(ABANDON_AS, connection.vendor), "FOR UPDATE" if is_postgresql(connection) else ""
+    with transaction.atomic(using=alias):
+        was = dict(fetch(connection, f"SELECT id, state FROM {TABLE} WHERE {condition} {lock}", rows))
+        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, message_id, biz_id"
+        found = fetch(connection, sql, rows)
+        for pk, *_ in found:
+            record(alias, [pk], was=was[pk], reason=ABANDONED)
+    return [DeadLettered(*message) for _, *message in found]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
+from django.db.models import JSONField
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
+from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.now import NOW, DatabaseTime
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, PausedHandler, Receipt
+from inbox.store.rows import ConcurrentDuplicate
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -21,10 +27,24 @@ RECEIPTS = Receipt._meta.db_table
 IS_OPEN = f"day = {LIVE}"
 """The condition of messages that are not settled. With it, a statement reads only their partition."""
 PAUSED_HANDLERS = PausedHandler._meta.db_table
+_FIELDS = InboxMessage._meta.concrete_fields
+_NAMES = [field.attname for field in _FIELDS]
+_JSON = [index for index, field in enumerate(_FIELDS) if isinstance(field, JSONField)]
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
 """Before a PostgreSQL statement FROM bound: it limits the wait for a lock, and UNBOUND in its result undoes that."""
 UNBOUND = "set_config('lock_timeout', bound.before, true)"
+
+
+class _LockedMeansBusy(AbstractContextManager[object]):
+    """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:
+            raise ConcurrentDuplicate from error
+
+
+locked_means_busy = _LockedMeansBusy()
 
 
 def as_bound(longest_wait: timedelta) -> str:
@@ -51,15 +71,41 @@ def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[An
     """
     connection.ensure_connection()
     if binary(connection) == "%s" or connection.queries_logged or connection.execute_wrappers:
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return list(cursor.fetchall())
+        return fetch(connection, sql, parameters)
     from psycopg import Cursor  # noqa: PLC0415 - an extra
 
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors, Cursor(connection.connection) as cursor:
         cursor.execute(sql, parameters)
         return cursor.fetchall()
+
+
+def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    """The rows of a statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return list(cursor.fetchall())
+
+
+def run(statement: PreparedStatement, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The rows of a statement of PostgreSQL, which is sent as text where statements may not be prepared."""
+    if is_usable(connection):
+        connection.validate_no_broken_transaction()
+        return statement.fetch(connection, parameters)
+    return fetch_all(connection, *statement.as_text(parameters, binary(connection)))
+
+
+def columns_of(table: str) -> str:
+    """All columns of a message, for the RETURNING of a statement."""
+    return ", ".join(f"{table}.{field.column}{'::text' if isinstance(field, JSONField) else ''}" for field in _FIELDS)
+
+
+def message_of(alias: str, row: Sequence[Any]) -> InboxMessage:
+    """The message whose columns, as in `columns_of`, are this row. The ORM would take longer than the statement."""
+    values = [*row]
+    for index in _JSON:
+        values[index] = None if values[index] is None else json.loads(values[index])
+    return InboxMessage.from_db(alias, _NAMES, values)
 
 
 def is_reachable(alias: str) -> bool:

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.now import now
+from exactly_once.sql.now import NOW
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
-from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE, fetch
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)}) AND {IS_OPEN}"
 """Messages that are run when their next attempt is due, as in the index `inbox_due`."""
@@ -53,35 +49,31 @@ _UNPAUSED = {
 """`_WANTED` without the handlers that an operator has paused."""
 
 
-def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool) -> tuple[str, list[Any]]:
-    """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
+@cache
+def first_due(vendor: str, *, quarantined: bool) -> str:
+    """A query for the id of one due message: the one due longest, of the first handler that has any.
 
-    Paused handlers are left out.
-
-    On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
+    Its parameter is the handlers, a JSON array. Paused handlers are left out. On PostgreSQL the row is locked, and a few rows
+    that other transactions have locked are skipped.
 
     Args:
         quarantined: also messages whose last attempt began and never ended.
     """
-    also = "" if quarantined else _NOT_QUARANTINED
-    probe = _longest_due(connection, also)
-    wanted = _UNPAUSED[connection.vendor]
-    if is_postgresql(connection):
-        first = _longest_due(connection, also, most=_TRIED)
-        last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
-        # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
-        lock = (
-            f"SELECT id FROM {TABLE} WHERE id = tried.id AND {IS_OPEN} "
-            f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
-        )
-        # LIMIT stops the lateral queries as soon as one row is locked.
-        sql = (
-            f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({first} {_FOLLOWING}) UNION ALL ({last})) "
-            f"AS tried, LATERAL ({lock}) AS found LIMIT 1"
-        )
-    else:
-        sql = f"SELECT id FROM (SELECT ({probe}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
-    return sql, [json.dumps([*handlers])]
+    also, wanted = "" if quarantined else _NOT_QUARANTINED, _UNPAUSED[vendor]
+    if vendor != "postgresql":
+        return f"SELECT id FROM (SELECT ({_longest_due(vendor, also)}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
+    first = _longest_due(vendor, also, most=_TRIED)
+    last = _longest_due(vendor, also, order="DESC", most=_LAST_TRIED)
+    # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
+    lock = (
+        f"SELECT id FROM {TABLE} WHERE id = tried.id AND {IS_OPEN} "
+        f"AND CASE WHEN {STORED} THEN next_attempt_at <= {NOW[vendor]} ELSE false END FOR UPDATE SKIP LOCKED"
+    )
+    # LIMIT stops the lateral queries as soon as one row is locked.
+    return (
+        f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({first} {_FOLLOWING}) UNION ALL ({last})) "
+        f"AS tried, LATERAL ({lock}) AS found LIMIT 1"
+    )
 
 
 def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
@@ -89,10 +81,9 @@ def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
     if not handlers:
         return []
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _UNPAUSED[connection.vendor]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL", [json.dumps([*handlers])])
-        return [handler for (handler,) in cursor.fetchall()]
+    probe, wanted = _longest_due(connection.vendor), _UNPAUSED[connection.vendor]
+    sql = f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL"
+    return [handler for (handler,) in fetch(connection, sql, [json.dumps([*handlers])])]
 
 
 def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
@@ -105,35 +96,31 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
     connection = connections[alias]
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
     unpaused = _NOT_PAUSED.format(name="wanted.handler")
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
-            f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
-            f"AND {unpaused} AND ({_longest_due(connection)}) IS NOT NULL LIMIT {most}",
-            [after],
-        )
-        return [handler for (handler,) in cursor.fetchall()]
+    sql = (
+        f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
+        f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
+        f"AND {unpaused} AND ({_longest_due(connection.vendor)}) IS NOT NULL LIMIT {most}"
+    )
+    return [handler for (handler,) in fetch(connection, sql, [after])]
 
 
 def longest_due(alias: str) -> list[int]:
     """For every handler, the message that has been due longest, if any is due."""
     connection = connections[alias]
-    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
-        return [row for (row,) in cursor.fetchall() if row is not None]
+    probe, wanted = _longest_due(connection.vendor), _WANTED[connection.vendor]
+    found = fetch(connection, f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
+    return [row for (row,) in found if row is not None]
 
 
 def stored_handlers(alias: str) -> list[str]:
     """The handlers with messages that are run when due, by one index lookup for each."""
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
-            f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
-            "SELECT handler FROM named WHERE handler IS NOT NULL"
-        )
-        return [handler for (handler,) in cursor.fetchall()]
+    sql = (
+        f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
+        f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
+        "SELECT handler FROM named WHERE handler IS NOT NULL"
+    )
+    return [handler for (handler,) in fetch(connections[alias], sql)]
 
 
 def paused_handlers(alias: str) -> frozenset[str]:
@@ -148,12 +135,7 @@ def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
     """
     unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(RUN_ELSEWHERE)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
-    counts: dict[str, int] = {}
-    with connections[alias].cursor() as cursor:
-        for name in unknown:
-            cursor.execute(counted, [name])
-            counts[name] = cursor.fetchone()[0]
-    return counts
+    return {name: fetch(connections[alias], counted, [name])[0][0] for name in unknown}
 
 
 def abandoned(alias: str) -> list[int]:
@@ -162,13 +144,12 @@ def abandoned(alias: str) -> list[int]:
     if not handlers:
         return []
     places = ", ".join(["%s"] * len(handlers))
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}", handlers)
-        return [row for (row,) in cursor.fetchall()]
+    sql = f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}"
+    return [row for (row,) in fetch(connections[alias], sql, handlers)]
 
 
-def _longest_due(connection: BaseDatabaseWrapper, also: str = "", *, order: str = "ASC", most: int = 1) -> str:
+def _longest_due(vendor: str, also: str = "", *, order: str = "ASC", most: int = 1) -> str:
     return (
         f"SELECT id FROM {TABLE} stored WHERE stored.handler = wanted.handler AND {STORED} "
-        f"AND next_attempt_at <= {now(connection)} {also} ORDER BY next_attempt_at {order} LIMIT {most}"
+        f"AND next_attempt_at <= {NOW[vendor]} {also} ORDER BY next_attempt_at {order} LIMIT {most}"
     )

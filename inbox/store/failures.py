@@ -104,8 +104,14 @@ def fail(
 
 
 def as_inserted(failure: Failure) -> dict[str, Any]:
-    """The values of a failure, for an `Insertion`."""
-    return {**_texts(failure), "attempt": None if failure.deferred else _attempt(failure)}
+    """The `inserting.Values` of a failure."""
+    return {
+        **_texts(failure),
+        "attempt": None if failure.deferred else _attempt(failure),
+        "due_after": None if failure.retry_after is None else failure.retry_after.total_seconds(),
+        "attempts": failure.attempts,
+        "quarantined": failure.quarantined,
+    }
 
 
 def _texts(failure: Failure) -> dict[str, Any]:

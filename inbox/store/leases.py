@@ -2,8 +2,12 @@
 
 A `running` row belongs to the owner of its latest *fence*, until `next_attempt_at`. Every statement here that acts for an owner
 names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
+
+The results of a message's named steps are stored beside it, so that a retry does not take them again. A result of SQL's NULL
+means that the step was begun and its outcome is unknown. JSON's null is an ordinary result.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,29 +19,27 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.conf import inbox_options
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Step
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.claims import under_claim
-from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, assignments
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, fetch, locked_means_busy
 from inbox.store.failures import fail
-from inbox.store.inserting import Insertion, insert_one
+from inbox.store.inserting import insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
-from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
-from inbox.store.sentinel import WRITTEN
+from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
+from inbox.store.sentinel import written
 from inbox.store.trail import is_recorded, record, update
 
+STEPS = Step._meta.db_table
+_WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result, taken_at = excluded.taken_at"
 _LEASE_OVER = "its lease had ended: its process died, or the run took longer than the lease"
 # Without CASE the planner would use a partial index, and read the dead entries of leases that have ended since the last vacuum.
 _OWNED = f"{IS_OPEN} AND CASE WHEN state = 'running' AND next_attempt_at > statement_timestamp() THEN TRUE ELSE FALSE END"
 _CONSUME = PreparedStatement(
     "inbox_consume",
     ["bigint", "bigint", "boolean"],
-    f"UPDATE {TABLE} SET "
-    + WRITTEN.format(
-        finish=assignments(FINISH.columns, "postgresql"), attempts="attempts", result="result", keep="$3", empty="''"
-    )
-    + f" WHERE id = $1 AND fence = $2 AND {_OWNED}",
+    f"UPDATE {TABLE} SET {written('postgresql', keep='$3')} WHERE id = $1 AND fence = $2 AND {_OWNED}",
 )
 
 
@@ -55,8 +57,7 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: ti
     Raises:
         ConcurrentDuplicate: see `begin_fresh`.
     """
-    insertion = Insertion(row=row, state=State.RUNNING, due_after=lease.total_seconds(), attempts=1, fence=1)
-    pk = insert_one(alias, insertion, duplicate_timeout)
+    pk = insert_one(alias, row, State.RUNNING, duplicate_timeout, due_after=lease.total_seconds(), attempts=1, fence=1)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -73,14 +74,13 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
     if is_retry and is_postgresql(connection):
         ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
     one, given = f"CASE WHEN {ours} THEN 0 ELSE 1 END", [seconds] * ours.count("%s")
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
-            f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND digest = %s "
-            f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
-            [*given, *given, seconds, *receipts.name_of(row), row.digest, *given],
-        )
-        found = cursor.fetchall()
+    sql = (
+        f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, stopping = false, "
+        f"next_attempt_at = {now_after(connection)} WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND digest = %s "
+        f"AND state = 'running' AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence"
+    )
+    with transaction.atomic(using=alias):
+        found = fetch(connection, sql, [*given, *given, seconds, *receipts.name_of(row), row.digest, *given])
         granted = Granted(*found[0]) if found else None
         if granted and granted.fence > 1:  # fence 1 is a lease that was granted before
             record(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
@@ -110,7 +110,7 @@ def lease_stored(
     return Granted(claimed.pk, claimed.attempts, token) if ours else None
 
 
-def extend(alias: str, pk: int, fence: int, lease: timedelta, *, stopping: bool = False) -> bool:
+def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = False) -> bool:
     """running → running, until `lease` from now. False: it is no longer ours.
 
     Args:
@@ -169,3 +169,44 @@ def _refuse_concurrent_run(alias: str, pk: int, exclusive_key: OrderedKey | None
     )
     if others.exclude(pk=pk).exists():
         raise KeyBusy
+
+
+def steps_of(alias: str, row: int) -> dict[str, str | None]:
+    """The results of its steps as JSON, by name; None for one that was begun."""
+    # As text, because decoding jsonb would turn both null and NULL into None.
+    as_text = "result::text" if is_postgresql(connections[alias]) else "result"
+    return dict(fetch(connections[alias], f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row]))
+
+
+def remember(alias: str, row: int, fence: int, step: str, result: str | None) -> bool:
+    """Store the result of a step, or with None that it has begun. False: the lease is no longer ours."""
+    connection = connections[alias]
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
+    # The lock prevents that another owner takes the lease between reading and inserting and does not see the step.
+    lock = "FOR UPDATE" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {STEPS} (message_id, name, result, taken_at) "
+            f"SELECT id, %s, {as_json}, {now(connection)} FROM {TABLE} "
+            f"WHERE id = %s AND fence = %s AND state = 'running' AND next_attempt_at > {now(connection)} {lock} {_WRITE}",
+            [step, result, row, fence],
+        )
+        return bool(cursor.rowcount == 1)
+
+
+def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
+    """Store the known steps of a message that failed under an external lease."""
+    connection = connections[alias]
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
+    with connection.cursor() as cursor:
+        for step, result in steps.items():
+            cursor.execute(
+                f"INSERT INTO {STEPS} (message_id, name, result, taken_at) "
+                f"VALUES (%s, %s, {as_json}, {now(connection)}) {_WRITE}",
+                [row, step, result],
+            )
+
+
+def forget_begun(alias: str, row: int, fence: int, step: str) -> None:
+    """Delete a step that was begun and has not ended, unless the message has a later fence."""
+    Step.objects.using(alias).filter(message_id=row, message__fence=fence, name=step, result__isnull=True).delete()

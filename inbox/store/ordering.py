@@ -35,8 +35,7 @@ from exactly_once.sql.now import NOW_AFTER
 from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import IS_OPEN, TABLE
-from inbox.store.loading import columns_of, message_of
+from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, message_of, run
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 
@@ -79,8 +78,7 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
     gates = sorted({_gate(handler, key) for key in keys if key})
     if not gates or not is_postgresql(connection):
         return
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
+    fetch(connection, "SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
 
 
 def promote_next(alias: str, handler: str, key: str) -> int | None:
@@ -92,9 +90,7 @@ def promote_next(alias: str, handler: str, key: str) -> int | None:
     if is_postgresql(connection):
         promoted = _promote(connection, _PROMOTE_HEAD, [handler, key, 0, 0.0])
     else:
-        with connection.cursor() as cursor:
-            cursor.execute(f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])
-            promoted = cursor.fetchone()
+        promoted = next(iter(fetch(connection, f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])), None)
     return _recorded(alias, promoted[0]) if promoted else None
 
 
@@ -133,9 +129,7 @@ def settle_and_claim(
 
     PostgreSQL runs the claim after it has settled the row, and with a new snapshot. Call it only if statements are prepared.
     """
-    return settle.execute_and_fetch(
-        connection, given, _CLAIM_HEAD.prepared, [order.handler, order.key, 1, claimed_for.total_seconds()]
-    )
+    return settle.execute_and_fetch(connection, given, _CLAIM_HEAD, [order.handler, order.key, 1, claimed_for.total_seconds()])
 
 
 def _recorded(alias: str, promoted: int) -> int:
@@ -144,12 +138,12 @@ def _recorded(alias: str, promoted: int) -> int:
 
 
 def _promote(
-    connection: BaseDatabaseWrapper, statement: _HeadStatement, given: list[Any], found: list[tuple[Any, ...]] | None = None
+    connection: BaseDatabaseWrapper, statement: PreparedStatement, given: list[Any], found: list[tuple[Any, ...]] | None = None
 ) -> Sequence[Any] | None:
     """What the statement returns of the promoted row; it may have `found` it already."""
     while True:
         if found is None:
-            found = statement.fetch(connection, given)
+            found = run(statement, connection, given)
         ((state, *promoted),) = found or [("", None)]
         found = None
         if promoted[0] is not None:
@@ -159,33 +153,22 @@ def _promote(
         # An operator has skipped it between our read and our write; read again.
 
 
-class _HeadStatement:
+def _head_statement(name: str, returned: str) -> PreparedStatement:
     """It promotes the head of a key if it is waiting. Its row: the head's state, and columns of the promoted row or NULL."""
-
-    def __init__(self, name: str, returned: str) -> None:
-        self._returned = returned
-        self.prepared = PreparedStatement(name, ["text", "text", "int", "float8"], self._text("$1", "$2", "$3", "$4"))
-
-    def fetch(self, connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[Any, ...]]:
-        if is_usable(connection):
-            return self.prepared.fetch(connection, given)
-        with connection.cursor() as cursor:
-            cursor.execute(self._text(*["%s"] * 4), given)
-            return list(cursor.fetchall())
-
-    def _text(self, handler: str, key: str, attempts: str, seconds: str) -> str:
-        promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
-        return (
-            f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
-            # CASE prevents an index of all waiting rows: see the sentinel.
-            f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
-            f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {self._returned}) "
-            "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true"
-        )
+    promote = _PROMOTE.format(attempts="$3", due=NOW_AFTER["postgresql"] % "$4")
+    return PreparedStatement(
+        name,
+        ["text", "text", "int", "float8"],
+        f"WITH head AS MATERIALIZED ({_HEAD.format('$1', '$2')}), promoted AS ({promote} FROM head "
+        # CASE prevents an index of all waiting rows: see the sentinel.
+        f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
+        f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {returned}) "
+        "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true",
+    )
 
 
-_PROMOTE_HEAD = _HeadStatement("inbox_promote", f"{TABLE}.id")
-_CLAIM_HEAD = _HeadStatement("inbox_promote_claimed", columns_of(TABLE))
+_PROMOTE_HEAD = _head_statement("inbox_promote", f"{TABLE}.id")
+_CLAIM_HEAD = _head_statement("inbox_promote_claimed", columns_of(TABLE))
 _PROMOTE_ON_SQLITE = (
     f"{_PROMOTE.format(attempts='%s', due=NOW_AFTER['sqlite'])} "
     f"WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')}))"
@@ -194,11 +177,8 @@ _PROMOTE_ON_SQLITE = (
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
     """Does no open row of the key precede this place? Under the gate."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1", [handler, key, place]
-        )
-        return not cursor.fetchall()
+    before = f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1"
+    return not fetch(connections[alias], before, [handler, key, place])
 
 
 def run_lock(order: OrderedKey) -> int:
@@ -296,9 +276,7 @@ def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
             f"SELECT handler, key, id, state, min({PLACE}) FROM {TABLE} WHERE {OPEN} AND (handler, key) > (%s, %s) "
             f"GROUP BY handler, key ORDER BY handler, key LIMIT {_KEYS_AT_ONCE}"
         )
-    with connection.cursor() as cursor:
-        cursor.execute(sql, after)
-        return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in cursor.fetchall()]
+    return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in fetch(connection, sql, after)]
 
 
 def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
@@ -320,9 +298,8 @@ def _sees_every_commit(alias: str) -> bool:
     connection = connections[alias]
     if not is_postgresql(connection):
         return True
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute("SHOW transaction_isolation")
-        return bool(cursor.fetchone()[0] == _READ_COMMITTED)
+    with transaction.atomic(using=alias):
+        return fetch(connection, "SHOW transaction_isolation") == [(_READ_COMMITTED,)]
 
 
 def _gate(handler: str, key: str) -> int:

@@ -13,7 +13,7 @@ from exactly_once.sql.days import Today
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
-from inbox.store.dialect import RECEIPTS, TABLE
+from inbox.store.dialect import RECEIPTS, TABLE, fetch
 from inbox.store.rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
@@ -25,11 +25,6 @@ def name_of(row: NewRow) -> list[str]:
     return [row.handler, row.topic, row.biz_id]
 
 
-def of(alias: str, row: NewRow) -> QuerySet[Receipt]:
-    """The receipt that this delivery has, or is a duplicate of."""
-    return Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-
-
 def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMessage]:
     """The message with this name."""
     ids = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).values("pk")
@@ -38,7 +33,7 @@ def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMe
 
 def message_of(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
     """The message that this delivery has, or is a duplicate of."""
-    return InboxMessage.objects.using(alias).filter(pk__in=of(alias, row).values("pk"))
+    return named(alias, *name_of(row))
 
 
 def create(alias: str, **columns: Any) -> InboxMessage:
@@ -59,15 +54,9 @@ COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.pri
 
 def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: str = "id") -> list[Any]:
     """Delete messages that shall leave no trace, with their receipts; what is returned of each."""
-    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
-        deleted = cursor.fetchall()
-        delete_of(alias, [row for row, _ in deleted])
+    with transaction.atomic(using=alias):
+        deleted = fetch(connections[alias], f"DELETE FROM {TABLE} WHERE {condition} RETURNING id, {returning}", parameters)
+        if deleted:
+            sql = f"DELETE FROM {RECEIPTS} WHERE id IN ({', '.join(['%s'] * len(deleted))}) RETURNING id"
+            fetch(connections[alias], sql, [row for row, _ in deleted])
     return [returned for _, returned in deleted]
-
-
-def delete_of(alias: str, rows: Sequence[int]) -> None:
-    """Delete the receipts of these messages."""
-    if rows:
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"DELETE FROM {RECEIPTS} WHERE id IN ({', '.join(['%s'] * len(rows))})", rows)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import OperationalError
-
 from exactly_once.failures import REFUSED
-from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
-from exactly_once.sql.rows import value_of
-from exactly_once.wire.envelope import headers_as_json
+from exactly_once.wire.envelope import OPAQUE, headers_as_json
 from inbox.models import InboxMessage
 
 if TYPE_CHECKING:
@@ -53,22 +49,16 @@ class KeyBusy(Exception):
     """Another message of the same ordering key is being run."""
 
 
-class _LockedMeansBusy(AbstractContextManager[object]):
-    """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:
-            raise ConcurrentDuplicate from error
-
-
-locked_means_busy = _LockedMeansBusy()
-
-
 class OrderedKey(NamedTuple):
     """The scope of one order: an ordering key in one handler."""
 
     handler: str
     key: str
+
+
+def order_of(stored: InboxMessage) -> OrderedKey | None:
+    """The order that the row of this message has a place in."""
+    return OrderedKey(stored.handler, stored.key) if stored.ordered and stored.key else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +74,17 @@ class NewRow:
     handler: str
     topic: str
     biz_id: str
-    message_id: str
-    key: str
-    content_type: str
     body: bytes
     digest: str
-    headers: str
-    source: str
-    correlation_id: str
-    causation_id: str
-    traceparent: str
-    created_at: datetime | None
+    message_id: str = ""
+    key: str = ""
+    content_type: str = OPAQUE
+    headers: str = "{}"
+    source: str = ""
+    correlation_id: str = ""
+    causation_id: str = ""
+    traceparent: str = ""
+    created_at: datetime | None = None
     replayed: bool = False
     redelivered: bool = False
     copies: int = 0
@@ -124,15 +114,18 @@ COLUMNS = {
     "body": "bytea",
 }
 """The stored columns of a `NewRow`, with PostgreSQL's types."""
+columns_of = attrgetter(*COLUMNS)
 
 
-_ATTRIBUTES = ("key", "content_type", "headers", "source", "correlation_id", "causation_id", "traceparent")
+CARRIED = ("key", "content_type", "source", "correlation_id", "causation_id", "traceparent", "created_at")
+"""What a row has as its envelope has it, under the same names."""
+carried_of = attrgetter(*CARRIED)
 
 
 def attributes_of(row: NewRow) -> str:
     """What a conflicting duplicate has besides its id and body, as JSON."""
-    attributes = {name: getattr(row, name) for name in _ATTRIBUTES}
-    return json.dumps({**attributes, "created_at": row.created_at.isoformat() if row.created_at else None})
+    attributes = dict(zip(CARRIED, carried_of(row), strict=True))
+    return json.dumps({**attributes, "headers": row.headers}, default=datetime.isoformat)
 
 
 def conflicting_row(stored: InboxMessage) -> NewRow:
@@ -155,15 +148,8 @@ def conflicting_row(stored: InboxMessage) -> NewRow:
 
 def stored_row(stored: InboxMessage) -> NewRow:
     """The `NewRow` of a stored message."""
-    return value_of(
-        NewRow,
-        stored,
-        body=bytes(stored.body),
-        headers=headers_as_json(stored.headers),
-        replayed=False,
-        redelivered=False,
-        copies=0,
-    )
+    columns = dict(zip(COLUMNS, columns_of(stored), strict=True))
+    return NewRow(**{**columns, "body": bytes(stored.body), "headers": headers_as_json(stored.headers)})
 
 
 def emptied(row: NewRow) -> NewRow:
@@ -175,27 +161,7 @@ def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a biz-id that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
     biz_id = UNIDENTIFIED + hashlib.sha256(named).hexdigest()
-    return with_body_only(row.handler, row.topic, biz_id, row.body, digest=row.digest)
-
-
-def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest: str) -> NewRow:
-    """A row with only its name and its body."""
-    return NewRow(
-        handler=handler,
-        topic=topic,
-        biz_id=biz_id,
-        message_id="",
-        key="",
-        content_type="application/octet-stream",
-        body=body,
-        digest=digest,
-        headers="{}",
-        source="",
-        correlation_id="",
-        causation_id="",
-        traceparent="",
-        created_at=None,
-    )
+    return NewRow(handler=row.handler, topic=row.topic, biz_id=biz_id, body=row.body, digest=row.digest)
 
 
 @dataclass(slots=True)
@@ -216,7 +182,7 @@ class Guard:
     """The rows that the open transaction began with, and the proof that it is still the same transaction.
 
     Attributes:
-        begun: of new rows, their indexes among those that were given.
+        begun: the indexes of its rows among those that were given.
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
         emptied: the full rows, in their order, if they were inserted without body and headers.
         order: the order that its one row has a place in; the next message in it is to be promoted.

@@ -18,7 +18,7 @@ from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, run
 from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
@@ -29,15 +29,9 @@ if TYPE_CHECKING:
 
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
 SAVEPOINT = "inbox_guard"
-WRITTEN = (
-    "{finish}, attempts = {attempts}, result = {result}, "
-    "body = CASE WHEN {keep} THEN body ELSE {empty} END, headers = CASE WHEN {keep} THEN headers ELSE '{{}}' END"
-)
-"""If the bodies of done messages are not stored, the digest remains, so conflicting duplicates are still found."""
 _EMPTY = {"postgresql": "''", "sqlite": "x''"}
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = f"{IS_OPEN} AND CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
-_JSON = {"postgresql": "%s::jsonb", "sqlite": "%s"}
 _DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
@@ -50,20 +44,27 @@ _PROVE_MANY = PreparedStatement(
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
 _WRITE_RESULT = PreparedStatement(
-    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
+    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US} RETURNING id"
 )
-_SET_FINISHED = WRITTEN.format(
-    finish=assignments(FINISH.columns, "postgresql"),
-    attempts="$2",
-    result="coalesce($5, result)",
-    keep="$4",
-    empty=_EMPTY["postgresql"],
-)
+
+
+def written(vendor: str, *, keep: str, attempts: str = "attempts", result: str = "result") -> str:
+    """The SET of a row that is done. If its body is not stored, the digest remains, so conflicting duplicates are found."""
+    body = f"CASE WHEN {keep} THEN body ELSE {_EMPTY[vendor]} END"
+    headers = f"CASE WHEN {keep} THEN headers ELSE '{{}}' END"
+    done = assignments(FINISH.columns, vendor)
+    return f"{done}, attempts = {attempts}, result = {result}, body = {body}, headers = {headers}"
+
+
 _FINISH = PreparedStatement(
     "inbox_finish",
     ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text"],
-    f"UPDATE {TABLE} SET {_SET_FINISHED} WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 "
-    f"RETURNING {GATE.format(gate='$6', bound='$7')}",
+    f"UPDATE {TABLE} SET {written('postgresql', keep='$4', attempts='$2', result='coalesce($5, result)')} "
+    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7')}",
+)
+_FINISH_ON_SQLITE = (
+    f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} "
+    f"WHERE id = %s AND {_OURS} RETURNING id"
 )
 
 
@@ -144,37 +145,18 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     """How many rows were hit."""
     if guard.is_settled and result == guard.result:
         return _count_ours(connection, guard)
-    if guard.is_settled and is_usable(connection):
-        connection.validate_no_broken_transaction()
-        return _WRITE_RESULT.execute(connection, [guard.rows[0], result]).hit
-    if len(guard.rows) == 1 and is_usable(connection):
-        connection.validate_no_broken_transaction()
-        return _FINISH.execute(connection, _given(connection, guard, attempts, result)).hit
-    has_result, keep = result != guard.result, inbox_options().keeps_all_bodies
-    written = WRITTEN.format(
-        finish=assignments(FINISH.columns, connection.vendor),
-        attempts="%s",
-        result=_JSON[connection.vendor] if has_result else "result",
-        keep="%s",
-        empty=_EMPTY[connection.vendor],
-    )
-    sql = (
-        f"UPDATE {TABLE} SET {written} WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) "
-        f"AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
-    )
-    parameters: list[Any] = [attempts, *([result] if has_result else []), keep, keep, *guard.rows]
+    if guard.is_settled:
+        return len(run(_WRITE_RESULT, connection, [guard.rows[0], result]))
     if is_postgresql(connection):
-        sql += f" AND pg_current_xact_id()::text = %s RETURNING {GATE.format(gate='%s', bound='%s')}"
-        parameters += [guard.transaction, *for_gate(connection, guard.order)]
-    with connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        return int(cursor.rowcount)
+        return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
+    keep = inbox_options().keeps_all_bodies
+    return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
 
 
-def _given(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> list[Any]:
+def _given(guard: Guard, row: int, attempts: int, result: str | None) -> list[Any]:
     """The parameters of `_FINISH`."""
     keep = inbox_options().keeps_all_bodies
-    return [guard.rows[0], attempts, guard.transaction, keep, result, *for_gate(connection, guard.order)]
+    return [row, attempts, guard.transaction, keep, result, *for_gate(guard.connection, guard.order)]
 
 
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
@@ -188,7 +170,7 @@ def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: i
     assert guard.order is not None  # noqa: S101 - see _is_followed
     assert guard.successor is not None  # noqa: S101
     connection.validate_no_broken_transaction()
-    given = _given(connection, guard, attempts, None)
+    given = _given(guard, guard.rows[0], attempts, None)
     return settle_and_claim(connection, _FINISH, given, guard.order, guard.successor.claimed_for)
 
 
@@ -209,9 +191,7 @@ def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
 def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     """How many rows this transaction has inserted."""
     connection.validate_no_broken_transaction()
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
-        return int(cursor.fetchone()[0])
+    return len(fetch(connection, f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)]))
 
 
 def is_rolled_back(guard: Guard) -> bool:

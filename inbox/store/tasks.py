@@ -15,7 +15,7 @@ from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, fetch
 from inbox.store.rows import NewRow
 
 
@@ -39,14 +39,12 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
-            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {TABLE} WHERE id = {receipts.ID_OF} "
-            f"AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
-            [redelivery_after.total_seconds(), *receipts.name_of(row)],
-        )
-        found = cursor.fetchall()
+    sql = (
+        f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
+        f"WHERE {IS_OPEN} AND id = (SELECT id FROM {TABLE} WHERE id = {receipts.ID_OF} "
+        f"AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id"
+    )
+    found = fetch(connection, sql, [redelivery_after.total_seconds(), *receipts.name_of(row)])
     return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
 
 
@@ -63,11 +61,9 @@ def store_signature(alias: str, row: NewRow, headers: str) -> None:
 
 def outcome(alias: str, row: NewRow) -> TaskOutcome | None:
     """The outcome of the message that `row` repeats; None if it was deleted. One without history is taken to be done."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT COALESCE(m.state, 'done'), CAST(m.result AS text), COALESCE(m.last_error, '') "
-            f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id WHERE r.handler = %s AND r.topic = %s AND r.biz_id = %s",
-            receipts.name_of(row),
-        )
-        found = cursor.fetchone()
-    return TaskOutcome(State(found[0]), found[1], found[2]) if found else None
+    sql = (
+        "SELECT COALESCE(m.state, 'done'), CAST(m.result AS text), COALESCE(m.last_error, '') "
+        f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id WHERE r.id = {receipts.ID_OF}"
+    )
+    found = fetch(connections[alias], sql, receipts.name_of(row))
+    return next((TaskOutcome(State(state), result, error) for state, result, error in found), None)

@@ -79,39 +79,11 @@ def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matte
         reason: for people; "" if the states explain it.
         matters: see `is_recorded`.
     """
-    if rows and is_recorded(matters=matters):
-        places = ", ".join(["%s"] * len(rows))
-        _write(alias, "%s", "state", f"id IN ({places})", [str(was)], list(rows), reason)
-
-
-def record_leaving(
-    alias: str, condition: str, parameters: Sequence[Any], *, became: str, reason: str = "", matters: bool = True
-) -> int:
-    """Record a transition before it is made: of the rows that match `condition`, from their states to `became`.
-
-    The rows are locked, so that they do not change before the transition. Returns their number, or 0 if nothing was recorded.
-    """
-    if not is_recorded(matters=matters):
-        return 0
-    lock = "FOR UPDATE" if is_postgresql(connections[alias]) else ""
-    return _write(alias, "state", "%s", condition, [str(became)], parameters, reason, lock)
-
-
-def _write(
-    alias: str,
-    was: str,
-    became: str,
-    condition: str,
-    state: Sequence[str],
-    parameters: Sequence[Any],
-    reason: str,
-    lock: str = "",
-) -> int:
-    connection = connections[alias]
+    if not rows or not is_recorded(matters=matters):
+        return
+    connection, places = connections[alias], ", ".join(["%s"] * len(rows))
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{ENTRY} SELECT message_id, handler, {was}, {became}, {now(connection)}, %s, %s "
-            f"FROM {TABLE} WHERE {condition} {lock}",
-            [*state, this_process(), printable(reason, ERROR_LENGTH), *parameters],
+            f"{ENTRY} SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM {TABLE} WHERE id IN ({places})",
+            [str(was), this_process(), printable(reason, ERROR_LENGTH), *rows],
         )
-        return int(cursor.rowcount)

@@ -16,12 +16,12 @@ from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
-from inbox.leases.autocommit import is_inside_a_transaction
 from inbox.local import LocalTransport
 from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
+from inbox.transactions.sessions import is_inside_a_transaction
 
 TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.02

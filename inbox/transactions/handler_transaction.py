@@ -1,4 +1,4 @@
-"""One handler's transaction: inbox rows, effects and commit sentinel, committed together.
+"""What a handler is called with, and its transaction: inbox rows, effects and commit sentinel, committed together.
 
 A handler that ends the transaction, or leaves it unable to commit, is detected.
 """
@@ -6,6 +6,7 @@ A handler that ends the transaction, or leaves it unable to commit, is detected.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -22,12 +23,61 @@ from inbox.conf import inbox_options
 from inbox.errors import RetryLater, TransactionBroken, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
+from inbox.handlers.options import Lease as Terms
+from inbox.models import InboxMessage
 from inbox.store import sentinel
-from inbox.store.rows import ABANDONED, Guard
+from inbox.store.rows import ABANDONED, Failure, Guard, NewRow, OrderedKey, order_of
 from inbox.transactions.persistence import run_with_reruns, statements_of_ours
 from inbox.transactions.sessions import Supervision
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Arrival:
+    """A message for its handler.
+
+    Attributes:
+        row: its content; for a delivery the row to insert.
+        message: the handler's argument in its first run; None if it is refused, unread, or stored before it is run.
+        stored: its row in the database, if its attempt was claimed; None for a delivery.
+        refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
+        quarantined: the maximum message age is the only reason for refusing it.
+        unread: its body has not been read.
+    """
+
+    handler: Handler
+    row: NewRow
+    envelope: Envelope
+    message: Message | None = None
+    stored: InboxMessage | None = None
+    refused: str = ""
+    quarantined: bool = False
+    unread: bool = False
+
+    @property
+    def terms(self) -> Terms:
+        """The duration of its lease, and the limit of a run."""
+        if self.handler.lease is None:
+            raise ValueError(f"The handler {self.handler.name} has no lease.")
+        return self.handler.lease
+
+    @property
+    def order(self) -> OrderedKey | None:
+        """The order that its row has a place in."""
+        return None if self.stored is None else order_of(self.stored)
+
+    @property
+    def exclusive_key(self) -> OrderedKey | None:
+        """The key whose other messages may not run at the same time, even if its row has left the order."""
+        stored = self.stored
+        if stored is None or not stored.key or not (stored.ordered or self.handler.ordered):
+            return None
+        return OrderedKey(stored.handler, stored.key)
+
+    def leaves(self, failure: Failure) -> OrderedKey | None:
+        """The order that its row leaves after this failure."""
+        return self.order if failure.retry_after is None and self.handler.skips_dead else None
 
 
 def transact(
@@ -194,6 +244,5 @@ def _span(handler: Handler, envelopes: Sequence[Envelope]) -> AbstractContextMan
 def _count_lag(handler: Handler, envelopes: Sequence[Envelope]) -> None:
     now = utcnow()
     for envelope in envelopes:
-        if envelope.created_at is not None:
-            due_at = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-            metrics.LAG.observe(max((now - due_at).total_seconds(), 0.0), handler.name)
+        if (sent_at := envelope.sent_at) is not None:
+            metrics.LAG.observe(max((now - sent_at).total_seconds(), 0.0), handler.name)

@@ -18,13 +18,14 @@ removed, and the handler fails.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.connections import has_begun
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
@@ -119,7 +120,7 @@ class Supervision(SessionChanges):
     It refuses SQL that begins or ends a transaction, warns about writes to other databases, and records changes of the session.
 
     Raises:
-        TransactionBroken: see `NoneLeftOpen`.
+        TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -179,18 +180,44 @@ class Supervision(SessionChanges):
         return execute(sql, params, many, context)
 
 
-class NoneLeftOpen:
-    """A context: at its exit, close the blocks that were opened on the connections of this thread.
+def is_inside_a_transaction(alias: str) -> bool:
+    """Is there an `atomic()` on this connection, other than that of a test case?"""
+    # The same check as Django's atomic(durable=True).
+    return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
+
+
+@contextmanager
+def autocommit(alias: str) -> Iterator[None]:
+    """A handler runs outside any transaction: each of its statements commits by itself. Close what it leaves open.
 
     Raises:
-        TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
+        TransactionBroken: it returned with an open block or transaction, which is rolled back: the inbox's next write would
+            become part of it.
     """
+    before = _open_blocks()
+    try:
+        yield
+        _close_left_open(before, None)
+    except BaseException as error:
+        _close_left_open(before, error)
+        with suppress(TransactionBroken):
+            _refuse_left_open(alias)
+        raise
+    _refuse_left_open(alias)
 
-    def __enter__(self) -> None:
-        self._open = _open_blocks()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        _close_left_open(self._open, error)
+def _refuse_left_open(alias: str) -> None:
+    """Refuse an open transaction, including one that Django does not know."""
+    connection = connections[alias]
+    in_a_test_case = connection.in_atomic_block
+    if connection.connection is None or in_a_test_case:
+        return
+    if not connection.autocommit or has_begun(connection):
+        abandon(connection)
+        raise TransactionBroken(
+            "The handler returned with an open transaction, so its writes in it were rolled back. Use "
+            "`with transaction.atomic():`."
+        )
 
 
 def _open_blocks() -> list[tuple[Any, int, int]]:

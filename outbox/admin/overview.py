@@ -24,7 +24,8 @@ from outbox.store.heartbeats import relays
 from outbox.store.history import HISTORY
 
 _MOST_NAMED = 5
-_BACKLOG = (State.READY, State.WAITING, State.PAUSED)
+_BACKLOG = (State.READY, State.SCHEDULED, State.WAITING, State.PAUSED)
+"""Scheduled messages belong to it once they are due."""
 
 
 def _read(alias: str) -> sections.Reading:
@@ -33,7 +34,7 @@ def _read(alias: str) -> sections.Reading:
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
     rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
-    processes, paused = sections.listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
+    processes, paused = sections.listed(Process, app="outbox"), PausedTopic.objects.using(alias).filter(allowed_at=None).count()
     return sections.Reading(
         counts=counts,
         facts=[

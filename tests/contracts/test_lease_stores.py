@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 
@@ -9,9 +10,8 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from inbox import Lease as Terms
-from inbox.leases.database import DatabaseLeases
-from inbox.leases.opening import lease_store
-from inbox.leases.stores import Lease, LeaseRequest
+from inbox.leases.database import DatabaseLeases, lease_store
+from inbox.leases.stores import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.crash_quarantine import is_quarantined
@@ -48,9 +48,8 @@ def lease_handler(handles):
     return register
 
 
-def a_delivery(handler, envelope=None, **attributes):
-    arrival = read(handler, envelope or an_envelope(), OPTIONS)
-    return LeaseRequest(handler=handler, row=arrival.row, sent_at=arrival.envelope.created_at, **attributes)
+def a_delivery(handler, envelope=None):
+    return read(handler, envelope or an_envelope(), OPTIONS)
 
 
 def acquire(leases, request):
@@ -68,7 +67,7 @@ def claimed(request):
     make_due()
     stored = claims.claim_due(request.handler.using, [request.handler.name], timedelta(hours=1))
     assert stored is not None
-    return LeaseRequest(handler=request.handler, row=request.row, stored=stored)
+    return replace(request, stored=stored)
 
 
 def is_held(answer):
@@ -94,7 +93,7 @@ def let_expire(leases, lease):
 def taken_over(leases, lease):
     """The lease of the next owner, acquired once this one has expired."""
     let_expire(leases, lease)
-    return acquired(leases, lease.request)
+    return acquired(leases, lease.arrival)
 
 
 def failed(attempts=1, retry_after=timedelta(hours=1)):
@@ -182,7 +181,7 @@ class TestConsumed:
 
         wait_until(lambda: lease.is_over)
 
-        assert is_consumed(acquire(leases, lease.request))
+        assert is_consumed(acquire(leases, lease.arrival))
 
     def test_consuming_twice_succeeds_both_times(self, leases, lease_handler):
         lease = acquired(leases, a_delivery(lease_handler()))
@@ -200,10 +199,10 @@ class TestExpiredLease:
     def test_delivery_that_was_held_is_left_to_its_row_in_redis_and_takes_over_in_the_database(self, leases, lease_handler):
         """Redis marks the message as stored when a delivery is held; in the database the record is the row itself."""
         lease = acquired(leases, a_delivery(lease_handler()))
-        assert is_held(acquire(leases, lease.request))
+        assert is_held(acquire(leases, lease.arrival))
         let_expire(leases, lease)
 
-        assert isinstance(acquire(leases, lease.request), Lease) is isinstance(leases, DatabaseLeases)
+        assert isinstance(acquire(leases, lease.arrival), Lease) is isinstance(leases, DatabaseLeases)
 
     def test_next_owner_gets_a_greater_fence_and_the_next_attempt(self, leases, lease_handler):
         stalled = acquired(leases, a_delivery(lease_handler()))

@@ -71,6 +71,16 @@ def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fail
     assert (found[SMS]["Failing"], found[CHARGE]["Failing"]) == ("1 retrying 1 dead", "1 dead")
 
 
+def test_scheduled_messages_belong_to_the_backlog_of_their_topic_once_they_are_due():
+    a_message(State.SCHEDULED, topic=PLACED, due_ago=2 * MINUTE)
+    a_message(State.SCHEDULED, topic=PLACED, due_ago=-2 * MINUTE)
+
+    found = rows(opened())[PLACED]
+
+    assert found["Backlog"] == "1"
+    assert "2 min ago" in found["Oldest"]
+
+
 def test_a_handler_of_several_topics_is_shown_with_all_of_them(handles):
     handles(print, name=RESERVE, topic=[PLACED, SMS])
 
@@ -141,6 +151,18 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
         reverse("admin:outbox_pausedtopic_changelist"), {"action": "resume", "_selected_action": resume["value"]}
     )
     assert "Resume these topics?" in asked.content.decode()
+
+
+def test_limited_topic_is_shown_as_limited_and_may_be_paused_but_not_resumed():
+    PausedTopic.objects.create(topic=SMS, paused_at=utcnow(), is_resuming=True, allowed_at=utcnow())
+    a_message(State.PAUSED, topic=SMS)
+
+    response = opened(*PAUSED, "pause_pausedtopic", "resume_pausedtopic")
+
+    row = rows(response)[SMS]
+    assert row["pause"]
+    assert "Limited" in row["State"]
+    assert not Page(response).all("input", name="_selected_action")
 
 
 def test_pause_and_resume_are_not_offered_without_their_permissions():

@@ -14,7 +14,7 @@ from inbox import Lease
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving import claimed
+from inbox.receiving import reading
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals
@@ -326,7 +326,7 @@ class TestLockedRows:
         params = connection.get_connection_params()
         names = ("dbname", "user", "host", "port")
         operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
-        stored_envelope = claimed.stored_envelope
+        stored_envelope = reading.stored_envelope
 
         def lock_first(stored):
             if not operator.info.transaction_status:
@@ -335,9 +335,9 @@ class TestLockedRows:
 
         @contextmanager
         def lock():
-            monkeypatch.setattr(claimed, "stored_envelope", lock_first)
+            monkeypatch.setattr(reading, "stored_envelope", lock_first)
             yield
-            monkeypatch.setattr(claimed, "stored_envelope", stored_envelope)
+            monkeypatch.setattr(reading, "stored_envelope", stored_envelope)
             operator.rollback()
 
         with operator:

@@ -24,7 +24,7 @@ from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
-from inbox.leases.opening import lease_store
+from inbox.leases.database import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators import decisions
@@ -1200,7 +1200,7 @@ def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_a
     def fails(*given):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(leased_receiving, "_run", fails)
+    monkeypatch.setattr(leased_receiving, "run", fails)
 
     assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Outcome.STORED]
     assert (the_row().state, effects()) == (State.RUNNING, 0)

@@ -24,9 +24,10 @@ from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import InHand
-from inbox.receiving.outcomes import Policy
+from inbox.receiving.run import Policy
 from outbox import monitoring as outbox_tables
 from outbox.states import State
+from outbox.store import pausing
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, deliver, options, the_effect
 from tests.support.heartbeats import a_relay
@@ -185,13 +186,13 @@ class TestWaiting:
             if outcome == "begun":
                 raise Reject("the first one fails")
 
-        def settle_later(policy, row, error):
+        def settle_later(policy, arrival, error):
             """Or the copy would find the dead letter, if it is slow."""
             assert again.wait(30)
-            return settle(policy, row, error)
+            return settle(policy, arrival, error)
 
-        settle = Policy.settle_fresh_failure
-        monkeypatch.setattr(Policy, "settle_fresh_failure", settle_later)
+        settle = Policy.settle_failure
+        monkeypatch.setattr(Policy, "settle_failure", settle_later)
         handler, envelope = handles(handle, name="waits"), an_envelope()
         long = options(DUPLICATE_TIMEOUT=timedelta(seconds=30 if outcome != "deferred" else self.WAIT_SECONDS))
         with InAThread(lambda: deliver(handler, envelope)):
@@ -248,7 +249,12 @@ class TestTableGauges:
         call_command("outbox_pause", "t")
         set_columns(published("t"), state=State.PAUSED)
 
-        assert scraped(outbox_tables.table_gauges("default"))["outbox_paused_messages", "default", "t"] == 1
+        pausing.limit("default", "limited", 5.0, [])
+
+        found = scraped(outbox_tables.table_gauges("default"))
+        assert {name: value for name, value in found.items() if "outbox_paused_messages" in name} == {
+            ("outbox_paused_messages", "default", "t"): 1
+        }
 
     def test_inbox_gauges_show_open_states_and_unattended_handlers(self, handles):
         handles(lambda message: None)

@@ -21,6 +21,7 @@ from django.db import DatabaseError, InterfaceError, connection, connections
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox import Ordered, RetryLater
 from inbox.consumer.runner import Runner
 from inbox.errors import Reject
@@ -432,15 +433,20 @@ def do_nothing(*args, **kwargs):
     return None
 
 
+def change(patch, module, name, old, new):
+    """Replace a part of a prepared statement."""
+    statement = getattr(module, name)
+    assert old in statement.text
+    patch.setattr(module, name, PreparedStatement(f"{name}_changed", statement.types, statement.text.replace(old, new)))
+
+
+DEAD_IS_SETTLED = ordering.OPEN.replace("'done'", "'done', 'dead'")
 BLOCK, SKIP = "block", "skip"
 MUTATIONS = {
     "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(admitting, "hold_gates", do_nothing)),
     "settling does not lock the key": (
         BLOCK,
-        lambda patch: (
-            patch.setattr(sentinel, "is_usable", lambda connection: False),
-            patch.setattr(sentinel, "GATE", "{gate}, {bound}::text"),
-        ),
+        lambda patch: change(patch, sentinel, "_FINISH", "pg_advisory_xact_lock($6)", "$6"),
     ),
     "done does not promote the next": (
         BLOCK,
@@ -457,10 +463,10 @@ MUTATIONS = {
     "dead does not block its key": (
         BLOCK,
         lambda patch: (
-            patch.setattr(inserting, "is_usable", lambda connection: False),
-            patch.setattr(inserting, "OPEN", ordering.OPEN.replace("'done'", "'done', 'dead'")),
-            patch.setattr(ordering, "is_usable", lambda connection: False),
-            patch.setattr(ordering, "_HEAD", ordering._HEAD.replace("'done'", "'done', 'dead'")),
+            change(patch, inserting, "_MANY", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, inserting, "_MANY_RECORDED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, ordering, "_PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, ordering, "_CLAIM_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
         ),
     ),
     "out of order runs concurrently": (

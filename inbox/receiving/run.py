@@ -1,0 +1,189 @@
+"""One run of a handler, for one message or many, in one transaction: begin, call, prove and commit, then settle.
+
+Fresh deliveries begin with the INSERT of their rows, by one statement, and the guard names those that are new. A stored message
+begins with the lock of its row. Then the handler is called, the commit sentinel proves that the transaction is still the one
+that began, and after the commit the outcome is settled; then the caller acknowledges. A `Policy` decides how.
+
+Many messages are a batch that its handler takes at once, or single calls that share a commit: group commit in databases (DeWitt
+et al. 1984), to save round trips instead of disk writes. Any error rolls all of them back. Then the caller runs smaller parts,
+down to single messages, so that a poisoned message fails alone.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from django.db import connections
+
+from exactly_once.wire.text import describe
+from inbox import metrics, signals
+from inbox.conf import InboxOptions
+from inbox.errors import TransactionEnded
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.outcome import Outcome
+from inbox.receiving.attempt_refunds import refunds
+from inbox.receiving.outcomes import duplicate, fail_stored, failure_of, send, store_failure
+from inbox.receiving.reading import message_for
+from inbox.store import arrivals as fresh
+from inbox.store import claims, statistics
+from inbox.store.rows import ConcurrentDuplicate, Guard, KeyBusy, Successor
+from inbox.transactions.handler_transaction import Arrival, call, transact
+from inbox.transactions.persistence import DatabaseUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+def handled(handler: Handler, messages: Sequence[Message]) -> None:
+    statistics.count_handled(handler.using, handler.name, len(messages))
+    if metrics.HANDLED.is_attached:
+        metrics.HANDLED.add(len(messages), handler.name)
+    for message in messages:
+        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+        if signals.message_handled.receivers:
+            send(signals.message_handled, message=message, handler=handler.name)
+
+
+class Policy:
+    """What differs between kinds of work. This is the policy of messages: a failure is stored, and a runner retries it.
+
+    A delivery may be acknowledged when the policy's method has returned an `Outcome`, except DEFERRED.
+
+    Attributes:
+        attempt: the number of a fresh delivery's attempt. The first one is run once more if its session is lost.
+        durable: the transaction must not be a savepoint of the caller's.
+        default_result: the JSON that a fresh row is inserted with as its handler's result.
+        encode_result: returns the JSON that is stored with the row as the handler's result; None: no result is stored.
+    """
+
+    attempt = 1
+    durable = True
+    default_result: str | None = None
+    encode_result: Callable[[object], str | None] | None = None
+
+    def __init__(self, handler: Handler, options: InboxOptions) -> None:
+        self.handler, self.options = handler, options
+
+    def message_for_run(self, arrival: Arrival) -> Message:
+        """The handler's argument for one run: a new object for each, because a handler may change its payload."""
+        message, arrival.message = arrival.message, None
+        return message or message_for(arrival, self.options)
+
+    def settle_success(self, messages: Sequence[Message]) -> None:
+        handled(self.handler, messages)
+
+    def settle_failure(self, arrival: Arrival, error: BaseException) -> Outcome:
+        handler, options, stored = self.handler, self.options, arrival.stored
+        if stored is None:
+            return store_failure(handler, arrival.row, failure_of(handler, error, self.attempt, options), options)
+        return fail_stored(handler, stored, failure_of(handler, error, stored.attempts, options, row=stored.pk))
+
+    def settle_duplicate(self, arrival: Arrival) -> Outcome:
+        """It was not run: a row of this name exists, or a stored message is no longer ours."""
+        return Outcome.DUPLICATE if arrival.stored is not None else duplicate(self.handler, arrival.row)
+
+
+def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None = None) -> list[Outcome] | None:
+    """Run fresh deliveries, or one stored message whose attempt was claimed, in one transaction; returns the outcome of each.
+
+    None: several have failed together, without any effect, and are to be run in smaller parts.
+
+    Args:
+        successor: claims the next message of the order, if the stored message is handled.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer; nothing was decided. If the attempt of a stored message was not made,
+            it is to be refunded.
+        ConcurrentDuplicate: another transaction is handling the single message, or has locked its row.
+        KeyBusy: another message of its key is being run.
+    """
+    handler, first, single = policy.handler, arrivals[0], len(arrivals) == 1
+    stored, ran = first.stored, dict[int, Message]()
+    attempt = policy.attempt if stored is None else stored.attempts
+    of = first.row.message_id if single else f"{len(arrivals)} messages"
+    begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran)
+    try:
+        # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
+        reruns = single and policy.attempt == attempt == 1
+        transact(handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable, reruns=reruns)
+    except DatabaseUnavailable:
+        if stored is not None:
+            refunds.add(handler.using, partial(claims.give_back, handler.using, stored))
+        raise
+    except (ConcurrentDuplicate, KeyBusy):
+        if single:
+            raise
+        return None
+    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
+    except BaseException as error:  # noqa: BLE001
+        return _settle_failed(policy, arrivals, ran, error)
+    if ran:
+        policy.settle_success([*ran.values()])
+    if single:
+        return [Outcome.HANDLED if ran else policy.settle_duplicate(first)]
+    return [Outcome.HANDLED if index in ran else _duplicate(policy, arrival) for index, arrival in enumerate(arrivals)]
+
+
+def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None, ran: dict[int, Message]) -> Guard | None:
+    """The first statement of the transaction; fills `ran` with the arguments of the handler. None: there is nothing to run."""
+    alias, first, longest_wait = policy.handler.using, arrivals[0], policy.options.DUPLICATE_TIMEOUT
+    ran.clear()
+    if first.stored is not None:
+        guard = claims.begin_stored(alias, first.stored, first.exclusive_key, successor, longest_wait=longest_wait)
+    else:
+        rows = [arrival.row for arrival in arrivals]
+        guard = fresh.begin_fresh(alias, rows, longest_wait, attempt=policy.attempt, result=policy.default_result)
+    for index in guard.begun if guard is not None else ():
+        ran[index] = policy.message_for_run(arrivals[index])
+    return guard
+
+
+def _settle_failed(
+    policy: Policy, arrivals: Sequence[Arrival], ran: Collection[int], error: BaseException
+) -> list[Outcome] | None:
+    if len(arrivals) == 1:
+        return [policy.settle_failure(arrivals[0], error)]
+    if isinstance(error, TransactionEnded) and error.is_stored:
+        return [
+            policy.settle_failure(arrival, error) if index in ran else policy.settle_duplicate(arrival)
+            for index, arrival in enumerate(arrivals)
+        ]
+    logger.info(
+        "%s: %d messages in one transaction were rolled back and are run in smaller parts: %s",
+        policy.handler.name,
+        len(arrivals),
+        describe(error),
+    )
+    return None
+
+
+def _call_all(policy: Policy, arrivals: Sequence[Arrival], ran: Mapping[int, Message]) -> str | None:
+    """One call with all messages, or one for each."""
+    handler, given = policy.handler, [(message, arrivals[index].envelope) for index, message in ran.items()]
+    if len(given) == 1 or handler.batch:
+        returned = call(handler, given)
+        return policy.encode_result(returned) if policy.encode_result else None
+    for one in given:
+        call(handler, [one])
+    # Single calls would each have their own commit: a hook that raises must not stop the others' hooks.
+    connection: Any = connections[handler.using]
+    connection.run_on_commit = [
+        (savepoints, partial(_run_hook, handler, hook), False) for savepoints, hook, _ in connection.run_on_commit
+    ]
+    return None
+
+
+def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
+    try:
+        hook()
+    except Exception:
+        logger.exception("An on_commit hook of %s failed after its effect was committed.", handler.name)
+
+
+def _duplicate(policy: Policy, arrival: Arrival) -> Outcome:
+    try:
+        return policy.settle_duplicate(arrival)
+    except DatabaseUnavailable:
+        # The others are committed; running all of them again would count them as duplicates.
+        return Outcome.DEFERRED
