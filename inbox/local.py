@@ -57,10 +57,8 @@ class LocalTransport(Transport):
         parts = deque(_in_parts(messages))
         while parts and monotonic() <= deadline:
             part = parts.popleft()
-            if len(part) == 1:
-                verdicts[part[0].position] = self._send_one(part[0])
-            elif (together := self._send_together(part)) is not None:
-                verdicts |= together
+            if (sent := self._send_part(part)) is not None:
+                verdicts |= sent
             else:
                 half = len(part) // 2
                 parts.extendleft([part[half:], part[:half]])
@@ -70,41 +68,36 @@ class LocalTransport(Transport):
     def companions(self) -> Sequence[Companion]:
         return self._runner, RunnerHeartbeats(self._runner), executor(), *housekeepers()
 
-    def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
+    def _send_part(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
         """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""
         try:
+            # A savepoint: one bad row must not fail the batch.
             with transaction.atomic(using=self._alias):
                 return self._hand_over(messages)
-        except DatabaseError as error:
-            if not is_about_values(error):
+        except Exception as error:
+            if isinstance(error, DatabaseError) and not is_about_values(error):
                 raise
-        except Exception as error:  # noqa: BLE001 - it is raised again for the message that causes it
+            if len(messages) == 1:
+                return {messages[0].position: self._failed(messages[0], error)}
             logger.debug("local transport: %d messages are handed over in smaller parts: %s", len(messages), describe(error))
         return None
 
-    def _send_one(self, message: OutgoingMessage) -> Verdict:
-        # A savepoint each: one bad row must not fail the batch.
-        try:
-            with transaction.atomic(using=self._alias):
-                return self._hand_over([message])[message.position]
-        except ConcurrentDuplicate:
+    def _failed(self, message: OutgoingMessage, error: Exception) -> Verdict:
+        """The verdict of a message that raised `error`. A damaged row may raise anything."""
+        if isinstance(error, ConcurrentDuplicate):
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
-        except DatabaseUnavailable as outage:
-            if self._outages.is_due():
-                logger.warning(
-                    "local transport: message %s of %s cannot be handed over: %s. It stays ready and is tried again; no "
-                    "attempt is counted. Make that database available, or correct biz_id=.",
-                    message.envelope.id,
-                    message.envelope.topic,
-                    outage,
-                )
-            return Verdict(PublishOutcome.UNKNOWN, str(outage))
-        except DatabaseError as error:
-            if not is_about_values(error):
-                raise
-            return Verdict(PublishOutcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
-        except Exception as error:  # noqa: BLE001 - a damaged row may contain anything
-            return Verdict(PublishOutcome.REFUSED, f"it cannot be handed over: {describe(error)}")
+        if not isinstance(error, DatabaseUnavailable):
+            why = "the inbox cannot store it" if isinstance(error, DatabaseError) else "it cannot be handed over"
+            return Verdict(PublishOutcome.REFUSED, f"{why}: {describe(error)}")
+        if self._outages.is_due():
+            logger.warning(
+                "local transport: message %s of %s cannot be handed over: %s. It stays ready and is tried again; no "
+                "attempt is counted. Make that database available, or correct biz_id=.",
+                message.envelope.id,
+                message.envelope.topic,
+                error,
+            )
+        return Verdict(PublishOutcome.UNKNOWN, str(error))
 
     def _hand_over(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict]:
         options = inbox_options()

@@ -12,9 +12,8 @@ process holds the lease; it may be repeated when a process is killed in between.
 import json
 import logging
 import socket
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,6 +33,7 @@ from exactly_once.models import Alert
 from exactly_once.operators.leases import TableLease
 from exactly_once.process.heartbeat import one_line
 from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import beside
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
@@ -49,6 +49,7 @@ sent in the process that evaluates, after the commit, and is lost if that dies i
 _LEASED_ROUNDS = 3
 _FIRST_DELAY = timedelta(minutes=1)
 _KEPT_CLEARED = timedelta(days=30)
+_LONGEST_GOODBYE_SECONDS = 1.0
 _MOST_SENT = 50
 """Deliveries of one round, so that a round with a slow receiver ends before the lease."""
 
@@ -223,19 +224,11 @@ class Alerting:
             self._evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
 
 
-@contextmanager
-def alerting(aliases: Collection[str], stop: StopRequest) -> Iterator[None]:
+def alerting(aliases: Collection[str], stop: StopRequest) -> AbstractContextManager[None]:
     """Evaluate the alerts of these databases on a thread of its own during the block."""
     watched: Sequence[str] = [alias for alias in aliases if not connections[alias].in_atomic_block]  # as in a test
     end = stop.follower()
-    thread = threading.Thread(target=Alerting(watched).run, args=[end], name="alerts", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        # Bounded: a slow receiver or an unresponsive database must not delay the shutdown.
-        thread.join(1.0)
+    return beside([("alerts", partial(Alerting(watched).run, end))], end, seconds=_LONGEST_GOODBYE_SECONDS)
 
 
 class AlertTable:

@@ -5,16 +5,19 @@ executes no bytecode. On the main thread such a wait would delay SIGTERM until t
 only for signals and for the end of the work, and ends the process when a stop takes too long.
 """
 
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from math import inf
 from typing import Any, TypeVar
 
 from django.db import connections
 
-from exactly_once.process.clock import awake
+from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.loop import StopRequest, end_process, running_until_signalled
 
 Result = TypeVar("Result")
@@ -61,6 +64,30 @@ def _run_on_a_thread(work: Callable[[StopRequest], Result], stop: StopRequest, g
         if awake() >= ends_at and thread.is_alive():
             end_process(f"it was asked to stop {grace:g} s ago and has not finished")
     return outcome.result()
+
+
+@contextmanager
+def beside(loops: Iterable[tuple[str, Callable[[], object]]], end: StopRequest, *, seconds: float) -> Iterator[None]:
+    """Run loops, each with the name of its thread, beside the block; then set their `end`, and wait up to `seconds` for them.
+
+    Bounded: an unresponsive database, or a slow receiver, must not delay the shutdown.
+    """
+    threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in loops]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        end_at = monotonic() + seconds
+        for thread in threads:
+            thread.join(max(end_at - monotonic(), 0))
+
+
+def stack_of(thread: int | None) -> str:
+    """What this thread executes now; "" if it has ended."""
+    frame = sys._current_frames().get(thread or 0)  # noqa: SLF001 - documented, and the only way to a thread's stack
+    return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def is_private(connection: Any) -> bool:

@@ -19,7 +19,7 @@ from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import fit
 from inbox.conf import InboxOptions
-from inbox.handlers.handler import Handler, as_biz_id
+from inbox.handlers.handler import Handler, as_biz_id, value_at
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
@@ -221,16 +221,9 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 def _identity(biz_id: Any, bound: inspect.BoundArguments, by_name: Mapping[str, Any]) -> str | None:
     if biz_id is None:
         return None
-    return as_biz_id(biz_id(*bound.args, **bound.kwargs) if callable(biz_id) else _follow(biz_id, by_name))
-
-
-def _follow(path: str, arguments: Mapping[str, Any]) -> object:
-    found: Any = arguments
-    for name in path.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            raise LookupError(f"the arguments have no {path!r}")
-        found = found[name]
-    return found
+    if callable(biz_id):
+        return as_biz_id(biz_id(*bound.args, **bound.kwargs))
+    return as_biz_id(value_at(biz_id, by_name, "the arguments have no"))
 
 
 def _body(by_name: Mapping[str, Any]) -> tuple[str, bytes]:

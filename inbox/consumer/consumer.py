@@ -7,9 +7,7 @@ or of a channel closes the connection; the broker delivers again, and the inbox 
 """
 
 import logging
-import sys
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +35,7 @@ from exactly_once.masking import masked
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage
+from exactly_once.process.running import stack_of
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
@@ -513,7 +512,6 @@ class Consumer:
 
     @staticmethod
     def _report_stuck(running: RunningLoad, now: float) -> None:
-        frame = sys._current_frames().get(running.thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
         first = running.load[0]
         logger.warning(
             "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a run. The "
@@ -521,7 +519,7 @@ class Consumer:
             first.handler.name,
             first.message.properties.get("message_id"),
             now - running.since,
-            "".join(traceback.format_stack(frame)),
+            stack_of(running.thread),
         )
 
     def _is_drained(self) -> bool:

@@ -5,10 +5,10 @@ for them. The watchdog, not the heartbeat, ends a process whose loops are silent
 to send one affects only what operators see.
 """
 
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -21,6 +21,7 @@ from exactly_once.plurals import number
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
+from exactly_once.process.running import beside
 from exactly_once.sql.connections import drop_unusable_connections
 from inbox.conf import inbox_options
 from inbox.consumer.runner import Runner
@@ -79,25 +80,12 @@ class Heartbeats:
         self._started_at = monotonic()
         self._end = StopRequest()
 
-    @contextmanager
-    def sending(self, aliases: Collection[str]) -> Iterator[None]:
+    def sending(self, aliases: Collection[str]) -> AbstractContextManager[None]:
         """Send heartbeats to these databases during the block, and mark the rows as stopped at its end."""
         # In a test's transaction, no other connection would see the row.
         outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
-        threads = [
-            threading.Thread(target=self._send_to, args=[alias, self._writer(alias)], name=f"heartbeat-{alias}", daemon=True)
-            for alias in outside_transactions
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._end.set()
-            end_at = monotonic() + _SHUTDOWN_WAIT_SECONDS
-            # Bounded: an unresponsive database must not block the shutdown.
-            for thread in threads:
-                thread.join(max(end_at - monotonic(), 0))
+        loops = [(f"heartbeat-{alias}", partial(self._send_to, alias, self._writer(alias))) for alias in outside_transactions]
+        return beside(loops, self._end, seconds=_SHUTDOWN_WAIT_SECONDS)
 
     def _writer(self, alias: str) -> HeartbeatWriter:
         tally = statistics.tally_from_now(alias)

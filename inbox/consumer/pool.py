@@ -5,9 +5,7 @@ so that neither starves the other. No more handlers run at a time than there are
 """
 
 import logging
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +15,7 @@ from math import inf
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.running import stack_of
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
@@ -91,13 +90,12 @@ class Pool:
         occupied = slots.occupied(limit)
         for name in occupied.keys() - self._occupied:
             count, seconds, thread = occupied[name]
-            frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, and the only way to a thread's stack
             logger.error(
                 "handler %s: each of the %d threads that may run it has been running it for more than %.0f s, so its other "
                 "messages wait. %s. Set timeout= to limit a run. The stack of one of the threads:\n%s",
                 *(name, count, seconds),
                 "Other handlers continue" if count < len(self._threads) else "They are all threads, so other handlers wait too",
-                "".join(traceback.format_stack(frame)),
+                stack_of(thread),
             )
         self._occupied = {*occupied}
 
@@ -183,9 +181,6 @@ class Pool:
         """The lanes of databases that can store."""
         return [lane for lane in self._lanes if lane.handler.using not in self._probe_at] if self._probe_at else self._lanes
 
-    def _is_paused(self, lane: Lane) -> bool:
-        return self._runner.is_paused(lane.handler)
-
     def is_running(self, handler: Handler) -> bool:
         """Has a thread a load of this handler in hand? Once the handler is paused, no thread takes another one."""
         with self._changed:
@@ -219,7 +214,8 @@ class Pool:
                     self._changed.notify()  # there may be more work for an idle thread
                     return job
                 self._on_idle()
-                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering if not self._is_paused(lane)]
+                lanes = [lane for lane in self._answering if not self._runner.is_paused(lane.handler)]
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in lanes]
                 left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
@@ -227,20 +223,20 @@ class Pool:
     def _choose(self, now: float) -> Callable[[], object] | None:
         if self._stored_next and self._runner.seconds_left(now) <= 0:
             self._stored_next = False
-            return self._run_stored
+            return self._runner.turn
         for alias, at in self._probe_at.items():
             if at <= now:
                 self._probe_at[alias] = inf
                 return partial(self._probe_database, alias)
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
-            if lane.handler.using in self._probe_at or self._is_paused(lane):
+            if lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
                 continue
             if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, now, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
                 return self._job(lane, load, turn, now, partial(self._check_for, lane))
-        return self._run_stored if self._runner.seconds_left(now) <= 0 else None
+        return self._runner.turn if self._runner.seconds_left(now) <= 0 else None
 
     def _job(
         self, lane: Lane, load: list[Delivery], turn: int, now: float, do: Callable[[list[Delivery]], object]
@@ -250,9 +246,6 @@ class Pool:
         me = threading.get_ident()
         self._running[me] = RunningLoad(now, me, load)
         return partial(self.run, lane, load, do)
-
-    def _run_stored(self) -> None:
-        self._runner.turn()
 
     def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:
         try:

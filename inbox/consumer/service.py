@@ -1,18 +1,17 @@
 """A consumer process: consumer, runner, watchdog, companions, and an orderly shutdown."""
 
 import logging
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.broker import is_local, why_unusable
 from exactly_once.masking import masked
 from exactly_once.operators.alerts import alerting
-from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
+from exactly_once.process.running import beside
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion
 from inbox.conf import inbox_options
@@ -73,8 +72,12 @@ def serve(
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in handlers}
     bulk, housekeeping = executor(), housekeepers()
-    beside = _beside([bulk, *housekeeping], stop, drain=drain)
-    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), beside:
+    companions: Sequence[Companion] = () if drain else (bulk, *housekeeping)
+    end = stop.follower()
+    loops = beside(
+        [(type(each).__name__, partial(each.run, end)) for each in companions], end, seconds=_LONGEST_GOODBYE_SECONDS
+    )
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), loops:
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
@@ -88,23 +91,6 @@ def serve(
                 for housekeeper in housekeeping if drain else ():
                     housekeeper.drain(stop)
         logger.info("runner: stopped. Stored messages run: %d.", runner.ran)
-
-
-@contextmanager
-def _beside(companions: Sequence[Companion], stop: StopRequest, *, drain: bool) -> Iterator[None]:
-    """Run the companions in threads beside the block, unless it drains."""
-    running, end = () if drain else companions, stop.follower()
-    threads = [threading.Thread(target=each.run, args=[end], name=type(each).__name__, daemon=True) for each in running]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        # Bounded: an unresponsive database must not block the shutdown.
-        end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
-        for thread in threads:
-            thread.join(max(end_at - monotonic(), 0))
 
 
 def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:

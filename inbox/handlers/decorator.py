@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from functools import update_wrapper
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from exactly_once.settings import per_second
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 from inbox.errors import NotCallable
-from inbox.handlers.handler import Handler, why_contradictory
+from inbox.handlers.handler import Handler, value_at, why_contradictory
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import (
     AS_THE_SETTINGS,
@@ -308,12 +308,7 @@ def _biz_id_at(path: str) -> BizId:
     """A function that returns the payload field at `path`."""
 
     def biz_id(message: Message) -> object:
-        found = message.payload
-        for name in path.split("."):
-            if not isinstance(found, Mapping) or name not in found:
-                raise LookupError(f"the payload has no field {path!r}")
-            found = found[name]
-        return found
+        return value_at(path, message.payload, "the payload has no field")
 
     return biz_id
 

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -158,6 +158,15 @@ def as_biz_id(named: object) -> str:
             "unrelated messages do not share one"
         )
     return fit(str(named))
+
+
+def value_at(path: str, given: object, missing: str) -> object:
+    """The value at a path of names, "order.id". Raises LookupError, with `missing`, if there is none."""
+    for name in path.split("."):
+        if not isinstance(given, Mapping) or name not in given:
+            raise LookupError(f"{missing} {path!r}")
+        given = given[name]
+    return given
 
 
 def why_contradictory(handler: Handler) -> str | None:

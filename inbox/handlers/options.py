@@ -272,10 +272,9 @@ def require_start(start_from: object) -> None:
     if isinstance(start_from, datetime):
         if start_from.tzinfo is None:
             raise ValueError(f"start_from is {start_from!r}: it must have a time zone, as datetime(2026, 3, 1, tzinfo=UTC).")
-    elif not isinstance(start_from, str):
-        raise TypeError(f"start_from is {start_from!r}: it must be 'beginning', 'now' or a datetime with a time zone.")
-    elif start_from not in {"beginning", "now"}:
-        raise ValueError(f"start_from is {start_from!r}: it must be 'beginning', 'now' or a datetime with a time zone.")
+    elif start_from not in ("beginning", "now"):
+        kind = ValueError if isinstance(start_from, str) else TypeError
+        raise kind(f"start_from is {start_from!r}: it must be 'beginning', 'now' or a datetime with a time zone.")
 
 
 def _always(message: Message) -> bool:

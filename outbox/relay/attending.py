@@ -10,9 +10,7 @@ thread. The call still counts for its group, so the number of hanging threads is
 """
 
 import logging
-import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.process.running import stack_of
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.turns import Turns
@@ -295,7 +294,6 @@ class Attendant:
                     self._start_thread()
                 running.reported_at = now
             self._bell.ring()
-            frame = sys._current_frames().get(running.thread or 0)  # noqa: SLF001 - documented; the only way to a thread's stack
             logger.error(
                 "%s: %s has been running for %.0f s. Other calls continue, of %s up to %d at a time in this process. Set a "
                 "timeout for what it waits for, and restart this process. Its stack:\n%s",
@@ -304,5 +302,5 @@ class Attendant:
                 now - running.since,
                 running.call.group,
                 self._each,
-                "".join(traceback.format_stack(frame)) if frame else "(it has just returned)",
+                stack_of(running.thread) or "(it has just returned)",
             )

@@ -66,8 +66,8 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each:
         for topic in topics:
             at, position, limit = offsets.get(topic, Offset("", 0, each))
             cursor.execute(
-                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m WHERE {_SCHEDULED} "
-                "AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
+                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m "
+                f"WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
                 [topic, at, position, within.total_seconds(), limit],
             )
