@@ -44,6 +44,8 @@ _AT_LEAST_EVERY = timedelta(seconds=10)
 _BURST_SECONDS = 0.1
 _RELEASE_SECONDS = 0.05
 """Between two releases of a limited topic, so that each is of several messages at a high rate."""
+_LONGEST_RELEASE = timedelta(seconds=1)
+"""The same, so that a rate that was raised in the settings applies soon, though by the old one nothing is allowed for an hour."""
 _ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at")
 _IS_STOPPED = "(NOT is_resuming OR allowed_at IS NOT NULL)"
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
@@ -207,7 +209,7 @@ def release_allowed(alias: str, topic: str, per_second: float, unwritable: Unwri
             row.delete(using=alias)
             return 0
         allowed_at += timedelta(seconds=len(positions) / per_second)
-        probe_at = max(allowed_at, at) + timedelta(seconds=_RELEASE_SECONDS)
+        probe_at = min(max(allowed_at, at) + timedelta(seconds=_RELEASE_SECONDS), at + _LONGEST_RELEASE)
         _rows(alias, topic).update(in_trial=[*unsent, *positions], allowed_at=allowed_at, probe_at=probe_at)
         return unwritable.change(positions, partial(count_moved, alias, RESUME))
 

@@ -131,6 +131,8 @@ def test_raised_rate_applies_at_once_although_the_next_message_was_due_in_an_hou
     many(30)
     with relaying(peer.url, **at("1/h")):
         wait_until(lambda: count(State.PAUSED) == 29)
+        limited_at = the_row().probe_at
+        wait_until(lambda: the_row().probe_at != limited_at)  # by the rate of an hour
     with relaying(peer.url, **at("1000/s")):
         wait_until(lambda: count(State.PUBLISHED) == 30)
 
