@@ -12,7 +12,14 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import date_of, day_of
-from exactly_once.sql.faults import CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
+from exactly_once.sql.faults import (
+    CHECK_VIOLATION,
+    DUPLICATE_TABLE,
+    INSUFFICIENT_PRIVILEGE,
+    is_canceled,
+    is_collision,
+    sqlstate_of,
+)
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
@@ -23,6 +30,12 @@ _OWNER = (
     "housekeeping of %r: the database user of this process may not make or drop partitions of the history of the %s (%s). "
     "Messages are processed; new history is in its default partition, and old rows are deleted one by one. Make that user the "
     "owner of the tables, with the right to create tables in their schema."
+)
+
+
+_TAKEN = (
+    "housekeeping of %r: the table %s exists, and is not a partition of the history of the %s. History of that day is in the "
+    "default partition. If the table was detached, attach it again or rename it."
 )
 
 
@@ -38,7 +51,7 @@ class DayKeeper:
         self._app, self._alias = app, alias
         self._history = history
         self._longest_wait = longest_wait
-        self._refusals = Reminder()
+        self._refusals, self._taken = Reminder(), Reminder()
         self._wait_again_at = -inf
         self._unmakeable: set[int] = set()
         self._deleted_until = 0
@@ -72,13 +85,16 @@ class DayKeeper:
         try:
             return change(self._alias, day, self._longest_wait if waits else None)
         except DatabaseError as error:
-            if waits and sqlstate_of(error) != CHECK_VIOLATION:
+            if waits and sqlstate_of(error) not in {CHECK_VIOLATION, DUPLICATE_TABLE}:
                 self._wait_again_at = monotonic() + _BETWEEN_WAITS_SECONDS
             if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, self._app, describe(error))
             elif sqlstate_of(error) == CHECK_VIOLATION:
                 self._unmakeable.add(day)
+            elif sqlstate_of(error) == DUPLICATE_TABLE:
+                if self._taken.is_due():
+                    logger.warning(_TAKEN, self._alias, self._history.days.name(day), self._app)
             elif is_collision(error) or is_canceled(error):
                 # For example, a transaction that reads or writes history is open. Waiting for it would delay the others.
                 logger.debug("History of %s is in use: %s", date_of(day), error)

@@ -15,7 +15,7 @@ from django.db.models import Model, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, date_of, day_of
-from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_collision, sqlstate_of
+from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import Days
 from exactly_once.sql.rows import delete_in_chunks
@@ -108,10 +108,10 @@ class History:
 
     def _dropped(self, alias: str, day: int) -> int:
         """Drop this day; the number of its rows. 0: it could not be dropped, so its rows have to be deleted."""
-        count = self.rows(alias).filter(day=day).count()
         try:
+            count = self.rows(alias).filter(day=day).count()
             return count if self.drop_day(alias, day) else 0
         except DatabaseError as error:
-            if is_collision(error) or sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
+            if is_collision(error) or is_canceled(error) or sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
                 return 0
             raise

@@ -96,14 +96,14 @@ class Days:
 
         Raises:
             django.db.Error: the default partition was locked for too long, or is too large to be read in time; the user may not
-                create tables; or the default partition already has rows of this day, which stay there.
+                create tables; the default partition already has rows of this day, which stay there; or another table has the
+                name of the partition, as one that was detached.
         """
         name, wait = self.name(day), longest_wait or LONGEST_WAIT
         with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
             # Two transactions that find no partition would both create one. Writers of history do not wait for this lock.
             cursor.execute(f"LOCK TABLE ONLY {self.history} IN SHARE UPDATE EXCLUSIVE MODE")
-            cursor.execute(f"SELECT to_regclass('{name}') IS NOT NULL")
-            if cursor.fetchone()[0]:
+            if day in self.existing(alias):
                 return True
             # PostgreSQL reads the default partition, to check that it has no row of this day.
             cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])

@@ -548,6 +548,37 @@ class TestHousekeeping:
         assert execute("SELECT to_regclass(%s) IS NOT NULL", detached) == [(True,)]
         execute(f"DROP TABLE {detached}")
 
+    def test_table_of_a_detached_day_is_not_taken_for_its_partition(self, today, caplog):
+        DAYS.make("default", today + 1)
+        detached, keeping = DAYS.name(today + 1), housekeeper()
+        execute(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
+        try:
+            for _ in range(2):
+                keeping.drain(StopRequest())
+            assert DAYS.existing("default") == [today, today + 2, today + 3]
+        finally:
+            execute(f"DROP TABLE {detached}")
+        [report] = [record.getMessage() for record in caplog.records if record.levelname in {"WARNING", "ERROR"}]
+        assert f"the table {detached} exists, and is not a partition of the history of the outbox" in report
+
+        keeping.drain(StopRequest())
+        assert today + 1 in DAYS.existing("default")
+
+    def test_rows_of_a_day_are_deleted_if_the_statement_that_drops_it_is_canceled(self, today, monkeypatch):
+        """As by `statement_timeout`, while another transaction reads history."""
+        monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
+        DAYS.make("default", today - 9)
+        settled_before(9)
+        execute("SET statement_timeout = '2s'")
+        try:
+            with a_session(f"SELECT count(*) FROM {TABLE}"):
+                assert list(history.HISTORY.purge("default", 7 * DAY)) == [1]
+        finally:
+            execute("RESET statement_timeout")
+
+        assert today - 9 in DAYS.existing("default")
+        assert not OutboxMessage.objects.exists()
+
     @every_database
     def test_old_rows_without_a_partition_are_deleted_in_small_transactions(self, monkeypatch):
         monkeypatch.setattr("outbox.relay.housekeeping.CHUNK", 3)
