@@ -182,7 +182,7 @@ class Traffic:
 
     Attributes:
         kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
-        backlog: the states of messages that wait for their turn.
+        backlog: the states of messages that wait for their turn, and are due.
         counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
         names: those that are known otherwise, up to a number.
         paused: the model of the paused names.

@@ -24,7 +24,8 @@ from outbox.store.heartbeats import relays
 from outbox.store.history import HISTORY
 
 _MOST_NAMED = 5
-_BACKLOG = (State.READY, State.WAITING, State.PAUSED)
+_BACKLOG = (State.READY, State.SCHEDULED, State.WAITING, State.PAUSED)
+"""Scheduled messages belong to it once they are due."""
 
 
 def _read(alias: str) -> sections.Reading:

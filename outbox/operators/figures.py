@@ -33,8 +33,13 @@ def counts(alias: str) -> dict[State, Count]:
 
 
 def counts_by_topic(alias: str, states: Iterable[State]) -> dict[str, dict[str, Count]]:
-    """The number of messages in each of these states by topic, up to a limit for each state."""
-    return count_each(alias, _sources(alias, states), column="available_at", by="topic")
+    """The number of messages in each of these states by topic, up to a limit for each state; of scheduled ones those due."""
+    sources = _sources(alias, states)
+    if State.SCHEDULED in sources:
+        connection = connections[alias]
+        due = f"state = '{State.SCHEDULED}' AND day = {LIVE} AND available_at <= {now_after(connection) % 0}"
+        sources[State.SCHEDULED] = [f"FROM {live(connection)} WHERE {due} ORDER BY available_at, id"]
+    return count_each(alias, sources, column="available_at", by="topic")
 
 
 def _sources(alias: str, states: Iterable[State]) -> dict[str, list[str]]:

@@ -71,6 +71,16 @@ def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fail
     assert (found[SMS]["Failing"], found[CHARGE]["Failing"]) == ("1 retrying 1 dead", "1 dead")
 
 
+def test_scheduled_messages_belong_to_the_backlog_of_their_topic_once_they_are_due():
+    a_message(State.SCHEDULED, topic=PLACED, due_ago=2 * MINUTE)
+    a_message(State.SCHEDULED, topic=PLACED, due_ago=-2 * MINUTE)
+
+    found = rows(opened())[PLACED]
+
+    assert found["Backlog"] == "1"
+    assert "2 min ago" in found["Oldest"]
+
+
 def test_a_handler_of_several_topics_is_shown_with_all_of_them(handles):
     handles(print, name=RESERVE, topic=[PLACED, SMS])
 
