@@ -1,6 +1,8 @@
 """`manage.py check` for what both apps need: databases, their settings, and the functions that redact."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -53,6 +55,21 @@ def check_databases(app_configs: object, databases: Sequence[str] | None = None,
         )
         for alias in _with_our_tables(databases or ())
         if connections[alias].vendor not in _SUPPORTED_VENDORS
+    ]
+
+
+def warnings_of_settings(setting: str, options: type, *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
+    """One for each setting of the project that is named like an option of the dictionary `setting`."""
+    names = [field.name for field in dataclasses.fields(options)]
+    given = [name for name in dir(settings) if name.startswith(f"{setting}_")]
+    return [
+        Warning(
+            f"The setting {name} is not read.",
+            hint=f"Write it into the dictionary {setting}, as {setting}[{close[0]!r}].",
+            id=id,
+        )
+        for name in given
+        if (close := get_close_matches(name.removeprefix(f"{setting}_"), names, n=1))
     ]
 
 

@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
-from exactly_once.checks import check_with, warnings_of_history
+from exactly_once.checks import check_with, warnings_of_history, warnings_of_settings
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
@@ -41,6 +41,12 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
         # If the outbox is installed, it reports this.
         return [] if apps.is_installed("outbox") else [Error(str(error), id="inbox.E001")]
     return []
+
+
+@register()
+def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W009: a setting that is named like an option of INBOX, such as INBOX_BROKER_URL, and is not read."""
+    return warnings_of_settings("INBOX", InboxOptions, id="inbox.W009")
 
 
 @register(Tags.database)
@@ -82,9 +88,10 @@ def check_dedup_keys(chosen: InboxOptions) -> Iterator[CheckMessage]:
 
 @check_with(inbox_options)
 def check_broker(chosen: InboxOptions) -> Iterator[CheckMessage]:
-    """inbox.E004: a broker that cannot be used."""
+    """inbox.E004: a broker that cannot be used. One of `OUTBOX` is reported by the outbox, if that is installed."""
     url = chosen.broker_url
-    if not is_local(url) and (reason := why_unusable(url)):
+    is_own = chosen.BROKER_URL or not apps.is_installed("outbox")
+    if is_own and not is_local(url) and (reason := why_unusable(url)):
         yield Error(
             f"The inbox's broker is {masked(url)}, which cannot be used: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,

@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.utils.module_loading import module_has_submodule
 
 from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
-from exactly_once.checks import check_with, warnings_of_history
+from exactly_once.checks import check_with, warnings_of_history, warnings_of_settings
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
@@ -100,6 +100,12 @@ def check_encoders(chosen: OutboxOptions) -> Iterator[CheckMessage]:
                 hint="Until it can, every publish() of these topics fails. Name a subclass of json.JSONEncoder.",
                 id="outbox.E005",
             )
+
+
+@register()
+def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """outbox.W008: a setting that is named like an option of OUTBOX, such as OUTBOX_BROKER_URL, and is not read."""
+    return warnings_of_settings("OUTBOX", OutboxOptions, id="outbox.W008")
 
 
 @register(Tags.database)

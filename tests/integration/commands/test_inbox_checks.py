@@ -35,6 +35,17 @@ def test_healthy_project_passes_every_check(handles):
     assert found() == {}
 
 
+@pytest.mark.parametrize("name", ["INBOX_BROKER_URL", "INBOX_BROKER_ULR"])
+def test_setting_beside_the_dictionary_that_is_named_like_an_option_is_reported(settings, name):
+    settings.INBOX_WHATEVER_ELSE = "of another app"
+    setattr(settings, name, "amqp://shop:secret@host//")
+
+    warning = found()["inbox.W009"]
+
+    assert warning.msg == f"The setting {name} is not read."
+    assert "INBOX['BROKER_URL']" in warning.hint
+
+
 def test_every_mistake_in_the_inbox_setting_is_reported_at_once():
     with override_settings(INBOX={"MAX_ATEMPTS": 3, "PREFETCH": "many"}):
         problems = [message.msg for message in ours.check_options(None)]

@@ -65,6 +65,17 @@ def test_encoder_that_cannot_be_loaded_is_an_error(settings, path, reason):
     assert reason in problem.msg
 
 
+@pytest.mark.parametrize("name", ["OUTBOX_BROKER_URL", "OUTBOX_BROKER_ULR"])
+def test_setting_beside_the_dictionary_that_is_named_like_an_option_is_reported(settings, name):
+    settings.OUTBOX_WHATEVER_ELSE = "of another app"
+    setattr(settings, name, "amqp://shop:secret@host//")
+
+    warning = found()["outbox.W008"]
+
+    assert warning.msg == f"The setting {name} is not read."
+    assert "OUTBOX['BROKER_URL']" in warning.hint
+
+
 class TestBrokerCheck:
     def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
         settings.OUTBOX = {"BROKER_URL": "local://"}

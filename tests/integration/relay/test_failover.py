@@ -137,19 +137,22 @@ class TestUrl:
 
 
 class TestChecks:
-    def found(self, url):
-        with override_settings(OUTBOX={"BROKER_URL": url}, DEBUG=True):
+    def found(self, url, **inbox):
+        with override_settings(OUTBOX={"BROKER_URL": url}, INBOX=inbox, DEBUG=True):
             return {message.id: message for message in run_checks() if message.id.startswith(("outbox.", "inbox."))}
 
     @pytest.mark.parametrize(
         "url", ["amqp://a;redis://b", "amqp://a;local://", "local://;amqp://b", "amqp://a;", "amqp://a ;amqp://b"]
     )
     def test_checks_reject_urls_of_different_kinds_with_a_hint(self, url):
-        found = self.found(url)
+        found = self.found(url, BROKER_URL=url)
 
         assert {"outbox.E002", "inbox.E004"} <= set(found)
         for name in ("outbox.E002", "inbox.E004"):
             assert "all of one kind" in found[name].hint
+
+    def test_broker_that_the_inbox_takes_from_the_outbox_is_reported_once(self):
+        assert set(self.found("amqp://a;redis://b")) == {"outbox.E002"}
 
     def test_checks_accept_several_rabbitmq_urls(self):
         assert self.found("amqp://a//;amqp://b//;amqps://c//") == {}
