@@ -178,7 +178,7 @@ class TestWarnings:
         consumers.mark_stopped("default", a_consumer(host="stopped").id)
         assert words in the_list().text
         with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
-            assert "Their messages wait in the broker's queues. Start `inbox_consume`" in the_list().text
+            assert "Their messages wait in the broker's queues. Start inbox_consume" in the_list().text
 
         a_consumer()
         assert "No consumer is running" not in the_list().text

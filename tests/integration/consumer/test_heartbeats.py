@@ -115,7 +115,7 @@ def test_consumer_without_a_broker_is_shown_with_what_it_waits_for(service):
 @pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
 def test_process_that_runs_the_handlers_of_local_is_shown_as_a_consumer(service, name):
     service = service("local://")
-    assert "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`." in service.status()
+    assert "Their messages wait in the database. Start outbox_relay or inbox_consume." in service.status()
 
     with service.runs(name) as process, service.runs("outbox_relay"):
         process.until(heartbeats)
