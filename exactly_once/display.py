@@ -246,8 +246,10 @@ def until(begin: datetime, end: datetime) -> str:
 
 
 def brief(length: timedelta) -> str:
-    """A short duration, which may be negative between two clocks: "12 ms", "-3 ms", "4 s"."""
-    return f"{length // timedelta(milliseconds=1)} ms" if length < timedelta(seconds=2) else duration(length)
+    """A short duration, which may be negative between two clocks: "12 ms", "-3 ms", "1.57 s", "4 s"."""
+    if abs(length) < timedelta(seconds=1):
+        return f"{length // timedelta(milliseconds=1)} ms"
+    return f"{number(length / timedelta(seconds=1), 2)} s" if length < timedelta(seconds=2) else duration(length)
 
 
 def exact(instant: datetime) -> str:

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 from django.urls import reverse
 
+from exactly_once.display import brief
 from exactly_once.process.clock import utcnow
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import TrailEntry
@@ -51,6 +52,14 @@ def a_life(reason="refused by the broker", process="relay-1:4711:lane-1"):
         reason="no such article",
     )
     return row, received
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "shown"),
+    [(12, "12 ms"), (-3, "-3 ms"), (999, "999 ms"), (1570, "1.57 s"), (-1570, "-1.57 s"), (4000, "4 s")],
+)
+def test_time_between_two_moments_is_shown_in_milliseconds_below_a_second(milliseconds, shown):
+    assert brief(timedelta(milliseconds=milliseconds)) == shown
 
 
 def words(page):
