@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
-from django.db import DatabaseError
-
-from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
@@ -58,12 +55,7 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     quarantined = quarantine.take(options.REDELIVERY_AFTER)
 
     def claim() -> InboxMessage | None:
-        try:
-            return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
-        except DatabaseError as error:
-            if is_collision(error):
-                return None
-            raise
+        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
 
     try:
         stored = committed(claim, alias)

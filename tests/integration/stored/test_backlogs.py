@@ -6,17 +6,19 @@ from contextlib import contextmanager
 
 import psycopg
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.faults import SERIALIZATION_FAILURE
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, make_due, the_effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, effects, make_due, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
+from tests.support.refused_rows import cleared, refused
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -212,3 +214,21 @@ def store(handler, biz_id):
     with transaction.atomic():
         hand_over(handler, arrival)
     return arrival.row
+
+
+def test_claim_that_collides_with_another_transaction_is_repeated_and_not_taken_for_nothing_due(handles):
+    handler = handles(the_effect)
+    insert("due", handler.name, "received", "-1 hour", 1)
+
+    def clear_after(execute, *statement):
+        try:
+            return execute(*statement)
+        except OperationalError:
+            cleared()
+            raise
+
+    table = "inbox_inboxmessage_live"
+    with refused(SERIALIZATION_FAILURE, where="true", table=table), connection.execute_wrapper(clear_after):
+        assert drain() == 1
+
+    assert (InboxMessage.objects.get().attempts, effects()) == (1, 1)
