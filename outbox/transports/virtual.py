@@ -111,6 +111,9 @@ class VirtualTransport(Transport):
             return self._send_formed(envelope, Wire.from_text(message.wire))
         exchange = message.exchange or self._exchange.name
         bound = self._bound(exchange, envelope.topic)
+        if bound is not None and message.queue and message.queue not in bound:
+            # The queue of a handler is bound to the exchange of its project, even if this topic has its own here.
+            bound = self._bound(self._exchange.name, envelope.topic) or ()
         if bound is not None and (not bound or message.queue not in {"", *bound}):
             which = f"the queue {message.queue!r} is not" if message.queue else "no queue is"
             return Verdict(

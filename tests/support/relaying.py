@@ -205,12 +205,12 @@ def in_threads(*functions, stop=None):
 
 
 class Queue:
-    """A queue on a real broker, bound to the outbox's exchange."""
+    """A queue on a real broker, by default bound to the outbox's exchange."""
 
-    def __init__(self, url, topic=TOPIC, name="tests", **arguments):
+    def __init__(self, url, topic=TOPIC, name="tests", exchange=EXCHANGE, **arguments):
         self._connection = kombu.Connection(url)
-        exchange = kombu.Exchange(EXCHANGE, "topic", durable=True)
-        queue = kombu.Queue(name, exchange, topic, durable=True, queue_arguments=arguments or None)
+        source = kombu.Exchange(exchange, "topic", durable=True)
+        queue = kombu.Queue(name, source, topic, durable=True, queue_arguments=arguments or None)
         self._bound = queue(self._connection.channel())
         self._bound.declare()
 

@@ -470,6 +470,17 @@ class TestRedis:
             assert ids(billing.take(2)) == ids(messages)
             assert other.take_all() == []
 
+    @pytest.mark.parametrize("exchange", ["outbox", "audit"])
+    def test_queue_gets_messages_of_a_topic_with_an_exchange_of_its_own(self, redis_url, exchange):
+        """It is bound to that exchange, or by a handler to the one of all topics."""
+        given = {"BROKER_URL": redis_url, "TOPICS": {TOPIC: {"exchange": "audit"}}}
+        with Queue(redis_url, name=f"billing.pay@{TOPIC}", exchange=exchange) as billing, override_settings(OUTBOX=given):
+            messages = sent(2)
+
+            replayed(topic=TOPIC, to_group="billing.pay")
+
+            assert ids(billing.take(2)) == ids(messages)
+
     def test_a_queue_that_is_not_bound_is_reported(self, redis_url):
         sent(1)
         with Queue(redis_url, name="other"), pytest.raises(CommandError, match="did not accept: 1"):
