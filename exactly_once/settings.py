@@ -7,6 +7,7 @@ type is not quoted, because it may contain a password.
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import GenericAlias, NoneType, UnionType
@@ -18,6 +19,9 @@ from django.core.exceptions import ImproperlyConfigured
 from exactly_once.masking import kind, quoted
 
 Options = TypeVar("Options")
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 _EXAMPLES = {bool: True, int: 10, float: 0.5, str: "text", timedelta: timedelta(seconds=30), dict: {}}
@@ -85,6 +89,20 @@ def require_positive(options: Any) -> None:
         value: Any = getattr(options, field.name)
         if type(value) in {timedelta, int, float} and value <= type(value)():
             raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
+
+
+def per_second(option: str, rate: object) -> float:
+    """`rate`, the value of `option`, as messages a second.
+
+    Raises:
+        ValueError: it is not a positive number per s, m or h, like "2000/s".
+    """
+    parts = _RATE.fullmatch(str(rate))
+    if parts is None or not float(parts[1]):
+        raise ValueError(
+            f'{option} is {quoted(rate)}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".'
+        )
+    return float(parts[1]) / _SECONDS[parts[2]]
 
 
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:

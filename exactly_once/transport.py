@@ -20,12 +20,14 @@ class Capabilities:
         confirms: does the broker confirm that it has accepted a message?
         transactional: does sending write to the outbox's own database, inside the pass's transaction?
         durable: does a message survive the end of all processes? If not, the transport is for development only.
+        limited: do the rates of topics apply?
         weakness: human-readable: the guarantees that are weaker than RabbitMQ's; "" if none.
     """
 
     confirms: bool
     transactional: bool = False
     durable: bool = True
+    limited: bool = True
     weakness: str = ""
 
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from inspect import signature
 from itertools import groupby
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -34,6 +34,7 @@ from outbox.store import writing
 from outbox.store.unique import find_unique
 from outbox.topic_options import load_encoder
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -174,7 +175,7 @@ def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]
         raise TypeError(f"{function}() has no argument {unknown!r}.{remedy}") from None
 
 
-def request(topic: str, payload: Any, *, headers: Mapping[str, HeaderValue] | None = None, **options: Any) -> PublishedMessage:
+def request(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:
     """Publish a message that is answered by another one, for a handler of `inbox.joins.correlated`.
 
     The request begins a chain of its own: its correlation id is its message id, whatever message is being handled now. The
@@ -182,7 +183,7 @@ def request(topic: str, payload: Any, *, headers: Mapping[str, HeaderValue] | No
     answer continues the chain in which the request was made.
 
     Args:
-        options: the other arguments of `publish`.
+        options: those of `publish`.
 
     Returns:
         the message, whose `id` is the correlation id.
@@ -192,9 +193,9 @@ def request(topic: str, payload: Any, *, headers: Mapping[str, HeaderValue] | No
     """
     cause = current_cause()
     if cause.correlation_id:
-        headers = {**(headers or {}), OUTER_CORRELATION: cause.correlation_id}
+        options["headers"] = {**(options.get("headers") or {}), OUTER_CORRELATION: cause.correlation_id}
     with caused_by(replace(cause, correlation_id="")):
-        return publish(topic, payload, headers=headers, **options)
+        return publish(topic, payload, using=using, **options)
 
 
 def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
@@ -222,25 +223,29 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
     return published
 
 
-async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage:
+async def apublish(
+    topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]
+) -> PublishedMessage:
     """`publish` for async code that runs inside a transaction: an async handler, or code called through `async_to_sync`.
 
     Async code cannot open a transaction, see `PublishedOutsideTransaction` for what an async view does instead.
     """
-    return await _joining(publish, topic, payload, **options)
+    return await _joining(publish, topic, payload, using=using, **options)
 
 
-async def arequest(topic: str, payload: Any, **options: Any) -> PublishedMessage:
+async def arequest(
+    topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]
+) -> PublishedMessage:
     """`request` for async code, see `apublish`."""
-    return await _joining(request, topic, payload, **options)
+    return await _joining(request, topic, payload, using=using, **options)
 
 
-async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[PublishedMessage]:
+async def apublish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
     """`publish_many` for async code, see `apublish`."""
-    return await _joining(publish_many, drafts, **options)
+    return await _joining(publish_many, drafts, using=using)
 
 
-async def _joining(function: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
+async def _joining(function: Callable[_P, _Result], *args: _P.args, **options: _P.kwargs) -> _Result:
     """Call it in the thread of the synchronous code around, which has the transaction, if there is one."""
     try:
         return await sync_to_async(function)(*args, **options)

@@ -150,7 +150,7 @@ class PreparedMessage(OutboxMessage):
 
 
 class PausedTopic(models.Model):
-    """A topic whose messages no relay sends, because the broker refuses them or an operator has paused the topic.
+    """A topic whose messages are `paused`: an operator has paused it, the broker refuses them, or its rate limits them.
 
     All relays share these rows. Only a relay deletes a row, when no message of the topic is paused any more.
     """
@@ -162,10 +162,12 @@ class PausedTopic(models.Model):
     reason = models.TextField(_("why"), default="", blank=True)
     paused_at = models.DateTimeField(_("since"))
     probe_at = models.DateTimeField(_("next probe"), null=True)
-    """When the next probes, or the next batch of a resumed topic, are due; NULL while an operator has paused the topic."""
+    """When the next probes, or the next batch of a resumed or limited topic, are due; NULL while an operator has paused it."""
     pause_seconds = models.FloatField(_("pause in seconds"), default=0.0)
     in_trial = models.JSONField(_("positions made ready last"), default=list)
     is_resuming = models.BooleanField(default=False)
+    allowed_at = models.DateTimeField(null=True)
+    """Of a topic that is being resumed at its rate: when the rate allows the next message. NULL: nothing limits it."""
 
     class Meta:
         verbose_name = _("paused topic")

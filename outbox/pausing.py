@@ -33,6 +33,8 @@ class TopicState(StrEnum):
     """Paused by the circuit breaker, because the broker refuses its messages."""
     RESUMING = "resuming"
     """No longer paused. Its messages are made ready, the oldest first."""
+    LIMITED = "limited"
+    """Not paused. Its messages are made ready at its rate in `OUTBOX["TOPICS"]`, the oldest first."""
 
 
 def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
@@ -94,5 +96,5 @@ def _state(found: PausedTopic | None) -> TopicState:
     if found is None:
         return TopicState.ACTIVE
     if found.is_resuming:
-        return TopicState.RESUMING
+        return TopicState.LIMITED if found.allowed_at else TopicState.RESUMING
     return TopicState.PAUSED if found.paused_by else TopicState.REFUSED

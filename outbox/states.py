@@ -91,7 +91,7 @@ PAUSE = Transition(
     name="pause",
     sources=(State.READY,),
     targets=(State.PAUSED,),
-    when="its topic is [paused](how-to/paused-topics.md)",
+    when="its topic is [paused](how-to/paused-topics.md), or its [rate](how-to/topics.md#a-rate) does not allow it",
     recorded=False,
 )
 DIE = Transition(
@@ -136,7 +136,7 @@ RESUME = Transition(
     name="resume",
     sources=(State.PAUSED,),
     targets=(State.READY,),
-    when="its topic is resumed, or it is a probe of its topic",
+    when="its topic is resumed, it is a probe of its topic, or its rate allows it",
     sets={"available_at": "{now}"},
     recorded=False,
 )

@@ -22,12 +22,14 @@ class TopicOptions:
     Attributes:
         max_attempts: failed attempts after which a message is dead; default: MAX_ATTEMPTS.
         backoff: after the first failed attempt, and the longest; default: RETRY_BASE and RETRY_CAP.
+        rate: how many messages all relays together publish at most, such as "100/s", "90/m" or "5/h"; "": unlimited.
         exchange: the topic exchange to publish to, which must exist; "" is EXCHANGE.
         encoder: the dotted path of a subclass of `json.JSONEncoder` that serialises payloads; "" is `DjangoJSONEncoder`.
     """
 
     max_attempts: int
     backoff: tuple[timedelta, ...]
+    rate: str = ""
     exchange: str = ""
     encoder: str = ""
 
@@ -40,6 +42,12 @@ class TopicOptions:
             )
         if self.exchange and (reason := why_no_exchange(self.exchange)):
             raise ValueError(f"exchange is {quoted(self.exchange)}: {reason}.")
+        _ = self.per_second
+
+    @cached_property
+    def per_second(self) -> float:
+        """`rate` as messages a second; 0: unlimited."""
+        return options.per_second("rate", self.rate) if self.rate else 0.0
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -48,13 +48,17 @@ class PauseForm(ActionForm):
 
 
 def pause_badge(row: Any) -> SafeString:
-    """What operators have paused is not a failure."""
+    """What operators have paused, or a rate limits, is not a failure."""
+    if getattr(row, "allowed_at", None):
+        return badge(gettext("Limited"), Tone.LATER)
     if getattr(row, "is_resuming", False):
         return badge(gettext("Resuming"), Tone.LATER)
     return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
 
 
 def paused_by(row: Any) -> SafeString:
+    if getattr(row, "allowed_at", None):
+        return format_html("{}", gettext("its rate"))
     return identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
 
 

@@ -17,6 +17,7 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
+from exactly_once.settings import per_second
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 from inbox.errors import NotCallable
@@ -30,7 +31,6 @@ from inbox.handlers.options import (
     Retry,
     Shed,
     StartFrom,
-    per_second,
     require_count,
     require_duration,
     require_start,
@@ -233,7 +233,7 @@ def registering(
         "timeout": timeout,
         "retry": retry or AS_THE_SETTINGS,
         "ordered": _as_ordered(ordered),
-        "rate_limit": None if rate_limit is None else per_second(rate_limit),
+        "rate_limit": None if rate_limit is None else per_second("rate_limit", rate_limit),
         "concurrency": concurrency,
         "shed": shed,
         "start_from": start_from,

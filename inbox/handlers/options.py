@@ -7,7 +7,6 @@ imported, not when the first message fails.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -20,8 +19,6 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 if TYPE_CHECKING:
     from inbox.handlers.message import Message
 
-_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DECIDED = (RetryLater, Reject, TransactionEnded)
 """Exceptions whose outcome depends on no policy."""
 
@@ -68,18 +65,6 @@ def require_value(option: str, value: object, kind: type, example: str) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{option} is {value!r}: it must be a value of the class {kind.__name__}, such as {example}.")
-
-
-def per_second(rate: str) -> float:
-    """`rate` as messages a second.
-
-    Raises:
-        ValueError: it is not a positive number by s, m or h, like "2000/s".
-    """
-    parts = _RATE.fullmatch(str(rate))
-    if parts is None or not float(parts[1]):
-        raise ValueError(f'rate_limit is {rate!r}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".')
-    return float(parts[1]) / _SECONDS[parts[2]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def _read(alias: str) -> sections.Reading:
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
     rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
-    processes, paused = sections.listed(Process, app="outbox"), PausedTopic.objects.using(alias).count()
+    processes, paused = sections.listed(Process, app="outbox"), PausedTopic.objects.using(alias).filter(allowed_at=None).count()
     return sections.Reading(
         counts=counts,
         facts=[

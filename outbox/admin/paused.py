@@ -65,7 +65,7 @@ RESUME = Action(
     done=_("being resumed"),
     run=_resume,
     offered=lambda row: not row.is_resuming,
-    why_not=lambda row, given: gettext("it is being resumed already, or not paused any more"),
+    why_not=lambda row, given: gettext("it is being resumed already, or not paused"),
     form=ReasonForm,
     question=_("Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."),
     button=_("Resume the topics"),
@@ -81,8 +81,9 @@ class PausedTopicAdmin(PausedAdmin):
     nouns = _("topics")
     nothing = _("No topic is paused.")
     hint = _(
-        "Relays send no messages of these topics. If the broker refuses a topic, a relay tries a few of its messages at least "
-        "every half minute, and resumes the topic when the broker takes one. Only an operator resumes what an operator paused."
+        "Relays send no messages of these topics, and those of limited topics at their rate. If the broker refuses a topic, a "
+        "relay tries a few of its messages at least every half minute, and resumes the topic when the broker takes one. Only "
+        "an operator resumes what an operator paused."
     )
     named_by = "topic"
     adds = PAUSE
@@ -93,6 +94,8 @@ class PausedTopicAdmin(PausedAdmin):
     fields = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
+        if row.allowed_at:
+            return gettext("It is not paused: its rate limits it.")
         if row.is_resuming:
             return gettext("It is being resumed already.")
         return "" if row.paused_by else gettext("If the broker still refuses its messages, it is paused again.")

@@ -94,6 +94,8 @@ def _paused(topics: list[Any]) -> Table:
 
 def _why_paused(topic: Any) -> str:
     reason = " ".join(topic.reason.split())
+    if topic.allowed_at:
+        return _("its rate in OUTBOX['TOPICS'] limits it")
     if topic.is_resuming:
         return _("is being resumed")
     if topic.paused_by:
@@ -116,8 +118,9 @@ def _topic_as_json(topic: Any) -> dict[str, Any]:
         "topic": topic.topic,
         "messages": topic.messages,
         "since": topic.paused_at,
-        "by": topic.paused_by or "circuit breaker",
+        "by": topic.paused_by or ("rate" if topic.allowed_at else "circuit breaker"),
         "reason": topic.reason,
         "next_try": None if topic.is_resuming else topic.probe_at,
-        "resuming": topic.is_resuming,
+        "resuming": topic.is_resuming and not topic.allowed_at,
+        "limited": topic.allowed_at is not None,
     }

@@ -31,6 +31,7 @@ class Migration(migrations.Migration):
                 ('pause_seconds', models.FloatField(default=0.0, verbose_name='pause in seconds')),
                 ('in_trial', models.JSONField(default=list, verbose_name='positions made ready last')),
                 ('is_resuming', models.BooleanField(default=False)),
+                ('allowed_at', models.DateTimeField(null=True)),
             ],
             options={
                 'verbose_name': 'paused topic',

@@ -27,7 +27,7 @@ def _read(alias: str) -> Iterator[Sample]:
         yield metrics.MESSAGES, (str(state),), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
     yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
-    paused: list[Any] = list(pausing.paused_topics(alias)[:_MOST_TOPICS])
+    paused: list[Any] = list(pausing.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])
     for topic in paused:
         yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
     yield from processes_by_state(metrics.RELAYS, relays.rows(alias))

@@ -1,4 +1,4 @@
-"""Paused topics: those that the broker refuses, and those that an operator has paused.
+"""Paused topics: those that the broker refuses, those that an operator has paused, and those with a rate.
 
 A full or missing queue refuses every message of its topic, and a relay that tries all of them does nothing else. This is the
 circuit breaker against that (Michael Nygard, "Release It!", 2007). After some refusals in a row, without a success, the relay
@@ -9,13 +9,16 @@ the first refusal, because each refusal costs the connection.
 Pauses are stored in the database (`store.pausing`), so that every relay reads them with its next query for work, and another
 relay continues when one ends. An operator's pause is a row of the same table. No relay probes it, and only an operator ends
 it. Only the number of refusals is in memory, separately for each lane.
+
+A topic with a rate (`TopicOptions.rate`) has a row while it has messages. Any relay makes as many of them ready as the rate
+allows, and all relays send only these. The broker's answers do not matter to the rate.
 """
 
 import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
@@ -52,11 +55,18 @@ def _spread() -> float:
 
 
 class PausedTopics:
-    """The paused topics as one lane knows them: which messages are not sent, which are probes, and the broker's answers."""
+    """The paused topics as one lane knows them: which messages are not sent, which are probes, and the broker's answers.
 
-    def __init__(self, alias: str) -> None:
+    Args:
+        rate: a function that returns how many messages of a topic may be sent in a second; 0: unlimited.
+    """
+
+    def __init__(self, alias: str, rate: Callable[[str], float] = lambda topic: 0.0) -> None:
         self._alias = alias
+        self._rate = rate
         self._paused: Mapping[str, TopicPause] = {}
+        self._limited: Mapping[str, TopicPause] = {}
+        self._to_limit: dict[str, list[int]] = {}
         self._resuming: Sequence[str] = ()
         self._refusals: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, bool]] = {}
@@ -70,12 +80,21 @@ class PausedTopics:
         found = list(paused)
         self._looked_at = monotonic()
         self._paused = {one.topic: one for one in found if not one.is_resuming}
-        self._resuming = [one.topic for one in found if one.is_resuming]
+        resuming = {one.topic: one for one in found if one.is_resuming}
+        rated = {topic: one for topic, one in resuming.items() if self._rate(topic)}
+        self._limited = {topic: one for topic, one in rated.items() if one.is_limited}
+        self._to_limit.update({topic: [] for topic, one in rated.items() if not one.is_limited})
+        self._resuming = [topic for topic in resuming if topic not in rated]
 
     def stops(self, topic: str, position: int) -> bool:
-        """Must this message not be sent, because its topic is paused?"""
-        paused = self._paused.get(topic)
-        return paused is not None and position not in paused.in_trial
+        """Must this message not be sent, because its topic is paused, or its rate does not allow it?"""
+        paused = self._paused.get(topic) or self._limited.get(topic)
+        if paused is not None:
+            return position not in paused.in_trial
+        if not self._rate(topic):
+            return False
+        self._to_limit.setdefault(topic, []).append(position)
+        return True
 
     def is_paused(self, topic: str) -> bool:
         """Is the topic paused? Its messages that are not stopped are probes."""
@@ -129,9 +148,16 @@ class PausedTopics:
             logger.warning(_REFUSED, topic, refusals, reason, _LONGEST_PAUSE_SECONDS)
 
     def make_ready(self, most: int) -> int:
-        """Make due probes ready, and up to `most` messages of a topic that is being resumed; return their number."""
-        moved = 0
+        """Make due probes ready, messages that a rate allows, and up to `most` of a topic that is being resumed.
+
+        Returns the number of messages, and of topics whose rate begins to allow some.
+        """
+        to_limit, self._to_limit = self._to_limit, {}
+        moved = sum(pausing.limit(self._alias, topic, self._rate(topic), first) for topic, first in to_limit.items())
         since = monotonic() - self._looked_at
+        allowed = [topic for topic, one in self._limited.items() if one.probe_in <= since]
+        for topic in _some(allowed, _TOPICS_TRIED_PER_ROUND):
+            moved += pausing.release_allowed(self._alias, topic, self._rate(topic), self._unwritable)
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
         for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
             moved += pausing.begin_trial(self._alias, topic, _PROBES, _spread(), self._unwritable)
@@ -144,8 +170,8 @@ class PausedTopics:
         return moved
 
     def seconds_left(self) -> float:
-        """Seconds until the next probes; infinite if there are none."""
-        soonest = min((one.probe_in for one in self._paused.values()), default=math.inf)
+        """Seconds until the next probes, or until a rate allows more; infinite if there are none."""
+        soonest = min((one.probe_in for one in (*self._paused.values(), *self._limited.values())), default=math.inf)
         return max(0.0, soonest - (monotonic() - self._looked_at))
 
 

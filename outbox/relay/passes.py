@@ -125,7 +125,7 @@ class Pass:
         self._system = tracing.system_of(options.BROKER_URL)
         self._begun_at = 0.0
         self._tally = tally or Tally()
-        self.topics = PausedTopics(alias)
+        self.topics = PausedTopics(alias, self._rate if transport.capabilities.limited else lambda topic: 0.0)
         self._refused: set[int] = set()
         self._readable = options.BATCH_SIZE
         self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN)
@@ -180,6 +180,9 @@ class Pass:
         self._record_unwritable(rehearsed)
         left = set(doubtful).difference(rehearsed.done or ())
         return claiming.in_order(rows, {row.position for row in rows} - left)
+
+    def _rate(self, topic: str) -> float:
+        return self._options.topic(topic).per_second
 
     def _settle(self, batch: _Batch) -> tuple[Settlement, int]:
         """Store the outcomes, without those of rows that the database refuses to change; and the number of changed rows."""

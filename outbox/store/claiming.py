@@ -186,8 +186,9 @@ _LOOK = (
     "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
     # The paused topics are read by the same statement, which saves a round trip.
-    "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CASE WHEN p.is_resuming THEN '[]' ELSE CAST(p.in_trial AS text) END, "
-    f"CAST(p.is_resuming AS integer), {{probe_in}} FROM {PAUSED_TOPICS} p"
+    "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), "
+    "CASE WHEN p.allowed_at IS NOT NULL THEN 2 WHEN p.is_resuming THEN 1 ELSE 0 END, "
+    f"{{probe_in}} FROM {PAUSED_TOPICS} p"
 )
 _UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} - {now}) AS float8) END"
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
@@ -305,15 +306,18 @@ class TopicPause(NamedTuple):
     """A paused topic.
 
     Attributes:
-        in_trial: the positions of its probes, which are sent to find out whether the broker takes them.
-        is_resuming: its messages are being made ready again, and are sent like all others.
-        probe_in: seconds until the next probes; infinite if none are due.
+        in_trial: the positions of its probes, which find out whether the broker takes them; of a limited topic, those of the
+            messages that its rate allows.
+        is_resuming: its messages are being made ready again, and are sent like all others unless it is limited.
+        probe_in: seconds until the next probes, or the next messages of a limited topic; infinite if none are due.
+        is_limited: it is being resumed at its rate.
     """
 
     topic: str
     in_trial: frozenset[int]
     is_resuming: bool
     probe_in: float
+    is_limited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,8 +408,8 @@ def look(
     ]
     retry_in = of_shards[0][3]
     paused = [
-        TopicPause(topic, frozenset(json.loads(in_trial)), bool(is_resuming), math.inf if probe_in is None else probe_in)
-        for shard, *_, topic, in_trial, is_resuming, probe_in in found
+        TopicPause(topic, frozenset(json.loads(in_trial)), kind > 0, math.inf if probe_in is None else probe_in, kind > 1)
+        for shard, *_, topic, in_trial, kind, probe_in in found
         if shard is None
     ]
     return WorkFound(shards=shards, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)

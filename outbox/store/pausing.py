@@ -5,10 +5,15 @@ A pass reads the paused topics before it claims messages. So before it makes mes
 found no paused message of the topic. So no message stays `paused` without a row. An operator's transaction updates rows and
 never deletes one; it delays no pass, however long it is open.
 
+A topic with a rate is always being resumed, and no faster than its rate: its ready messages become `paused`, except those that
+are in its row (`limit`, `release_allowed`).
+
 Only an operator's transaction waits for a lock. A relay skips locked rows and tries again in its next round.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,12 +41,18 @@ messages, only a few of them have used an attempt."""
 _MOST_RESUMED = 500
 _AT_LEAST_EVERY = timedelta(seconds=10)
 """After this time the next batch is resumed even if most of the last one is still ready: its rows may be unchangeable."""
-_ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming")
+_BURST_SECONDS = 0.1
+_RELEASE_SECONDS = 0.05
+"""Between two releases of a limited topic, so that each is of several messages at a high rate."""
+_ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at")
+_IS_STOPPED = "(NOT is_resuming OR allowed_at IS NOT NULL)"
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
 
 
 def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     """Apply ready → paused to claimed messages of topics that are still paused; returns their number. Inside the claim.
+
+    Messages that another relay has made ready since this pass looked for paused topics stay ready.
 
     Args:
         positions: by topic.
@@ -52,25 +63,42 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     among = f"topic IN ({', '.join(['%s'] * len(positions))})"
     lock = "FOR KEY SHARE SKIP LOCKED" if is_postgresql(connection) else ""
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT topic FROM {PAUSED_TOPICS} WHERE NOT is_resuming AND {among} {lock}", list(positions))
-        paused = [position for (topic,) in cursor.fetchall() for position in positions[topic]]
+        columns = "topic, CAST(in_trial AS text)"
+        cursor.execute(f"SELECT {columns} FROM {PAUSED_TOPICS} WHERE {_IS_STOPPED} AND {among} {lock}", list(positions))
+        in_trial = {topic: set(json.loads(those)) for topic, those in cursor.fetchall()}
+    paused = [position for topic, those in in_trial.items() for position in positions[topic] if position not in those]
     return count_moved(alias, PAUSE, paused)
 
 
 def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_after: timedelta) -> bool:
     """Pause a topic because the broker refuses it. False: it is already paused, or another transaction has locked its row."""
+    given = [printable(reason, ERROR_LENGTH), probe_after.total_seconds(), seconds]
+    return _insert(alias, topic, "'', %s, {now}, {now_after}, %s, '[]', false, NULL", given, replacing="p.is_resuming")
+
+
+def limit(alias: str, topic: str, per_second: float, positions: Sequence[int]) -> bool:
+    """Begin to limit a topic to its rate. False: it is limited already or paused, or another transaction has locked its row.
+
+    Args:
+        positions: of ready messages, in the order to send them in. As many of them as its rate allows may be sent.
+    """
+    allowed = list(positions[: _burst(per_second)])
+    given = [_RELEASE_SECONDS, json.dumps(allowed), len(allowed) / per_second - _BURST_SECONDS]
+    columns = "'', '', {now}, {now_after}, 0, %s, true, {now_after}"
+    return _insert(alias, topic, columns, given, replacing="p.is_resuming AND p.allowed_at IS NULL")
+
+
+def _insert(alias: str, topic: str, columns: str, given: Sequence[Any], *, replacing: str) -> bool:
+    """Insert the row of a topic, or replace one of which `replacing` is true. False: there is another, or it is locked."""
     connection = connections[alias]
-    instant = now(connection)
-    given: list[Any] = [topic, printable(reason, ERROR_LENGTH), probe_after.total_seconds(), seconds]
+    values = columns.format(now=now(connection), now_after=now_after(connection))
+    replaced = ", ".join(f"{column} = EXCLUDED.{column}" for column in _ALL_BUT_ITS_TOPIC)
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT), connection.cursor() as cursor:
             cursor.execute(
-                f"INSERT INTO {PAUSED_TOPICS} (topic, {', '.join(_ALL_BUT_ITS_TOPIC)}) "
-                f"VALUES (%s, '', %s, {instant}, {now_after(connection)}, %s, '[]', false) "
-                "ON CONFLICT (topic) DO UPDATE SET paused_by = '', reason = EXCLUDED.reason, paused_at = EXCLUDED.paused_at, "
-                "probe_at = EXCLUDED.probe_at, pause_seconds = EXCLUDED.pause_seconds, in_trial = '[]', is_resuming = false "
-                f"WHERE {PAUSED_TOPICS}.is_resuming RETURNING id",
-                given,
+                f"INSERT INTO {PAUSED_TOPICS} AS p (topic, {', '.join(_ALL_BUT_ITS_TOPIC)}) VALUES (%s, {values}) "
+                f"ON CONFLICT (topic) DO UPDATE SET {replaced} WHERE {replacing} RETURNING id",
+                [topic, *given],
             )
             return cursor.fetchone() is not None
     except OperationalError as error:
@@ -143,15 +171,45 @@ def resume_some(alias: str, topic: str, most: int, unwritable: UnwritableRows | 
         if row is None:
             return 0
         is_late = row.probe_at is None or row.is_late
-        if not is_late and 2 * _ready(alias, row.in_trial) > len(row.in_trial):
+        if not is_late and 2 * len(_ready(alias, row.in_trial)) > len(row.in_trial):
             return 0
         size = min(max(_FIRST_RESUMED, 2 * len(row.in_trial)), _MOST_RESUMED, most)
         if positions := _oldest_paused(alias, topic, size, unwritable):
-            _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(_AT_LEAST_EVERY))
+            _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(_AT_LEAST_EVERY), allowed_at=None)
             return unwritable.change(positions, partial(count_moved, alias, RESUME))
         if not _has(alias, topic, State.PAUSED):
             row.delete(using=alias)
         return 0
+
+
+def release_allowed(alias: str, topic: str, per_second: float, unwritable: UnwritableRows | None = None) -> int:
+    """Apply paused → ready to as many messages of a limited topic as its rate allows, the oldest first; returns the number.
+
+    Their positions are written into the topic's row, so that no pass makes them `paused` again. Messages that are not sent yet
+    count, so that a relay or broker that was slow gets no more than a burst. The row is deleted when no message is paused, and
+    a burst is allowed again.
+    """
+    unwritable = unwritable or UnwritableRows(alias)
+    with transaction.atomic(using=alias):
+        limited = _rows(alias, topic).filter(allowed_at__isnull=False).annotate(database_now=DatabaseTime())
+        # A weaker lock than that of a row that is deleted: passes that make messages `paused` do not conflict with it.
+        row: Any = limited.select_for_update(no_key=True, skip_locked=True).first()
+        if row is None:
+            return 0
+        at, burst = row.database_now, timedelta(seconds=_BURST_SECONDS)
+        # At most one message ahead, also if the clock was set back or the rate was raised.
+        allowed_at = min(max(row.allowed_at, at - burst), at + timedelta(seconds=1 / per_second))
+        unsent = _ready(alias, row.in_trial)
+        number = min(math.floor(1 + (at - allowed_at).total_seconds() * per_second), _burst(per_second) - len(unsent))
+        positions = _oldest_paused(alias, topic, max(0, number), unwritable)
+        is_idle = not (unsent or positions) and row.allowed_at + burst <= at
+        if is_idle and _locked(alias, topic) and not _has(alias, topic, State.PAUSED):
+            row.delete(using=alias)
+            return 0
+        allowed_at += timedelta(seconds=len(positions) / per_second)
+        probe_at = max(allowed_at, at) + timedelta(seconds=_RELEASE_SECONDS)
+        _rows(alias, topic).update(in_trial=[*unsent, *positions], allowed_at=allowed_at, probe_at=probe_at)
+        return unwritable.change(positions, partial(count_moved, alias, RESUME))
 
 
 def resume_stranded(alias: str) -> list[str]:
@@ -194,7 +252,12 @@ def resume_topic(alias: str, topic: str) -> PausedTopic | None:
 
 
 def _begin_resuming(alias: str, topic: str) -> None:
-    _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0)
+    _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0, allowed_at=None)
+
+
+def _burst(per_second: float) -> int:
+    """How many messages of a limited topic may be sent at once."""
+    return math.floor(1 + _BURST_SECONDS * per_second)
 
 
 def _found(alias: str, topic: str) -> PausedTopic | None:
@@ -214,8 +277,9 @@ def _oldest_paused(alias: str, topic: str, most: int, unwritable: UnwritableRows
     return list(paused.select_for_update(no_key=True, skip_locked=True).values_list("pk", flat=True)[:most])
 
 
-def _ready(alias: str, positions: Sequence[int]) -> int:
-    return OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, state=State.READY).count()
+def _ready(alias: str, positions: Collection[int]) -> list[int]:
+    rows = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, state=State.READY)
+    return list(rows.order_by("pk").values_list("pk", flat=True))
 
 
 def _has_open(alias: str, row: PausedTopic) -> bool:

@@ -50,7 +50,8 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_err
     a handler is not published, as in production. With any other broker every message is published, and the handlers of this
     project for it run as well.
 
-    It does not wait for scheduled messages or later retries: see `travel`. It does not apply rate limits of handlers.
+    It does not wait for scheduled messages or later retries: see `travel`. It does not apply rates of topics, nor rate limits
+    of handlers.
 
     Args:
         using: the database alias of the outbox.
@@ -77,7 +78,7 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_err
 class _TestTransport(Transport):
     """Replaces the broker: records the messages, and delivers them to this project's own handlers by `local://`."""
 
-    capabilities = Capabilities(confirms=True, transactional=True)
+    capabilities = Capabilities(confirms=True, transactional=True, limited=False)
 
     def __init__(self, alias: str, *, handlers: bool) -> None:
         options = outbox_options()

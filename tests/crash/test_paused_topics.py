@@ -1,9 +1,11 @@
-"""A relay is killed at any step of pausing, probing and resuming a topic: the next one continues from the rows.
+"""A relay is killed at any step of pausing, probing, resuming and limiting a topic: the next one continues from the rows.
 
 Each test asserts that the process was really killed there.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
@@ -33,6 +35,15 @@ WHEN_ACCEPTED = {
     "batch chosen, not committed": f"after {PAUSING}._oldest_paused once {PAUSING}.begin_resuming",
     "first batch made ready": f"after {PAUSING}.resume_some",
     "in the middle of the batches": f"after {PAUSING}.resume_some 2",
+    "nothing left, not deleted": f"before {PAUSING}.PausedTopic.delete",
+    "deleted, not committed": f"after {PAUSING}.PausedTopic.delete",
+}
+
+WHILE_LIMITED = {
+    "rate begun": f"after {PAUSING}.limit",
+    "messages paused, not committed": "after outbox.store.settling.pause_in_hand",
+    "messages allowed, not committed": f"after {PAUSING}._oldest_paused",
+    "messages made ready": f"after {PAUSING}.release_allowed 2",
     "nothing left, not deleted": f"before {PAUSING}.PausedTopic.delete",
     "deleted, not committed": f"after {PAUSING}.PausedTopic.delete",
 }
@@ -74,5 +85,18 @@ def test_relay_killed_while_it_resumes_a_topic_strands_no_message(world, name):
     world.dies_at(WHEN_ACCEPTED[name], world.relay)
     Lease.objects.all().delete()
     world.relay()
+
+    assert_all_arrive(world)
+
+
+@pytest.mark.parametrize("name", WHILE_LIMITED)
+def test_relay_killed_while_a_rate_limits_its_topic_strands_no_message(world, name):
+    limited = partial(world.relay, outbox={"TOPICS": {"*": {"rate": "50/s"}}})
+    world.listening()
+    world.operate_together(OPERATIONS)
+
+    world.dies_at(WHILE_LIMITED[name], limited)
+    Lease.objects.all().delete()
+    limited()
 
     assert_all_arrive(world)

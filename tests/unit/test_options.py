@@ -193,6 +193,9 @@ class TestTopics:
             ({"shop.*": {"max_attempts": 0}}, "TOPICS['shop.*']: max_attempts is 0: it must be greater than zero."),
             ({"shop.*": {"backoff": (timedelta(1),)}}, "TOPICS['shop.*']: backoff must be two durations"),
             ({"shop.*": {"backoff": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: backoff must be two durations"),
+            ({"shop.*": {"rate": "100"}}, "TOPICS['shop.*']: rate is '100': it must be a positive number per s, m or h, like"),
+            ({"shop.*": {"rate": "0/s"}}, "TOPICS['shop.*']: rate is a str: it must be a positive number per s, m or h, like"),
+            ({"shop.*": {"rate": 100}}, "TOPICS['shop.*']['rate'] is an int: it must be a str."),
             ({"shop.*": {"exchange": "amq.topic"}}, "TOPICS['shop.*']: exchange is 'amq.topic': the broker reserves"),
             ({"shop.*": 3}, "TOPICS['shop.*'] must be a dict, not an int."),
             ({"shop.*.placed": {}}, "TOPICS has the pattern 'shop.*.placed': it must be a topic"),
@@ -220,6 +223,13 @@ class TestTopics:
         found = OutboxOptions(TOPICS=topics).topic(topic)
 
         assert (found.max_attempts, found.exchange) == (attempts, exchange)
+
+    def test_rate_is_given_per_second_minute_or_hour_and_a_more_specific_pattern_may_lift_it(self):
+        rates = {"*": "100/s", "a": "90/m", "b": "5/h", "c": ""}
+        chosen = OutboxOptions(TOPICS={pattern: {"rate": rate} for pattern, rate in rates.items()})
+
+        assert [chosen.topic(topic).per_second for topic in "abcd"] == [1.5, 5 / 3600, 0.0, 100.0]
+        assert OutboxOptions().topic("a").per_second == 0.0
 
     def test_options_of_a_topic_are_computed_once(self):
         chosen = OutboxOptions(TOPICS={"*": {"max_attempts": 2}})

@@ -16,6 +16,7 @@ _FOUND = {
         "The circuit breaker had paused it, because the broker refuses its messages; they are tried no more."
     ),
     TopicState.RESUMING: gettext_lazy("It was being resumed."),
+    TopicState.LIMITED: gettext_lazy("Its rate limited it, and does so again once it is resumed."),
 }
 
 

@@ -15,6 +15,8 @@ from outbox.pausing import TopicState, resume
 from outbox.states import State
 from outbox.store import preparing
 
+_NOT_PAUSED = {TopicState.ACTIVE, TopicState.LIMITED}
+
 
 class Command(DatabaseCommand):
     app, refusals = "outbox", (InvalidMessage,)
@@ -43,9 +45,9 @@ class Command(DatabaseCommand):
     def _resume_topic(self, alias: str, actor: Actor, topic: str) -> None:
         with transaction.atomic(using=alias):
             found = resume(topic, by=str(actor), using=alias)
-            if found is not TopicState.ACTIVE:
+            if found not in _NOT_PAUSED:
                 record("outbox", alias, actor, "resume", [Subject(kind="topic", id=topic, name=topic)])
-        if found is TopicState.ACTIVE:
+        if found in _NOT_PAUSED:
             words = _("Topic %(topic)s is not paused. exactly_once_status lists those that are.")
             raise CommandError(words % {"topic": repr(topic)})
         words = _("Topic %(topic)s is being resumed. The broker may refuse it again.")

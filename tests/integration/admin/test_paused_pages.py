@@ -39,6 +39,7 @@ def test_list_shows_by_whom_why_since_when_and_how_many_messages():
     paused(paused_by="ada", reason="consumer defect\nand more")
     paused("shop.refused", reason="the broker refused to keep it (basic.nack)", probe_at=utcnow())
     paused("shop.resumed", is_resuming=True)
+    paused("shop.mail.wanted", is_resuming=True, allowed_at=utcnow())
     for _ in range(3):
         a_message(State.PAUSED, topic=BAD)
     a_message(State.READY, topic=BAD)
@@ -46,6 +47,7 @@ def test_list_shows_by_whom_why_since_when_and_how_many_messages():
     text = the_list().text
 
     expected = ("ada", "consumer defect", "2 h ago", "circuit breaker", "basic.nack", "Paused", "Refused", "Resuming", "3")
+    expected += ("Limited", "its rate")
     assert [word for word in expected if word not in text] == []
     assert "and more" not in text
 
@@ -94,6 +96,16 @@ def test_resume_asks_for_confirmation_and_reports_each_topic():
     assert PausedTopic.objects.get(pk=row.pk).is_resuming
     assert [level for level, _ in said(response)] == ["success", "warning"]
     assert LogEntry.objects.get().change_message == "Being resumed: it is mended"
+
+
+def test_limited_topic_cannot_be_resumed_because_it_is_not_paused():
+    row = paused(is_resuming=True, allowed_at=utcnow())
+    client = staff_client(VIEW_TOPICS, RESUME)
+
+    assert "It is not paused: its rate limits it." in Page(on_the_list(client, "resume", row)).text
+    [(level, _)] = said(on_the_list(client, "resume", row, confirmed="yes"))
+    assert level == "warning"
+    assert PausedTopic.objects.get().allowed_at
 
 
 def test_pausing_proposes_the_topics_of_the_outbox_and_takes_any_other():

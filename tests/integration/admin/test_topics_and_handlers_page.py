@@ -153,6 +153,18 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
     assert "Resume these topics?" in asked.content.decode()
 
 
+def test_limited_topic_is_shown_as_limited_and_may_be_paused_but_not_resumed():
+    PausedTopic.objects.create(topic=SMS, paused_at=utcnow(), is_resuming=True, allowed_at=utcnow())
+    a_message(State.PAUSED, topic=SMS)
+
+    response = opened(*PAUSED, "pause_pausedtopic", "resume_pausedtopic")
+
+    row = rows(response)[SMS]
+    assert row["pause"]
+    assert "Limited" in row["State"]
+    assert not Page(response).all("input", name="_selected_action")
+
+
 def test_pause_and_resume_are_not_offered_without_their_permissions():
     a_message(State.READY, topic=SMS)
     PausedTopic.objects.create(topic=PLACED, paused_by="ada", paused_at=utcnow())

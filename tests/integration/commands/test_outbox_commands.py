@@ -68,6 +68,16 @@ class TestPauseAndResume:
         [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]
         assert (topic["by"], topic["messages"], bool(topic["next_try"])) == ("circuit breaker", 0, True)
 
+    def test_limited_topic_is_listed_as_limited_and_may_be_paused_but_not_resumed(self):
+        pausing.limit("default", "shop.stock", 5.0, [])
+
+        assert "its rate in OUTBOX['TOPICS'] limits it" in run("exactly_once_status")
+        [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]
+        assert (topic["by"], topic["limited"], topic["resuming"], topic["next_try"]) == ("rate", True, False, None)
+        with pytest.raises(CommandError, match="is not paused"):
+            run("outbox_resume", "shop.stock")
+        assert "Its rate limited it" in run("outbox_pause", "shop.stock")
+
     def test_topic_that_is_not_paused_cannot_be_resumed(self):
         with pytest.raises(CommandError, match="is not paused"):
             run("outbox_resume", "shop.stock")

@@ -117,6 +117,14 @@ class TestConditions:
         assert evaluated() == {("topic_paused", "shop.order.placed")}
         assert "by ada: defect" in Alert.objects.get().summary
 
+    def test_topic_that_its_rate_limits_is_not_raised(self):
+        a_relay()
+        a_message(State.PAUSED, ago=2 * HOUR)
+        at = DatabaseTime(-2 * HOUR)
+        PausedTopic.objects.create(topic="shop.order.placed", paused_at=at, is_resuming=True, allowed_at=DatabaseTime(HOUR))
+
+        assert evaluated() == set()
+
     def test_handler_that_is_paused_for_too_long_is_raised(self, handles):
         handles(the_effect, name="tests.h")
         a_consumer(handlers=["tests.h"])
