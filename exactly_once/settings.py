@@ -24,7 +24,7 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
-_EXAMPLES = {bool: True, int: 10, float: 0.5, str: "text", timedelta: timedelta(seconds=30), dict: {}}
+_EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
 
 
 class InvalidOptions(ImproperlyConfigured, ValueError):

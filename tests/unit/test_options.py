@@ -81,7 +81,7 @@ def test_the_number_of_shards_cannot_be_set(name):
 )
 def test_a_value_of_the_wrong_type_is_refused_with_its_type_the_expected_one_and_an_example(name, value, kind, expected):
     """Not with the value: it may hold a password."""
-    examples = {"COUNT": "1", "SHARE": "0.5", "NAMES": "['text']", "INTERVAL": "timedelta(seconds=1)", "ON": "True"}
+    examples = {"COUNT": "1", "SHARE": "0.5", "NAMES": "['…']", "INTERVAL": "timedelta(seconds=1)", "ON": "True"}
     assert problems_of({name: value}) == [f"EXAMPLE[{name!r}] is {kind}: it must be {expected}, such as {examples[name]}."]
 
 
