@@ -47,6 +47,9 @@ SEVERAL_HINT = (
 )
 
 REFUSAL_REMEDY = "Correct its user, password or virtual host, or grant the user its permissions on the broker."
+DRAIN_WAITS = (
+    "This process drains: it ends once the broker is available and nothing is due. To end it before that, send SIGTERM."
+)
 _REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
 """Names of classes, because the library may not be installed."""
 

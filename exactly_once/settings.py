@@ -24,6 +24,9 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
+_EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
+
+
 class InvalidOptions(ImproperlyConfigured, ValueError):
     """A settings dictionary that cannot be read; `problems` has one sentence for each mistake."""
 
@@ -41,6 +44,7 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
     if not isinstance(given, Mapping):
         raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
     types = get_type_hints(options)
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}  # type: ignore[arg-type] # a dataclass
     problems = [_unknown(setting, name, types) for name in given if name not in types]
     values = dict(given)
     for name, expected in types.items():
@@ -52,7 +56,8 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
             except InvalidOptions as error:
                 problems += error.problems
         elif not _fits(given[name], expected):
-            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {_describe(expected)}.")
+            allowed = f"{_describe(expected)}, such as {_example(expected, defaults[name])}"
+            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {allowed}.")
     if problems:
         raise InvalidOptions(problems)
     try:
@@ -123,6 +128,21 @@ def _kind(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"{kind(value)} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
     return kind(value)
+
+
+def _example(expected: Any, default: object) -> str:
+    """A value of the expected type: the default, if that is an instance which is not empty."""
+    if get_origin(expected) is tuple:
+        kind = get_args(expected)[0]
+        given = list(default)[:2] if isinstance(default, tuple) and default else [_EXAMPLES[kind]]
+        return f"[{', '.join(_example(kind, one) for one in given)}]"
+    if isinstance(expected, UnionType):
+        return _example(get_args(expected)[0], default)
+    value = default if default and isinstance(default, expected) else _EXAMPLES[expected]
+    if not isinstance(value, timedelta):
+        return repr(value)
+    days = value // timedelta(days=1)
+    return f"timedelta(days={days})" if value == timedelta(days=days) else f"timedelta(seconds={value.total_seconds():g})"
 
 
 def _describe(expected: Any) -> str:

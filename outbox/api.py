@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from inspect import signature
 from itertools import groupby
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
@@ -148,7 +149,7 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
         InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
         Exception: whatever a function of `OUTBOX["PUBLISH_HOOKS"]` raises.
     """
-    draft = Draft(topic, payload, **options)
+    draft = draft_of("publish", topic, payload, options)
     _require_transaction(using)
     row = new_row(draft, new_message_id())
     if draft.strict_order:
@@ -156,6 +157,22 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
     written = _insert_one(using, row)
     _ring(using, [row])
     return written
+
+
+def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]) -> Draft:
+    """The draft of these options, which a caller of the function has given.
+
+    Raises:
+        TypeError: one of them does not exist.
+    """
+    try:
+        return Draft(topic, payload, **options)
+    except TypeError:
+        known = PublishOptions.__annotations__
+        unknown = next(name for name in options if name not in known)
+        close = get_close_matches(unknown, known, n=1)
+        remedy = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{function}() has no argument {unknown!r}.{remedy}") from None
 
 
 def request(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:

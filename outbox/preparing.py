@@ -19,7 +19,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 
 from exactly_once.wire.identity import new_message_id
 from outbox import doorbell
-from outbox.api import Draft, PrepareOptions, in_transaction, new_row, takes
+from outbox.api import PrepareOptions, draft_of, in_transaction, new_row, takes
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
@@ -46,7 +46,7 @@ def prepare(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
     connection = connections[using]
     if in_transaction(using) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise PreparedInsideTransaction(using)
-    row = new_row(Draft(topic, payload, **options), new_message_id())
+    row = new_row(draft_of("prepare", topic, payload, options), new_message_id())
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=using):

@@ -102,6 +102,10 @@ def run(options: Options, console: Console) -> Audit:
             screen.show(facts, traffic, processes.workers, last=True)
     result = audit(replace(facts, unfinished=tuple(unfinished), bad_ends=tuple(processes.bad_ends)))
     screen.show_audit(result)
+    screen.say(
+        "Its messages are in the admin: run `python manage.py createsuperuser` and `python manage.py runserver`, and open "
+        "http://127.0.0.1:8000/admin/."
+    )
     if result.passed:
         processes.forget_logs()
     else:

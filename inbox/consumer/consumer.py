@@ -22,6 +22,7 @@ from django.db import connections
 
 from exactly_once.broker import (
     BROKER_FAILURES,
+    DRAIN_WAITS,
     REFUSAL_REMEDY,
     connection_attempts,
     connection_options,
@@ -168,11 +169,11 @@ class Consumer:
                     if drain and self._is_drained():
                         break
                 except self._failures() as error:
-                    self._wait_for_broker(error)
+                    self._wait_for_broker(error, drain=drain)
                 except Exception as error:
                     # One malformed frame of the server must not end every consumer.
                     logger.exception("consumer: unexpected error in the broker connection. It is closed and opened again.")
-                    self._wait_for_broker(error)
+                    self._wait_for_broker(error, drain=drain)
         finally:
             self._finish()
 
@@ -197,14 +198,15 @@ class Consumer:
             return _DEFERRED_SECONDS
         return 0.0
 
-    def _wait_for_broker(self, error: Exception) -> None:
+    def _wait_for_broker(self, error: Exception, *, drain: bool) -> None:
         self._disconnect()
         self._waits_for = f"the broker: {describe(error)}"
+        setting, url, drains = self._options.broker_setting, self._options.broker_url, DRAIN_WAITS if drain else ""
         if not is_refusal(error):
-            self._broker.wait(describe(error), self._stop)
+            self._broker.wait(f"{masked(url)}: {describe(error)}", self._stop, remedy=drains)
             return
-        refusal = partial(describe_refusal, self._options.broker_setting, self._options.broker_url, describe(error))
-        self._broker.wait(describe(error), self._stop, remedy=REFUSAL_REMEDY, describe_error=refusal)
+        refusal = partial(describe_refusal, setting, url, describe(error))
+        self._broker.wait(describe(error), self._stop, remedy=f"{REFUSAL_REMEDY} {drains}".strip(), describe_error=refusal)
 
     def _connect(self) -> None:
         if self._connection is not None:

@@ -11,7 +11,8 @@ from functools import partial
 
 from django.db import connections
 
-from exactly_once.broker import REFUSAL_REMEDY, describe_refusal
+from exactly_once.broker import DRAIN_WAITS, REFUSAL_REMEDY, describe_refusal
+from exactly_once.masking import masked
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
@@ -104,7 +105,7 @@ class Relay:
         self._turns = Turns("relay", unexpected, database=self._database, errors=errors, on_fault=self._on_fault)
         self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
-        self._running = False
+        self._running = self._drains = False
         self._retry_in = math.inf
         self._moved = 0
         self._idle = False
@@ -113,7 +114,7 @@ class Relay:
     def run(self, *, drain: bool = False) -> bool:
         """Relay until asked to stop or, with `drain`, until nothing is ready or due; return whether there was any work."""
         worked = False
-        self._running = True
+        self._running, self._drains = True, drain
         try:
             while not self._stop:
                 self._watchdog.beat()
@@ -279,11 +280,12 @@ class Relay:
         if not self._broker.ongoing:
             for sibling in self.siblings:
                 sibling.bell.ring()  # it takes over this relay's shards
+        url, drains = self._options.BROKER_URL, DRAIN_WAITS if self._drains else ""
         if not refused:
-            self._broker.wait(reason, self._stop)
+            self._broker.wait(f"{masked(url)}: {reason}", self._stop, remedy=drains)
             return
-        describe = partial(describe_refusal, 'OUTBOX["BROKER_URL"]', self._options.BROKER_URL, reason)
-        self._broker.wait(reason, self._stop, remedy=REFUSAL_REMEDY, describe_error=describe)
+        describe = partial(describe_refusal, 'OUTBOX["BROKER_URL"]', url, reason)
+        self._broker.wait(reason, self._stop, remedy=f"{REFUSAL_REMEDY} {drains}".strip(), describe_error=describe)
 
     def _wait(self, report: PassReport) -> None:
         is_contended = bool(report.locked_shards or report.skipped or report.unwritable or report.unconfirmed)

@@ -176,7 +176,7 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         changed = change_writable(self._alias, rows, change)
         self.forget_due(changed.done)
         self.record(changed.unwritable, changed.keys)
-        if not changed.count and len(changed.unwritable) + len(changed.untried) >= _MANY:
+        if not changed.count and len(changed.unwritable) >= _MANY:
             raise next(iter(changed.unwritable.values()))
         return changed.count
 

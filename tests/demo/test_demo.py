@@ -45,6 +45,8 @@ def postgres_url(postgres_server):
 def audited(finished):
     """The audit that the demo printed; it must have passed."""
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "createsuperuser" in finished.stderr
+    assert "http://127.0.0.1:8000/admin/" in finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])
 
 

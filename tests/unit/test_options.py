@@ -79,9 +79,10 @@ def test_the_number_of_shards_cannot_be_set(name):
         ("COUNT", None, "None", "an int"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_its_type_and_the_expected_one(name, value, kind, expected):
+def test_a_value_of_the_wrong_type_is_refused_with_its_type_the_expected_one_and_an_example(name, value, kind, expected):
     """Not with the value: it may hold a password."""
-    assert problems_of({name: value}) == [f"EXAMPLE[{name!r}] is {kind}: it must be {expected}."]
+    examples = {"COUNT": "1", "SHARE": "0.5", "NAMES": "['…']", "INTERVAL": "timedelta(seconds=1)", "ON": "True"}
+    assert problems_of({name: value}) == [f"EXAMPLE[{name!r}] is {kind}: it must be {expected}, such as {examples[name]}."]
 
 
 def test_an_int_is_accepted_for_a_float_and_a_list_for_a_tuple():
@@ -100,7 +101,7 @@ def test_a_dictionary_in_a_setting_is_parsed_into_its_own_options():
     ("given", "problem"),
     [
         ({"DEPHT": 3}, "EXAMPLE['INNER'] has no option 'DEPHT'. Did you mean 'DEPTH'?"),
-        ({"DEPTH": "3"}, "EXAMPLE['INNER']['DEPTH'] is a str: it must be an int."),
+        ({"DEPTH": "3"}, "EXAMPLE['INNER']['DEPTH'] is a str: it must be an int, such as 1."),
         ({"DEPTH": 0}, "EXAMPLE['INNER']: DEPTH is 0: it must be greater than zero."),
         (3, "EXAMPLE['INNER'] must be a dict, not an int."),
         (None, "EXAMPLE['INNER'] must be a dict, not None."),
@@ -187,8 +188,8 @@ class TestTopics:
         ("topics", "problem"),
         [
             ({"shop.*": {"max_attemps": 3}}, "TOPICS['shop.*'] has no option 'max_attemps'. Did you mean 'max_attempts'?"),
-            ({"shop.*": {"max_attempts": "3"}}, "TOPICS['shop.*']['max_attempts'] is a str: it must be an int."),
-            ({"shop.*": {"max_attempts": True}}, "TOPICS['shop.*']['max_attempts'] is a bool: it must be an int."),
+            ({"shop.*": {"max_attempts": "3"}}, "TOPICS['shop.*']['max_attempts'] is a str: it must be an int, such as 10."),
+            ({"shop.*": {"max_attempts": True}}, "TOPICS['shop.*']['max_attempts'] is a bool: it must be an int, such as 10."),
             ({"shop.*": {"max_attempts": 0}}, "TOPICS['shop.*']: max_attempts is 0: it must be greater than zero."),
             ({"shop.*": {"backoff": (timedelta(1),)}}, "TOPICS['shop.*']: backoff must be two durations"),
             ({"shop.*": {"backoff": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: backoff must be two durations"),

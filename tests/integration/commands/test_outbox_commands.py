@@ -19,7 +19,7 @@ from outbox.states import State
 from outbox.store import pausing
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import ids, published, row_of, set_columns, state_of
-from tests.support.servers.private import watch
+from tests.support.servers.private import free_port, watch
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -214,6 +214,18 @@ class TestRelayProcess:
 
         assert process.returncode == 0, out
         assert state_of(message) == State.PUBLISHED
+
+    def test_relay_that_drains_without_a_broker_names_its_address_and_what_it_waits_for(self, environment, tmp_path):
+        url = f"amqp://shop:secret@127.0.0.1:{free_port()}//"
+        (tmp_path / "relay_settings.py").write_text(f"from tests.settings import *\nOUTBOX = {{'BROKER_URL': {url!r}}}\n")
+        with a_process(environment, "outbox_relay", "--drain") as process:
+            line = next(line for line in process.stdout if "The broker is unavailable" in line)
+            process.terminate()
+            rest, _ = process.communicate(timeout=60)
+
+        assert "The broker is unavailable ('amqp://***@127.0.0.1:" in line
+        assert "This process drains: it ends once the broker is available and nothing is due." in line
+        assert "secret" not in line + rest
 
     def test_relay_refuses_to_start_with_an_invalid_setting(self, environment, tmp_path):
         (tmp_path / "relay_settings.py").write_text("from tests.settings import *\nOUTBOX = {'BROKER_ULR': 'x'}\n")

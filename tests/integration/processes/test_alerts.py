@@ -406,7 +406,7 @@ class TestCommands:
     ("given", "problem"),
     [
         ({"LAGG": 1}, "ALERTS has no option 'LAGG'. Did you mean 'LAG'?"),
-        ({"LAG": 5}, "ALERTS['LAG'] is an int: it must be a timedelta."),
+        ({"LAG": 5}, "ALERTS['LAG'] is an int: it must be a timedelta, such as timedelta(seconds=300)."),
         (
             {"WEBHOOK_URL": "http://ops.example.org/hook"},
             "WEBHOOK_URL is 'http://ops.example.org/hook': it must be a URL like https://",

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 
@@ -11,7 +12,7 @@ from django.utils import timezone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outbox import Draft, InvalidMessage, OutboxError, PayloadTooLarge, publish, publish_many
+from outbox import Draft, InvalidMessage, OutboxError, PayloadTooLarge, prepare, publish, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import TOPIC, published, row_of
@@ -151,6 +152,17 @@ def test_unknown_argument_is_refused():
             Draft(TOPIC, {}, prioritiy=3)
 
     assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize("function", [publish, prepare])
+def test_misspelt_argument_is_refused_with_the_name_of_the_function_and_a_suggestion(function):
+    with ExitStack() as stack:
+        if function is publish:
+            stack.enter_context(transaction.atomic())
+        with pytest.raises(TypeError) as caught:
+            function(TOPIC, {}, bizid="order-1")
+
+    assert str(caught.value) == f"{function.__name__}() has no argument 'bizid'. Did you mean 'biz_id'?"
 
 
 def test_publish_options_are_keyword_only():

@@ -91,7 +91,7 @@ class TestBrokerOutage:
             proxy.refuse()
             proxy.cut()
             during = published()
-            wait_until(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, f"{AWAY} ('amqp://***@127.0.0.1:{proxy.port}/"))
             assert untouched(during)
             proxy.accept()
             wait_until(lambda: not waiting())

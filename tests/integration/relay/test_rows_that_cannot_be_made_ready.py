@@ -165,6 +165,17 @@ class TestManyRows:
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
             settling.make_retrying_ready("default", 1000, UnwritableRows("default"))
 
+    def test_one_refused_row_among_many_that_were_not_tried_is_not_raised(self, monkeypatch):
+        monkeypatch.setattr(unwritable_rows, "_LONGEST_SEARCH_SECONDS", 0)
+        for number in range(120):
+            backed_off(published(biz_id=f"{POISON}-{number}"))
+        rows = UnwritableRows("default")
+
+        with refused(where=NOT_READY):
+            assert settling.make_retrying_ready("default", 1000, rows) == 0
+
+        assert rows.count == 1
+
     def test_refused_row_is_skipped_until_its_backoff_ends(self):
         [bad], others = among_others(backed_off)
         rows = UnwritableRows("default")
