@@ -169,7 +169,9 @@ def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]
         return Draft(topic, payload, **options)
     except TypeError:
         known = PublishOptions.__annotations__
-        unknown = next(name for name in options if name not in known)
+        unknown = next((name for name in options if name not in known), None)
+        if unknown is None:
+            raise
         close = get_close_matches(unknown, known, n=1)
         remedy = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(f"{function}() has no argument {unknown!r}.{remedy}") from None

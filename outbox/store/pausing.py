@@ -45,7 +45,7 @@ _BURST_SECONDS = 0.1
 _RELEASE_SECONDS = 0.05
 """Between two releases of a limited topic, so that each is of several messages at a high rate."""
 _LONGEST_RELEASE = timedelta(seconds=1)
-"""The same, so that a rate that was raised in the settings applies soon, though by the old one nothing is allowed for an hour."""
+"""So that a rate that was raised in the settings applies soon, although the old one allows nothing for an hour."""
 _ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at")
 _IS_STOPPED = "(NOT is_resuming OR allowed_at IS NOT NULL)"
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
