@@ -163,7 +163,7 @@ def identify(handler: Handler, message: Message) -> str:
     for on_new_session in (False, True):
         try:
             return _not_ours(handler.identify(message))
-        except BaseException as error:  # the user's code, see receive.run_fresh
+        except BaseException as error:  # the user's code, see `run.run`
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
             if not is_outage(error):
                 raise Undecodable(reason) from error

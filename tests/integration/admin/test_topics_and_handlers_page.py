@@ -202,7 +202,7 @@ def test_hostile_names_and_reasons_add_no_element():
 
 
 def test_statements_use_indexes_among_many_messages():
-    multiply(a_message(State.SCHEDULED), 10_000)
+    multiply(a_message(State.SCHEDULED, due_ago=-timedelta(hours=1)), 10_000)
     multiply(a_handled(TEXT, "first"), 10_000)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")

@@ -724,7 +724,13 @@ MUTATIONS = {
 OF_PAUSED_TOPICS = {
     "paused does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'paused'", "")),
     "messages are paused although their topic is resumed": lambda patch: patch.setattr(
-        settling, "pause_in_hand", mutated(pausing.pause_in_hand, "for (topic,) in cursor.fetchall()", "for topic in positions")
+        settling,
+        "pause_in_hand",
+        mutated(
+            pausing.pause_in_hand,
+            "for topic, those in in_trial.items()",
+            "for topic, those in dict.fromkeys(positions, ()).items()",
+        ),
     ),
     "the row is deleted while messages are paused": lambda patch: patch.setattr(
         pausing, "resume_some", mutated(pausing.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
