@@ -16,7 +16,7 @@ from amqp.method_framing import frame_handler
 from kombu.exceptions import KombuError
 from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
 
-from exactly_once.masking import is_url, masked, why_unreadable
+from exactly_once.masking import is_url, why_unreadable
 from exactly_once.wire.text import fit, why_unfit
 
 EXCHANGE_TYPE = "topic"
@@ -46,10 +46,6 @@ SEVERAL_HINT = (
     "A ';' that is part of a password is written %3B."
 )
 
-REFUSAL_REMEDY = "Correct its user, password or virtual host, or grant the user its permissions on the broker."
-DRAIN_WAITS = (
-    "This process drains: it ends once the broker is available and nothing is due. To end it before that, send SIGTERM."
-)
 _REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
 """Names of classes, because the library may not be installed."""
 
@@ -191,11 +187,6 @@ def is_refusal(error: BaseException) -> bool:
             return True
         link = link.__cause__
     return False
-
-
-def describe_refusal(setting: str, url: str, reason: str) -> str:
-    """The sentence to log when the broker refuses this login; without the password."""
-    return f"The broker refuses {setting}, {masked(url)}: {reason}."
 
 
 def read_in_chunks(transport: Any) -> None:

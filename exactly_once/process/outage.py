@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from exactly_once.masking import masked
 from exactly_once.metrics import OUTAGE_SECONDS, OUTAGES
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
@@ -14,6 +15,10 @@ logger = logging.getLogger(__name__)
 _FIRST_REMINDER_SECONDS = 10.0
 _LONGEST_REMINDER_SECONDS = 600.0
 _NOTHING_LOST = "no message is lost and no attempt is counted"
+_REFUSAL_REMEDY = "Correct its user, password or virtual host, or grant the user its permissions on the broker."
+_DRAIN_WAITS = (
+    "This process drains: it ends once the broker is available and nothing is due. To end it before that, send SIGTERM."
+)
 
 
 class OutageLog:
@@ -116,3 +121,24 @@ class Outage:
             self._log.over()
         self.ongoing = False
         self._pause.reset()
+
+
+def wait_for_broker(
+    outage: Outage, stop: StopRequest, reason: str, *, setting: str, url: str, refused: bool, drain: bool
+) -> None:
+    """Wait, longer each time; the log names the address without the password.
+
+    Args:
+        setting: where `url` is from.
+        refused: the broker refuses the login, see `exactly_once.broker.is_refusal`.
+        drain: the process ends when nothing is due, which it says while it waits.
+    """
+    drains = _DRAIN_WAITS if drain else ""
+    if not refused:
+        outage.wait(f"{masked(url)}: {reason}", stop, remedy=drains)
+        return
+
+    def describe_error() -> str:
+        return f"The broker refuses {setting}, {masked(url)}: {reason}."
+
+    outage.wait(reason, stop, remedy=f"{_REFUSAL_REMEDY} {drains}".strip(), describe_error=describe_error)

@@ -22,11 +22,8 @@ from django.db import connections
 
 from exactly_once.broker import (
     BROKER_FAILURES,
-    DRAIN_WAITS,
-    REFUSAL_REMEDY,
     connection_attempts,
     connection_options,
-    describe_refusal,
     dispatch_what_is_read,
     is_refusal,
     read_in_chunks,
@@ -35,7 +32,7 @@ from exactly_once.broker import (
 from exactly_once.masking import masked
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
-from exactly_once.process.outage import Outage
+from exactly_once.process.outage import Outage, wait_for_broker
 from exactly_once.process.running import stack_of
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
@@ -200,13 +197,10 @@ class Consumer:
 
     def _wait_for_broker(self, error: Exception, *, drain: bool) -> None:
         self._disconnect()
-        self._waits_for = f"the broker: {describe(error)}"
-        setting, url, drains = self._options.broker_setting, self._options.broker_url, DRAIN_WAITS if drain else ""
-        if not is_refusal(error):
-            self._broker.wait(f"{masked(url)}: {describe(error)}", self._stop, remedy=drains)
-            return
-        refusal = partial(describe_refusal, setting, url, describe(error))
-        self._broker.wait(describe(error), self._stop, remedy=f"{REFUSAL_REMEDY} {drains}".strip(), describe_error=refusal)
+        reason, setting, url = describe(error), self._options.broker_setting, self._options.broker_url
+        self._waits_for = f"the broker: {reason}"
+        refused = is_refusal(error)
+        wait_for_broker(self._broker, self._stop, reason, setting=setting, url=url, refused=refused, drain=drain)
 
     def _connect(self) -> None:
         if self._connection is not None:

@@ -11,13 +11,11 @@ from functools import partial
 
 from django.db import connections
 
-from exactly_once.broker import DRAIN_WAITS, REFUSAL_REMEDY, describe_refusal
-from exactly_once.masking import masked
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
-from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.process.outage import Outage, OutageLog, wait_for_broker
 from exactly_once.sql.faults import is_lock_timeout
 from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport import BrokerRefused, BrokerUnavailable, Transport
@@ -280,12 +278,8 @@ class Relay:
         if not self._broker.ongoing:
             for sibling in self.siblings:
                 sibling.bell.ring()  # it takes over this relay's shards
-        url, drains = self._options.BROKER_URL, DRAIN_WAITS if self._drains else ""
-        if not refused:
-            self._broker.wait(f"{masked(url)}: {reason}", self._stop, remedy=drains)
-            return
-        describe = partial(describe_refusal, 'OUTBOX["BROKER_URL"]', url, reason)
-        self._broker.wait(reason, self._stop, remedy=f"{REFUSAL_REMEDY} {drains}".strip(), describe_error=describe)
+        setting, url = 'OUTBOX["BROKER_URL"]', self._options.BROKER_URL
+        wait_for_broker(self._broker, self._stop, reason, setting=setting, url=url, refused=refused, drain=self._drains)
 
     def _wait(self, report: PassReport) -> None:
         is_contended = bool(report.locked_shards or report.skipped or report.unwritable or report.unconfirmed)
