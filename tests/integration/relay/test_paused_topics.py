@@ -19,7 +19,6 @@ from outbox.relay import breaker
 from outbox.states import State
 from outbox.store import claiming, pausing, settling
 from outbox.store.dialect import LIVE_PART
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     connected,
     drained,
@@ -41,12 +40,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture

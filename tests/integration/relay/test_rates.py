@@ -14,7 +14,6 @@ from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, pausing
 from outbox.testing import run_relay
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import Queue, connected, drained, ids, published, quick, relaying, row_of, state_of, states
 from tests.support.waiting import wait_until
 
@@ -29,12 +28,6 @@ HOUR = timedelta(hours=1)
 
 def at(rate):
     return {"TOPICS": {"shop.mail.*": {"rate": rate}}}
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture
