@@ -33,7 +33,7 @@ _OWNER = (
 )
 
 
-_TAKEN = (
+_NAME_IN_USE = (
     "housekeeping of %r: the table %s exists, and is not a partition of the history of the %s. History of that day is in the "
     "default partition. If the table was detached, attach it again or rename it."
 )
@@ -51,7 +51,7 @@ class DayKeeper:
         self._app, self._alias = app, alias
         self._history = history
         self._longest_wait = longest_wait
-        self._refusals, self._taken = Reminder(), Reminder()
+        self._refusals, self._name_in_use = Reminder(), Reminder()
         self._wait_again_at = -inf
         self._unmakeable: set[int] = set()
         self._deleted_until = 0
@@ -93,8 +93,8 @@ class DayKeeper:
             elif sqlstate_of(error) == CHECK_VIOLATION:
                 self._unmakeable.add(day)
             elif sqlstate_of(error) == DUPLICATE_TABLE:
-                if self._taken.is_due():
-                    logger.warning(_TAKEN, self._alias, self._history.days.name(day), self._app)
+                if self._name_in_use.is_due():
+                    logger.warning(_NAME_IN_USE, self._alias, self._history.days.name(day), self._app)
             elif is_collision(error) or is_canceled(error):
                 # For example, a transaction that reads or writes history is open. Waiting for it would delay the others.
                 logger.debug("History of %s is in use: %s", date_of(day), error)

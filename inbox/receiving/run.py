@@ -80,7 +80,7 @@ class Policy:
         return fail_stored(handler, stored, failure_of(handler, error, stored.attempts, options, row=stored.pk))
 
     def settle_duplicate(self, arrival: Arrival) -> Outcome:
-        """It was not run: a row of this name exists, or a stored message is no longer ours."""
+        """It was not run: a row of this name exists, or the claim of a stored message has ended."""
         return Outcome.DUPLICATE if arrival.stored is not None else duplicate(self.handler, arrival.row)
 
 

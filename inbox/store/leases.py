@@ -90,7 +90,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, is_retry: bool = Fa
 def lease_stored(
     alias: str, claimed: InboxMessage, lease: timedelta, exclusive_key: OrderedKey | None = None, *, fence: int | None = None
 ) -> Granted | None:
-    """received | retrying | running, claimed → running, under the fence of the claim. None: it is no longer ours.
+    """received | retrying | running, claimed → running, under the fence of the claim. None: the claim has ended.
 
     Args:
         exclusive_key: no other message of this key may run at the same time.
@@ -111,7 +111,7 @@ def lease_stored(
 
 
 def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = False) -> bool:
-    """running → running, until `lease` from now. False: it is no longer ours.
+    """running → running, until `lease` from now. False: the lease has ended.
 
     Args:
         stopping: its process has been asked to stop.
@@ -120,7 +120,7 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = F
 
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
-    """running → done, and promote the next one of its `order`. False: it is no longer ours."""
+    """running → done, and promote the next one of its `order`. False: the lease has ended."""
     connection = connections[alias]
     if order is None and not is_recorded(matters=FINISH.recorded) and is_usable(connection):
         done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
@@ -133,7 +133,7 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
 
 
 def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey | None = None) -> bool:
-    """running → retrying | dead, which ends the lease. False: it is no longer ours.
+    """running → retrying | dead, which ends the lease. False: the lease has ended.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
     """
@@ -179,7 +179,7 @@ def steps_of(alias: str, row: int) -> dict[str, str | None]:
 
 
 def remember(alias: str, row: int, fence: int, step: str, result: str | None) -> bool:
-    """Store the result of a step, or with None that it has begun. False: the lease is no longer ours."""
+    """Store the result of a step, or with None that it has begun. False: the lease has ended."""
     connection = connections[alias]
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
     # The lock prevents that another owner takes the lease between reading and inserting and does not see the step.
