@@ -108,9 +108,9 @@ class Limiter:
             except (DatabaseError, InterfaceError) as error:
                 self._back_off(error)
                 return False
+            self._report_available()
             with self._lock:
                 cache.add(leased.tokens, leased.left, monotonic())
-            self._report_available()
             return leased.tokens > 0
 
     def _take(self, most: int) -> int:
