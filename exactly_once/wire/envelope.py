@@ -158,16 +158,18 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         routing_key: the topic of a message without a CloudEvents type.
     """
     attributes, own_headers = _divided(headers)
-    given = {
-        "id": properties.get("message_id") or None,
+    otherwise = {
+        "id": properties.get("message_id"),
         "type": routing_key,
         "time": properties.get("timestamp"),
-        "correlationid": properties.get("correlation_id") or None,
+        "correlationid": properties.get("correlation_id"),
     }
+    for name, value in otherwise.items():
+        if _is_blank(attributes.get(name)):
+            attributes[name] = value
     content_type = str(properties.get("content_type") or JSON)
     fields = {"content_type": content_type if fits(content_type) else fit(content_type), "body": body, "headers": own_headers}
-    given.update({name: value for name, value in attributes.items() if value is not None and str(value).strip()})
-    return _described(given, fields)
+    return _described(attributes, fields)
 
 
 def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
@@ -225,7 +227,7 @@ def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> E
     fields = {"id": "", "topic": "", **otherwise}
     for name, field in _FIELDS.items():
         value = attributes.get(name)
-        if value is None or not str(value).strip():
+        if _is_blank(value):
             continue
         if name in _INSTANTS:
             fields[field] = _parse_time(value)
@@ -235,6 +237,10 @@ def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> E
     if attributes.get("replay"):
         fields["replayed"] = True
     return Envelope(**fields)
+
+
+def _is_blank(value: object) -> bool:
+    return value is None or not str(value).strip()
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
