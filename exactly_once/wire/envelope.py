@@ -165,7 +165,7 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         "correlationid": properties.get("correlation_id"),
     }
     for name, value in otherwise.items():
-        if _is_blank(attributes.get(name)):
+        if (given := attributes.get(name)) is None or not str(given).strip():
             attributes[name] = value
     content_type = str(properties.get("content_type") or JSON)
     fields = {"content_type": content_type if fits(content_type) else fit(content_type), "body": body, "headers": own_headers}
@@ -227,7 +227,7 @@ def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> E
     fields = {"id": "", "topic": "", **otherwise}
     for name, field in _FIELDS.items():
         value = attributes.get(name)
-        if _is_blank(value):
+        if value is None or not str(value).strip():
             continue
         if name in _INSTANTS:
             fields[field] = _parse_time(value)
@@ -237,10 +237,6 @@ def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> E
     if attributes.get("replay"):
         fields["replayed"] = True
     return Envelope(**fields)
-
-
-def _is_blank(value: object) -> bool:
-    return value is None or not str(value).strip()
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
