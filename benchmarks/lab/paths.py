@@ -23,6 +23,7 @@ from exactly_once.wire.envelope import Envelope
 from inbox import Lease, batch_handler, idempotent_handler, leased_handler
 from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
+from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception, envelope_of
 from inbox.consumer.runner import Runner
@@ -30,7 +31,6 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.outages import Outages
 from inbox.receiving.reading import read
 
 WARM_UP, TRACED = 3, 5
@@ -90,13 +90,7 @@ class _Handled:
         self.handler = found
         self.options = InboxOptions(RETRY_BASE=timedelta(hours=1))
         self.runner = Runner(self.options, handlers=lambda: [self.handler], reports_unknown=False)
-        self.reception = Reception(
-            self.options,
-            is_current=lambda epoch: True,
-            answer=self._answer,
-            ring=self.runner.ring,
-            outages=Outages(),
-        )
+        self.reception = Reception(self.options, self.runner, self._answer)
         self.load: list[Any] = []
 
     def prepare(self, count: int) -> None:
@@ -134,7 +128,7 @@ class _Handled:
             content_encoding="utf-8",
             delivery_info={"routing_key": TOPIC, "redelivered": False},
         )
-        return Delivery(1, self.handler, message, monotonic())
+        return Delivery(Acks(None, multiple=False), self.handler, message, monotonic())
 
 
 class _Ordered(_Handled):

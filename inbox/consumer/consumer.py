@@ -1,9 +1,9 @@
 """The thread that owns the broker connection.
 
 It receives, acknowledges and sends heartbeats, so that a long handler never loses the connection. The pool's threads run one
-load each in the database. Deliveries go to them and answers come back, both tagged with the *epoch* of their connection. An
-answer for a previous connection is dropped, because its delivery tag may now name another message. Any error of the connection
-or of a channel closes the connection; the broker delivers again, and the inbox suppresses the duplicates.
+load each in the database. Deliveries go to them and answers come back. A delivery belongs to its channel: when that has ended,
+it is dropped, and so is its answer, because its delivery tag may now name another message. Any error of the connection or of a
+channel closes the connection; the broker delivers again, and the inbox suppresses the duplicates.
 """
 
 import logging
@@ -33,15 +33,13 @@ from exactly_once.masking import masked
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, wait_for_broker
-from exactly_once.process.running import stack_of
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.consumer.acks import Acks
-from inbox.consumer.bodies import receiving_bodies_as_sent
+from inbox.consumer.channels import Acks, receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
-from inbox.consumer.pool import Pool, RunningLoad
+from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
@@ -49,7 +47,6 @@ from inbox.handlers.handler import Handler
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
-from inbox.transactions.persistence import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +82,6 @@ class Subscription:
     lane: Lane
     queue: kombu.Queue
     consumer: kombu.Consumer
-    acks: Acks
 
 
 class Consumer:
@@ -109,13 +105,11 @@ class Consumer:
         self._waits_for = "the broker"
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
-        self._epoch = 0
         self._problems: dict[str | Lane, str] = {}
         self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
         self._suspected: set[Lane] = set()
-        self._reported_loads: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._deferred: list[Answer] = []
         self._storing: threading.Thread | None = None
@@ -123,22 +117,14 @@ class Consumer:
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
         self._round_trip: float | None = None
-        self._open: dict[Any, Subscription] = {}
+        self._open: dict[Acks, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
-        self._reception = Reception(
-            options,
-            is_current=self._is_current,
-            answer=self._put_answer,
-            ring=self._runner.ring,
-            outages=self._runner.outages,
-        )
+        self._reception = Reception(options, self._runner, self._put_answer)
         self._pool = Pool(
-            [lane for lane, _ in self._lanes],
             self._runner,
             size=options.CONCURRENCY,
-            receive=self._reception.receive,
-            check=self._reception.check,
-            probe=self._probe,
+            lanes=[lane for lane, _ in self._lanes],
+            reception=self._reception,
             on_idle=self._push_answers,
         )
 
@@ -185,16 +171,6 @@ class Consumer:
             broker_seconds=self._round_trip,
         )
 
-    def _probe(self, alias: str) -> float:
-        """Called by a worker before anything is received for this database: seconds to wait, or 0 if it can store."""
-        if seconds := self._reception.probe(alias):
-            return seconds
-        try:
-            self._runner.read_paused(alias)
-        except DatabaseUnavailable:
-            return _DEFERRED_SECONDS
-        return 0.0
-
     def _wait_for_broker(self, error: Exception, *, drain: bool) -> None:
         self._disconnect()
         reason, setting, url = describe(error), self._options.broker_setting, self._options.broker_url
@@ -205,15 +181,12 @@ class Consumer:
     def _connect(self) -> None:
         if self._connection is not None:
             return
-        self._epoch += 1
-        self._pool.drop_others(self._epoch)
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
         self._policies.read()
         self._unusable = self._declare()
         self._forbidden.clear()
-        self._open = {}
         self._speaks_amqp = speaks_amqp(url)
         if self._speaks_amqp:
             read_in_chunks(self._connection.connection.transport)
@@ -230,8 +203,9 @@ class Consumer:
             channel = receiving_bodies_as_sent(self._connection.channel())
             queue = declared(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
-            on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
+            on_delivery = partial(self._on_delivery, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
+            self._open[acks] = Subscription(lane, queue, consumer)
             self._time(partial(consumer.qos, prefetch_count=prefetch_of(lane.handler, self._options)))
             try:
                 with refused_for_handler_only(lane.handler, self._options):
@@ -239,7 +213,7 @@ class Consumer:
                     consumer.consume()
             except Unusable as error:
                 # Until the next check of the queues. py-amqp opens a channel again that the broker has closed.
-                channel.close()
+                self._close(acks)
                 self._forbidden.add(lane)
                 self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
@@ -249,7 +223,6 @@ class Consumer:
             else:
                 self._suspected.discard(lane)
                 self._report_problem(lane, "")
-                self._open[channel] = Subscription(lane, queue, consumer, acks)
         if len(self._open) > len(open_lanes):
             queues = "1 queue" if len(self._open) == 1 else f"{len(self._open)} queues"
             logger.info("consumer: receiving from %s at %s.", queues, masked(self._options.broker_url))
@@ -294,10 +267,6 @@ class Consumer:
             if not (self._runner.is_paused(lane.handler) or self._runner.is_starting(lane.handler))
         ]
 
-    @property
-    def _subscriptions(self) -> list[Subscription]:
-        return list(self._open.values())
-
     def _declare(self) -> set[str]:
         """Declare all queues and bindings, at the start and periodically; return the handlers with unusable queues.
 
@@ -324,12 +293,10 @@ class Consumer:
             logger.error("consumer: %s", problem)
         self._problems[about] = problem
 
-    def _on_delivery(
-        self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
-    ) -> None:
+    def _on_delivery(self, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None) -> None:
         refused = f"The delivery cannot be decoded: {describe(error)}" if error else ""
         acks.delivered(message)
-        self._pool.put(lane, Delivery(epoch, lane.handler, message, monotonic(), refused))
+        self._pool.put(lane, Delivery(acks, lane.handler, message, monotonic(), refused))
 
     def _pump(self) -> None:
         """Send the answers, receive what has arrived, and wait briefly for either."""
@@ -344,7 +311,7 @@ class Consumer:
             self._store_stale(now)
             self._return_unstorable(now)
             self._return_paused()
-            self._watch_handlers(now)
+            self._pool.report_overdue(self._options.STUCK_AFTER)
             if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
             self._read_queue_lengths()
@@ -373,25 +340,23 @@ class Consumer:
         answers = [*self._deferred, *(self._answers.popleft() for _ in range(len(self._answers)))]
         self._deferred = []
         for answer in answers:
-            if answer.delivery.epoch != self._epoch:
-                continue
-            subscription = self._open.get(answer.delivery.message.channel)
-            if subscription is None:
+            acks, delivery = answer.delivery.acks, answer.delivery
+            if not acks.is_open:
                 continue
             if answer.at > now:
                 self._deferred.append(answer)
             elif not answer.again:
-                subscription.acks.settle(answer.delivery.message)
-            elif now - answer.delivery.at < self._options.longest_silence:
-                self._pool.put(subscription.lane, answer.delivery)
+                acks.settle(delivery.message)
+            elif now - delivery.at < self._options.longest_silence:
+                self._pool.put(self._open[acks].lane, delivery)
             else:
-                subscription.acks.requeue(answer.delivery.message)
-        for subscription in self._open.values():
-            subscription.acks.flush()
+                acks.requeue(delivery.message)
+        for acks in self._open:
+            acks.flush()
 
     @property
     def _unanswered(self) -> int:
-        return sum(len(subscription.acks) for subscription in self._open.values())
+        return sum(map(len, self._open))
 
     def _put_answer(self, delivery: Delivery, received: Outcome) -> None:
         """Called by the workers. A delivery without an answer stays here, because the broker counts each redelivery."""
@@ -411,9 +376,6 @@ class Consumer:
         if self._answers:
             self._answered.ring()
 
-    def _is_current(self, epoch: int) -> bool:
-        return not self._stop and epoch == self._epoch
-
     def _check_subscriptions(self) -> None:
         """Check that the broker has this process's bindings and subscriptions; an open socket does not show that."""
         self._checked_at = monotonic()
@@ -424,13 +386,13 @@ class Consumer:
         self._forbidden.clear()
         if not speaks_amqp(self._options.broker_url):
             return
-        for subscription in self._subscriptions:
+        for subscription in self._open.values():
             if not self._time(partial(subscription.queue.queue_declare, passive=True)).consumer_count:
                 raise ConnectionError(f"the broker no longer has the subscription on the queue {subscription.queue.name!r}")
 
     def _read_queue_lengths(self) -> None:
         """Report the lengths of the queues to their shedders."""
-        for subscription in self._subscriptions:
+        for subscription in self._open.values():
             if (shedder := shedder_of(subscription.lane.handler)) is not None:
                 shedder.record_lag(*self._length_of(subscription.queue))
 
@@ -452,23 +414,23 @@ class Consumer:
         channels, and would count a delivery each time. This counts one per outage.
         """
         for lane in self._pool.unstorable(now - _UNSTORABLE_AFTER * self._options.longest_silence):
-            for channel in [channel for channel, subscription in self._open.items() if subscription.lane is lane]:
+            for acks in [acks for acks, subscription in self._open.items() if subscription.lane is lane]:
                 logger.warning(
                     "handler %s: its database could not store %d deliveries in time. They were returned to the broker. No "
                     "message is received for this handler until its database is available.",
                     lane.handler.name,
-                    self._close(channel),
+                    self._close(acks),
                 )
 
-    def _close(self, channel: Any) -> int:
+    def _close(self, acks: Acks) -> int:
         """Close the channel of a queue: its unanswered deliveries are the broker's again. Returns how many waited here.
 
         It is not cancelled first: from then on the broker would deliver later messages to the next consumer, and an ordered
         queue would lose its order. The end of a channel requeues its deliveries before another consumer becomes active.
         """
-        subscription = self._open.pop(channel)
-        channel.close()
-        return self._pool.drop_all(subscription.lane)
+        del self._open[acks]
+        acks.close()
+        return self._pool.drop_ended()
 
     def _return_paused(self) -> None:
         """Close the channels of paused handlers, once their loads in hand are answered.
@@ -476,16 +438,13 @@ class Consumer:
         A load that is in hand would be delivered again.
         """
         storing = self._storing is not None and self._storing.is_alive()
-        paused = [
-            (channel, subscription.lane.handler)
-            for channel, subscription in self._open.items()
-            if self._runner.is_paused(subscription.lane.handler)
-        ]
-        if ended := [(channel, handler) for channel, handler in paused if not (storing or self._pool.is_running(handler))]:
+        handlers = {acks: subscription.lane.handler for acks, subscription in self._open.items()}
+        paused = {acks: handler for acks, handler in handlers.items() if self._runner.is_paused(handler)}
+        if ended := {acks: handler for acks, handler in paused.items() if not (storing or self._pool.is_running(handler))}:
             self._answer()
-            for channel, handler in ended:
+            for acks, handler in ended.items():
                 logger.info(
-                    "handler %s: paused. Its queue keeps the messages; returned to it: %d.", handler.name, self._close(channel)
+                    "handler %s: paused. Its queue keeps the messages; returned to it: %d.", handler.name, self._close(acks)
                 )
 
     def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
@@ -495,35 +454,12 @@ class Consumer:
         finally:
             connections.close_all()
 
-    def _watch_handlers(self, now: float) -> None:
-        """Report a handler that does not end: its inbox row is not committed, so no other connection sees it."""
-        self._pool.report_occupied(self._options.STUCK_AFTER)
-        limit = self._options.STUCK_AFTER.total_seconds()
-        overdue = [running for running in self._pool.running() if now - running.since >= limit]
-        self._reported_loads &= {id(running) for running in overdue}
-        for running in overdue:
-            if id(running) not in self._reported_loads:
-                self._reported_loads.add(id(running))
-                self._report_stuck(running, now)
-
-    @staticmethod
-    def _report_stuck(running: RunningLoad, now: float) -> None:
-        first = running.load[0]
-        logger.warning(
-            "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a run. The "
-            "stack of the thread:\n%s",
-            first.handler.name,
-            first.message.properties.get("message_id"),
-            now - running.since,
-            stack_of(running.thread),
-        )
-
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
             return False
         if len(self._open) < len(self._unpaused):
             return False
-        waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
+        waiting = any(self._length_of(subscription.queue)[0] for subscription in self._open.values())
         # The broker's count excludes deliveries in transit; they may have arrived during the query.
         return not waiting and not self._unanswered
 
@@ -553,7 +489,10 @@ class Consumer:
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
-        self._epoch += 1
+        for acks in self._open:
+            acks.is_open = False
+        self._open = {}
+        self._pool.drop_ended()
         if connection is not None:
             try:
                 connection.collect(socket_timeout=1.0)
@@ -570,7 +509,7 @@ class Consumer:
         self._checked_at = inf
         try:
             if self._connection is not None:
-                for subscription in self._subscriptions:
+                for subscription in self._open.values():
                     # The next consumer of an ordered queue must not start before these deliveries are answered. It starts when
                     # the channel is closed.
                     if not subscription.lane.handler.ordered:

@@ -3,14 +3,13 @@
 A lane knows how many its handler takes at a time: one message, a batch, a group commit, or all that are waiting.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 
 import kombu
 
 from inbox.conf import InboxOptions
+from inbox.consumer.channels import Acks
 from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of, prefetch
 from inbox.limits.shedder import shedder_of
@@ -27,9 +26,10 @@ LOAD_BYTES = 8 * 1024 * 1024
 
 @dataclass(eq=False, slots=True)
 class Delivery:
-    """A message from the broker, and the epoch of its connection.
+    """A message from the broker.
 
     Attributes:
+        acks: those of its channel.
         at: when it arrived (monotonic).
         refused: why kombu could not decode the delivery, or "".
         arrival: its content, once a worker has read it.
@@ -37,7 +37,7 @@ class Delivery:
         is_acknowledged: it was acknowledged before its handler ended. The broker must not be answered twice.
     """
 
-    epoch: int
+    acks: Acks
     handler: Handler
     message: kombu.Message
     at: float
@@ -92,8 +92,8 @@ class Lane:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self._waiting: deque[Delivery] = deque()
-        self._checked: deque[Delivery] = deque()
+        self._waiting: list[Delivery] = []
+        self._checked = 0  # so many of the first ones are not dropped by load shedding
         self._most = size_of(handler)
         self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
         # An ordered handler's messages are only stored here; its limits apply where they are run.
@@ -102,10 +102,9 @@ class Lane:
         self._shedder = shedder_of(handler)
         self._is_running = False
         self._paused_until = self._backoff = 0.0
-        self._dropped_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._checked) + len(self._waiting)
+        return len(self._waiting)
 
     def put(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
@@ -117,7 +116,7 @@ class Lane:
         """
         if self.seconds_left(now, hurry=hurry) > 0 or (self._slots is not None and not self._slots.take()):
             return []
-        most = _fitting(chain(self._checked, self._waiting), min(self._most, self._ready))
+        most = _fitting(self._waiting, min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
         if not most:
@@ -126,7 +125,8 @@ class Lane:
         if self._backoff and most:
             # One worker retries a load that could not be finished; the next one only after another backoff.
             self._paused_until = now + self._backoff
-        return [(self._checked or self._waiting).popleft() for _ in range(most)]
+        self._checked = max(0, self._checked - most)
+        return self._remove(0, most)
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
@@ -134,7 +134,7 @@ class Lane:
             return float("inf")
         unfilled = 0.0
         if not hurry and self._ready < self._most:
-            unfilled = self._wait - (now - (self._checked or self._waiting)[0].at)
+            unfilled = self._wait - (now - self._waiting[0].at)
         return max(0.0, self._paused_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
     def take_to_check(self, now: float) -> list[Delivery]:
@@ -144,12 +144,13 @@ class Lane:
         """
         if not self._is_shedding or now < self._paused_until:
             return []
-        most = _fitting(self._waiting, min(CHECKED_AT_ONCE, len(self._waiting)))
-        return [self._waiting.popleft() for _ in range(most)]
+        unchecked = self._waiting[self._checked :]
+        return self._remove(self._checked, _fitting(unchecked, min(CHECKED_AT_ONCE, len(unchecked))))
 
     def put_checked(self, checked: list[Delivery]) -> None:
         """Put checked deliveries that are not dropped before the others."""
-        self._checked.extend(checked)
+        self._waiting[self._checked : self._checked] = checked
+        self._checked += len(checked)
 
     @property
     def _is_shedding(self) -> bool:
@@ -163,7 +164,7 @@ class Lane:
     @property
     def _ready(self) -> int:
         """How many may be taken now; during load shedding, only checked ones."""
-        return len(self._checked) if self._is_shedding else len(self)
+        return self._checked if self._is_shedding else len(self)
 
     def done(self) -> None:
         """A worker has finished a load of this lane. An ordered handler has one running load at a time."""
@@ -172,9 +173,9 @@ class Lane:
 
     def put_back(self, load: list[Delivery], now: float, *, backoff: float) -> None:
         """A worker could not finish these: they are next, after `backoff` seconds."""
-        current = [delivery for delivery in load if delivery.at > self._dropped_at]
+        current = [delivery for delivery in load if delivery.acks.is_open]
         # In order of arrival, regardless of the order in which workers return their loads.
-        self._waiting = deque(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
+        self._replace(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._is_running = False
         self._backoff, self._paused_until = backoff, now + backoff
 
@@ -188,23 +189,16 @@ class Lane:
         if self._limiter is not None:
             self._limiter.give_back(count)
 
-    def drop_others(self, epoch: int) -> None:
-        """Drop deliveries of other epochs; the broker delivers them again."""
-        self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
-        self._checked = deque(delivery for delivery in self._checked if delivery.epoch == epoch)
-
-    def drop_all(self, now: float) -> int:
-        """Drop all deliveries so far, which were returned to the broker. Returns how many waited here."""
+    def drop_ended(self) -> int:
+        """Drop the deliveries of channels that have ended, because the broker delivers them again. Returns how many."""
         count = len(self)
-        self._checked.clear()
-        self._waiting.clear()
-        self._dropped_at = now
-        return count
+        self._replace(delivery for delivery in self._waiting if delivery.acks.is_open)
+        return count - len(self)
 
     @property
     def oldest(self) -> float:
         """Arrival of the oldest waiting delivery; infinite if the lane is empty."""
-        return min((delivery.at for delivery in (*self._checked, *self._waiting)), default=float("inf"))
+        return min((delivery.at for delivery in self._waiting), default=float("inf"))
 
     @property
     def is_stuck(self) -> bool:
@@ -215,18 +209,24 @@ class Lane:
         """Remove and return the deliveries that arrived before `before`; none of an ordered lane, or of one in backoff."""
         if self.handler.ordered or now < self._paused_until or self.oldest >= before:
             return []
-        found = [delivery for delivery in (*self._checked, *self._waiting) if delivery.at < before]
-        self._checked = deque(delivery for delivery in self._checked if delivery.at >= before)
-        self._waiting = deque(delivery for delivery in self._waiting if delivery.at >= before)
+        found = [delivery for delivery in self._waiting if delivery.at < before]
+        self._replace(delivery for delivery in self._waiting if delivery.at >= before)
         return found
 
+    def _replace(self, waiting: Iterable[Delivery]) -> None:
+        """They are checked again, if the handler sheds load."""
+        self._waiting, self._checked = [*waiting], 0
 
-def _fitting(waiting: Iterable[Delivery], most: int) -> int:
+    def _remove(self, begin: int, count: int) -> list[Delivery]:
+        removed = self._waiting[begin : begin + count]
+        del self._waiting[begin : begin + count]
+        return removed
+
+
+def _fitting(waiting: Sequence[Delivery], most: int) -> int:
     """How many of the first `most` fit into one load: at least one, of any size."""
-    if most <= 1:
-        return most
     size = 0
-    for count, delivery in enumerate(islice(waiting, most)):
+    for count, delivery in enumerate(waiting[:most]):
         size += delivery.size
         if count and size > LOAD_BYTES:
             return count

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import inf
+from typing import Any
 
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.running import stack_of
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.limits import slots
@@ -26,48 +28,46 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunningLoad:
     """A load that a thread has been running since `since` (monotonic)."""
 
     since: float
     thread: int
     load: Sequence[Delivery]
+    is_reported: bool = False
 
 
 class Pool:
-    """`size` threads that run loads of `lanes` by `receive`, and between them the due messages of `runner`.
+    """`size` threads that run the due messages of `runner`, and in turn with them loads of `lanes` by `reception`.
 
-    While a lane's handler sheds load, `check` drops some deliveries of a load and returns the others. `Unanswered` deliveries
-    go back to the front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time
-    calls `probe`, which returns the seconds to pause, or 0. Deliveries are run on a database only after a successful `probe`.
-    `on_idle` is called whenever a thread finds no work, and must be quick.
+    While a lane's handler sheds load, its loads are checked before they are received. `Unanswered` deliveries go back to the
+    front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time probes it.
+    Deliveries are run on a database only after a successful probe.
+
+    Args:
+        on_idle: called whenever a thread finds no work; must be quick.
     """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
         runner: Runner,
         *,
         size: int,
-        receive: Callable[[list[Delivery]], object] = len,
-        check: Callable[[list[Delivery]], list[Delivery]] = list,
-        probe: Callable[[str], float] = lambda alias: 0.0,
+        lanes: Sequence[Lane] = (),
+        reception: Reception | None = None,
         on_idle: Callable[[], object] = dict,
     ) -> None:
         self._lanes = list(lanes)
         self._runner = runner
         runner.on_ring = self._wake
-        self._receive = receive
-        self._check = check
-        self._probe = probe
+        self._reception: Any = reception  # without one there are no lanes
         self._on_idle = on_idle
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
         self._occupied: set[str] = set()
-        self._epoch = 0
         self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
         self._running: dict[int, RunningLoad] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
@@ -85,8 +85,22 @@ class Pool:
         if self.alive < len(self._threads):
             raise RuntimeError("consumer: a worker thread has ended unexpectedly; the process ends. Restart it.")
 
-    def report_occupied(self, limit: timedelta) -> None:
-        """Log each handler all of whose threads have been running it for longer than `limit`, until one of them ends."""
+    def report_overdue(self, limit: timedelta) -> None:
+        """Log once each load that has been running for longer than `limit`, and each handler that has used all its threads."""
+        now = monotonic()
+        for running in self.running():
+            if now - running.since >= limit.total_seconds() and not running.is_reported:
+                running.is_reported = True
+                # Its inbox row is not committed, so no other connection sees it.
+                first = running.load[0]
+                logger.warning(
+                    "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a "
+                    "run. The stack of the thread:\n%s",
+                    first.handler.name,
+                    first.message.properties.get("message_id"),
+                    now - running.since,
+                    stack_of(running.thread),
+                )
         occupied = slots.occupied(limit)
         for name in occupied.keys() - self._occupied:
             count, seconds, thread = occupied[name]
@@ -117,11 +131,10 @@ class Pool:
             self._closing = True
             self._changed.notify_all()
 
-    def drop_others(self, epoch: int) -> None:
+    def drop_ended(self) -> int:
+        """Drop the waiting deliveries of channels that have ended; returns how many."""
         with self._changed:
-            self._epoch = epoch
-            for lane in self._lanes:
-                lane.drop_others(epoch)
+            return sum(lane.drop_ended() for lane in self._lanes)
 
     def can_store(self, lane: Lane) -> bool:
         """Can the database of its handler store messages, according to its last probe?"""
@@ -133,11 +146,6 @@ class Pool:
         with self._changed:
             stuck = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._probe_at]
             return [lane for lane in stuck if lane.oldest < before]
-
-    def drop_all(self, lane: Lane) -> int:
-        """Drop this lane's deliveries, also of running loads, after their return to the broker; returns how many waited."""
-        with self._changed:
-            return lane.drop_all(monotonic())
 
     def join(self, seconds: float) -> None:
         """Wait up to `seconds` for a thread to end."""
@@ -170,9 +178,7 @@ class Pool:
 
     def _put_back(self, lane: Lane, left: Unanswered) -> None:
         now = monotonic()
-        # If the connection has ended meanwhile, the broker delivers them again.
-        current = [delivery for delivery in left.load if delivery.epoch >= self._epoch]
-        lane.put_back(current, now, backoff=0.0 if left.everywhere else left.seconds)
+        lane.put_back(left.load, now, backoff=0.0 if left.everywhere else left.seconds)
         if left.everywhere:
             self._probe_at.setdefault(lane.handler.using, now + left.seconds)
 
@@ -249,7 +255,7 @@ class Pool:
 
     def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:
         try:
-            self._receive(load)
+            self._reception.receive(load)
         except Unanswered as left:
             lane.give_back_tokens(len(left.load))
             raise
@@ -257,12 +263,12 @@ class Pool:
             lane.leave_slot()
 
     def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
-        to_handle = self._check(load)
+        to_handle = self._reception.check(load)
         with self._changed:
             lane.put_checked(to_handle)
 
     def _probe_database(self, alias: str) -> None:
-        seconds = self._probe(alias)
+        seconds = self._reception.probe(alias)
         with self._changed:
             if seconds:
                 self._probe_at[alias] = monotonic() + seconds

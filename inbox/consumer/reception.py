@@ -18,13 +18,13 @@ from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.lanes import Delivery, Unanswered
+from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
 _TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
+_UNREADABLE_SECONDS = 1.0
 _Run = Callable[[list[Delivery]], list[Outcome] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
@@ -49,27 +50,16 @@ class Reception:
     """Called by worker threads, each with a load of one lane.
 
     Args:
-        is_current: is this epoch the current connection's? Deliveries of other epochs are ignored.
+        runner: runs the messages that are stored here, and shares the record of databases that cannot store.
         answer: records the outcome of a delivery.
-        ring: called after a message that is due now was stored.
-        outages: the databases that cannot store, shared with the runner.
     """
 
-    def __init__(
-        self,
-        options: InboxOptions,
-        *,
-        is_current: Callable[[int], bool],
-        answer: Callable[[Delivery, Outcome], None],
-        ring: Callable[[], None],
-        outages: Outages,
-    ) -> None:
+    def __init__(self, options: InboxOptions, runner: Runner, answer: Callable[[Delivery, Outcome], None]) -> None:
         self._options = options
-        self._is_current = is_current
+        self._runner = runner
         self._answer = answer
-        self._ring = ring
         self._closing = False
-        self._outages = outages
+        self._outages = runner.outages
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
@@ -116,10 +106,16 @@ class Reception:
         return to_handle
 
     def probe(self, alias: str) -> float:
-        """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
+        """Seconds to pause a database, or 0 if it can store. Called before anything is received for it, and after an outage."""
         with suppress(DatabaseUnavailable):
             refunds.settle(alias)
-        return self._outages.ask(alias)
+        if seconds := self._outages.ask(alias):
+            return seconds
+        try:
+            self._runner.read_paused(alias)
+        except DatabaseUnavailable:
+            return _UNREADABLE_SECONDS
+        return 0.0
 
     def _run_all(self, handler: Handler, parts: deque[tuple[list[Delivery], _Run]], others: Sequence[Delivery] = ()) -> None:
         """Run and answer all parts of a load.
@@ -165,7 +161,7 @@ class Reception:
 
     def _store(self, part: list[Delivery]) -> list[Outcome]:
         stored = admit(part[0].handler, [one.arrival for one in part], self._options)
-        self._ring()
+        self._runner.ring()
         return stored
 
     def _shed(self, reason: str, part: list[Delivery]) -> list[Outcome]:
@@ -178,7 +174,7 @@ class Reception:
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
     def _is_unwanted(self, delivery: Delivery) -> bool:
-        return self._closing or not self._is_current(delivery.epoch)
+        return self._closing or bool(self._runner.stop) or not delivery.acks.is_open
 
     def _run_part(self, part: list[Delivery], run: _Run) -> bool:
         """Run a part and answer its deliveries. False: it must be run in smaller parts.
@@ -310,7 +306,7 @@ class Reception:
         return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[Delivery]:
-        """Read the deliveries of the current connection, and return them.
+        """Read the deliveries of open channels, and return them.
 
         Raises:
             Unanswered: see `receive`.

@@ -96,14 +96,14 @@ def serve(
 def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
     """Run stored messages on `size` threads until asked to stop or to drain."""
     # Handlers run on separate threads, so that a long one does not trigger the watchdog.
-    pool = Pool([], runner, size=size)
+    pool = Pool(runner, size=size)
     pool.start()
     logger.info("runner: running stored messages on %d threads.", size)
     limit = inbox_options().STUCK_AFTER
     while not (stop or stop.is_draining):
         watchdog.beat()
         pool.refuse_if_ended()
-        pool.report_occupied(limit)
+        pool.report_overdue(limit)
         stop.wait(_WATCHDOG_INTERVAL_SECONDS)
     heartbeat.announce_stop()
     pool.close()

@@ -10,6 +10,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
+from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery, Unanswered, size_of
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
@@ -18,7 +19,6 @@ from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.local import LocalTransport
 from inbox.outcome import Outcome
-from inbox.receiving.outages import Outages
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
 from inbox.transactions.sessions import is_inside_a_transaction
@@ -103,9 +103,9 @@ def receive(
         RuntimeError: a message cannot be stored.
         Exception: the database is unavailable, or cannot store the messages.
     """
+    acks = Acks(None, multiple=False)
     deliveries = {
-        Delivery(epoch=0, handler=handler, message=as_delivered(message, redelivered=redelivered), at=monotonic()): message
-        for message in messages
+        Delivery(acks, handler, as_delivered(message, redelivered=redelivered), monotonic()): message for message in messages
     }
     left: dict[Outcome, list[Message]] = {Outcome.DEFERRED: [], Outcome.UNSTORED: []}
 
@@ -115,9 +115,8 @@ def receive(
         else:
             acknowledged()
 
-    reception = Reception(inbox_options(), is_current=lambda connection: True, answer=answer, ring=_nothing, outages=Outages())
     try:
-        reception.receive([*deliveries])
+        Reception(inbox_options(), Runner(inbox_options()), answer).receive([*deliveries])
     except Unanswered as error:
         raise error.__cause__ or error from None
     if unstored := left[Outcome.UNSTORED]:

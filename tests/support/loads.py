@@ -5,10 +5,10 @@ from __future__ import annotations
 import kombu
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.loop import StopRequest
+from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
-from inbox.receiving.outages import Outages
+from inbox.consumer.runner import Runner
 from tests.support.deliveries import OPTIONS, an_envelope
 
 
@@ -23,19 +23,14 @@ def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
         content_encoding="utf-8",
         delivery_info={"routing_key": handler.topics[0], "redelivered": redelivered},
     )
-    return Delivery(1, handler, message, monotonic() - waited)
+    return Delivery(Acks(None, multiple=False), handler, message, monotonic() - waited)
 
 
 def receive_load(load, given=OPTIONS, *, stop=None):
     """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
     answers = {}
-    stop = StopRequest() if stop is None else stop
     reception = Reception(
-        given,
-        is_current=lambda epoch: not stop,
-        answer=lambda delivery, received: answers.setdefault(id(delivery), []).append(received),
-        ring=lambda: None,
-        outages=Outages(),
+        given, Runner(given, stop), lambda delivery, received: answers.setdefault(id(delivery), []).append(received)
     )
     reception.receive(load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"

@@ -7,7 +7,7 @@ from amqp import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inbox.consumer.acks import Acks
+from inbox.consumer.channels import Acks
 
 
 class Channel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import kombu
 import pytest
 
-from inbox.consumer.bodies import receiving_bodies_as_sent
+from inbox.consumer.channels import receiving_bodies_as_sent
 from inbox.consumer.reception import body_of
 
 BODY = '{"a": "ä"}'

@@ -10,9 +10,10 @@ import pytest
 from inbox import Batch, Ordered, Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
+from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
-from inbox.limits import shedder
+from inbox.limits import shedder, slots
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
 
@@ -23,8 +24,10 @@ def a_handler(**options):
     return Handler(name="tests.lane", topics=("t",), function=print, biz_id=None, using="default", **options)
 
 
-def a_delivery(handler, number, *, at=0.0, epoch=1):
-    return Delivery(epoch, handler, kombu.Message(body=b"", delivery_tag=number), at)
+def a_delivery(handler, number, *, at=0.0, acks=None):
+    return Delivery(
+        Acks(None, multiple=True) if acks is None else acks, handler, kombu.Message(body=b"", delivery_tag=number), at
+    )
 
 
 def a_lane(count=0, *, at=0.0, **options):
@@ -34,13 +37,18 @@ def a_lane(count=0, *, at=0.0, **options):
     return lane
 
 
-def put(lane, *numbers, at=0.0, epoch=1):
+def put(lane, *numbers, at=0.0, acks=None):
     for number in numbers:
-        lane.put(a_delivery(lane.handler, number, at=at, epoch=epoch))
+        lane.put(a_delivery(lane.handler, number, at=at, acks=acks))
 
 
 def numbers(load):
     return [delivery.message.delivery_tag for delivery in load]
+
+
+@pytest.fixture(autouse=True)
+def no_slots_of_other_tests(monkeypatch):
+    monkeypatch.setattr(slots, "_slots", {})
 
 
 class TestPlainHandler:
@@ -207,14 +215,26 @@ class TestShedding:
         assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [CHECKED_AT_ONCE]]
 
 
-class TestEpochs:
-    def test_deliveries_of_a_previous_connection_are_dropped(self):
-        lane = a_lane(2)
-        put(lane, 2, 3, epoch=2)
+class TestEndedChannels:
+    def test_deliveries_of_an_ended_channel_are_dropped(self):
+        lane, ended = a_lane(), Acks(None, multiple=True)
+        put(lane, 0, 1, acks=ended)
+        put(lane, 2, 3)
 
-        lane.drop_others(2)
+        ended.is_open = False
 
+        assert lane.drop_ended() == 2
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[2], [3], []]
+
+    def test_unfinished_load_of_an_ended_channel_is_not_taken_again(self):
+        lane, ended = a_lane(), Acks(None, multiple=True)
+        put(lane, 0, acks=ended)
+        load = lane.take(0.0)
+
+        ended.is_open = False
+        lane.put_back(load, 10.0, backoff=0.0)
+
+        assert len(lane) == 0
 
 
 class TestUndecidedDeliveries:
@@ -283,11 +303,9 @@ class TestConcurrency:
 
     def test_taking_in_for_an_ordered_handler_takes_no_slot(self):
         lane = a_lane(3, concurrency=1, ordered=Ordered())
-        slots = slots_of(lane.handler)
-        assert slots.take()
+        assert slots_of(lane.handler).take()
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
-        slots.leave()
 
 
 class TestPrefetch:
@@ -320,7 +338,7 @@ class TestLargeBodies:
         lane = a_lane(**options)
         for number in range(4):
             message = kombu.Message(body=bytes(LOAD_BYTES // 2), delivery_tag=number)
-            lane.put(Delivery(1, lane.handler, message, 0.0))
+            lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
 
         loads = []
         while load := lane.take(0.0, hurry=True):
@@ -332,7 +350,8 @@ class TestLargeBodies:
     def test_a_single_delivery_is_taken_however_large_it_is(self):
         lane = a_lane(ordered=Ordered())
         for number, size in enumerate([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES]):
-            lane.put(Delivery(1, lane.handler, kombu.Message(body=bytes(size), delivery_tag=number), 0.0))
+            message = kombu.Message(body=bytes(size), delivery_tag=number)
+            lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
 
         loads = []
         while load := lane.take(0.0):

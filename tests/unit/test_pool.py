@@ -6,12 +6,14 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import kombu
 import pytest
 
 from exactly_once.process.clock import monotonic
 from inbox import Batch, Ordered
+from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.pool import Pool
 from inbox.handlers.handler import Handler
@@ -55,12 +57,23 @@ def a_lane(name="tests.pool", *, using="default", **options):
 
 
 def a_delivery(lane, number=0):
-    return Delivery(1, lane.handler, kombu.Message(body=b"", delivery_tag=number), monotonic())
+    return Delivery(Acks(None, multiple=True), lane.handler, kombu.Message(body=b"", delivery_tag=number), monotonic())
+
+
+def a_pool(lanes, store=None, *, size=1, receive=len, probe=lambda alias: 0.0, **options):
+    """A pool whose loads are received by `receive`."""
+    reception = SimpleNamespace(receive=receive, check=list, probe=probe)
+    return Pool(store or Store(), size=size, lanes=lanes, reception=reception, **options)
+
+
+def end_channels(deliveries):
+    for delivery in deliveries:
+        delivery.acks.is_open = False
 
 
 @contextmanager
-def running(lanes, store=None, *, size=1, **work):
-    pool = Pool(lanes, store or Store(), size=size, **work)
+def running(lanes, store=None, **options):
+    pool = a_pool(lanes, store, **options)
     pool.start()
     try:
         yield pool
@@ -169,7 +182,7 @@ def test_stored_and_delivered_messages_share_the_threads(gate):
 def test_stored_and_delivered_messages_take_turns():
     lane, order = a_lane(), []
     store = Store(10, do=lambda: order.append("stored"))
-    pool = Pool([lane], store, size=1, receive=lambda load: order.append("delivered"))
+    pool = a_pool([lane], store, receive=lambda load: order.append("delivered"))
     for number in range(10):
         pool.put(lane, a_delivery(lane, number))
     pool.start()
@@ -181,7 +194,7 @@ def test_stored_and_delivered_messages_take_turns():
 
 def test_lanes_take_turns():
     lanes, work = [a_lane("a"), a_lane("b"), a_lane("c")], Work()
-    pool = Pool(lanes, Store(), size=1, receive=work)
+    pool = a_pool(lanes, receive=work)
     for number in range(3):
         for lane in lanes:
             pool.put(lane, a_delivery(lane, number))
@@ -202,7 +215,7 @@ def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
 
 def test_a_batch_is_run_when_its_wait_is_over():
     lane, work = a_lane(batch=Batch(size=10, wait=timedelta(seconds=0.1))), Work()
-    pool = Pool([lane], Store(), size=1, receive=work)
+    pool = a_pool([lane], receive=work)
     for number in (1, 2):
         pool.put(lane, a_delivery(lane, number))
     pool.start()
@@ -303,7 +316,7 @@ def test_undecided_deliveries_are_retried_before_later_ones():
             raise Unanswered(load[1:], 0.01, everywhere=False)
         done.extend(load)
 
-    pool = Pool([lane], Store(), size=3, receive=receive)
+    pool = a_pool([lane], size=3, receive=receive)
     for number in range(3):
         pool.put(lane, a_delivery(lane, number))
     pool.start()
@@ -313,12 +326,12 @@ def test_undecided_deliveries_are_retried_before_later_ones():
     assert tried == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_undecided_deliveries_of_a_previous_connection_are_dropped():
+def test_undecided_deliveries_of_an_ended_channel_are_dropped():
     lane, received = a_lane(), []
 
     def receive(load):
         received.extend(delivery.message.delivery_tag for delivery in load)
-        pool.drop_others(2)
+        end_channels(load)
         raise Unanswered(load, 0.0, everywhere=False)
 
     with running([lane], receive=receive) as pool:
@@ -368,13 +381,15 @@ def test_stale_deliveries_are_removed_and_not_run(gate):
     assert work.done == [("tests.pool", [0])]
 
 
-def test_a_new_connection_drops_the_deliveries_that_are_not_running(gate):
+def test_the_end_of_a_channel_drops_the_deliveries_that_are_not_running(gate):
     lane, work = a_lane(), Work(gate=gate)
+    deliveries = [a_delivery(lane, number) for number in range(3)]
     with running([lane], receive=work) as pool:
-        for number in range(3):
-            pool.put(lane, a_delivery(lane, number))
+        for delivery in deliveries:
+            pool.put(lane, delivery)
         wait_until(lambda: work.at_once == 1)
-        pool.drop_others(2)
+        end_channels(deliveries)
+        assert pool.drop_ended() == 2
         gate.set()
         wait_until(lambda: pool.idle)
 
@@ -383,7 +398,7 @@ def test_a_new_connection_drops_the_deliveries_that_are_not_running(gate):
 
 def test_closing_the_pool_finishes_running_loads_and_starts_no_others(gate):
     lane, work, store = a_lane(), Work(gate=gate), Store()
-    pool = Pool([lane], store, size=2, receive=work)
+    pool = a_pool([lane], store, size=2, receive=work)
     pool.start()
     for number in range(5):
         pool.put(lane, a_delivery(lane, number))

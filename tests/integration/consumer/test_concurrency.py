@@ -32,7 +32,6 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import parking
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outages import Outages
 from inbox.receiving.reading import parked_row, read
 from inbox.receiving.receive import receive
 from inbox.states import State
@@ -159,7 +158,7 @@ def held_in_hand(row):
 @contextmanager
 def running_stored(handlers, *, size):
     """Threads of this process that run what is stored, as `inbox_consume` does with local://."""
-    pool = Pool([], Runner(OPTIONS, handlers=lambda: handlers), size=size)
+    pool = Pool(Runner(OPTIONS, handlers=lambda: handlers), size=size)
     pool.start()
     try:
         yield pool
@@ -367,9 +366,9 @@ class TestAcknowledging:
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: len(gate.inside) == 4)
-            epoch = consumer._epoch
+            first = consumer._connection
             proxy.cut()
-            wait_until(lambda: consumer._epoch > epoch + 1 and consumer._unanswered == 10)
+            wait_until(lambda: consumer._connection not in {None, first} and consumer._unanswered == 10)
             gate.open()
             wait_until(lambda: length(handler) == 0 and effects() == 10)
             wait_until(lambda: InboxMessage.objects.count() == 10)
@@ -589,7 +588,7 @@ class TestUnavailableDatabase:
                     cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
         handler = handles(handle, using="other")
-        reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None, outages=Outages())
+        reception = Reception(OPTIONS, Runner(OPTIONS), lambda *_: None)
         other_database_outage.end()
         with pytest.raises(Unanswered) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
@@ -623,7 +622,7 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     """Its port accepts connections and never answers."""
     handles(effect_on_the_other_database, name="tests.away", using="other")
     here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
-    pool = Pool([], runner, size=2)
+    pool = Pool(runner, size=2)
     runner.turn()
     assert runner.outages.is_ongoing("other")
     pool.start()
@@ -692,8 +691,9 @@ class TestConsumerTimeout:
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: gate.inside == ["slow"])
+            first = consumer._connection
             # The broker has delivered it again, and the copy is stored until the first one has ended.
-            wait_until(lambda: consumer._epoch > 2 and InboxMessage.objects.exists())
+            wait_until(lambda: consumer._connection not in {None, first} and InboxMessage.objects.exists())
             send_all(rabbitmq_url, TOPIC, [("next", {})])
             gate.open()
             wait_until(lambda: effects("next") == 1 and length(handler) == 0)
@@ -772,7 +772,7 @@ class TestCrashQuarantine:
         handler = handles(gate)
         self.stored(handler, *suspects, attempts=1)
         self.stored(handler, *others)
-        pool = Pool([], Runner(OPTIONS), size=6)
+        pool = Pool(Runner(OPTIONS), size=6)
         pool.start()
 
         for _ in suspects:
@@ -796,7 +796,7 @@ class TestCrashQuarantine:
         handler = handles(gate)
         self.stored(handler, *names(4), attempts=1)
         InboxMessage.objects.update(state=State.RETRYING)
-        pool = Pool([], Runner(OPTIONS), size=4)
+        pool = Pool(Runner(OPTIONS), size=4)
         pool.start()
 
         wait_until(lambda: len(gate.inside) == 4)

@@ -487,7 +487,7 @@ class TestSessions:
         pools = []
 
         def run():
-            pool = Pool([], Runner(OPTIONS), size=2)
+            pool = Pool(Runner(OPTIONS), size=2)
             pools.append(pool)
             pool.start()
 

@@ -202,7 +202,7 @@ class TestUnsuitableQueue:
             assert consumer.received.total() == 1
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(queue_name(handler, options))
-            wait_until(lambda: len(consumer._subscriptions) == 2)  # which is after it was bound
+            wait_until(lambda: len(consumer._open) == 2)  # which is after it was bound
             assert existing_queues(rabbitmq_url, handler, options) == [queue_name(handler, options)]
             sent(rabbitmq_url, [0])
             wait_until(lambda: effects("/tests#0") == 1)
@@ -230,7 +230,7 @@ class TestUnsuitableQueue:
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: "without a single active consumer" in caplog.text)
-            assert not consumer._subscriptions
+            assert not consumer._open
 
     def test_queue_with_other_arguments_is_reported_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
         handler = handles(the_effect, ordered=True)
@@ -300,7 +300,7 @@ class TestPartitions:
                 assert not consumer._broker.ongoing
                 rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
                 wait_until(lambda: not consumer._unusable)
-                wait_until(lambda: len(consumer._subscriptions) == 3)
+                wait_until(lambda: len(consumer._open) == 3)
                 sent(rabbitmq_url, [0])
                 wait_until(lambda: effects("/tests#0") == 1)
         finally:
