@@ -282,7 +282,8 @@ class Consumer:
                 unusable.add(handler.name)
                 problem = f"{error} {_NOT_RECEIVED}"
             self._report_problem(handler.name, problem)
-        for old in self._runner.names_without_code[:_MOST_NAMES] if speaks_amqp(self._options.broker_url) else ():
+        names = self._runner.unattended.names if self._runner.unattended and speaks_amqp(self._options.broker_url) else []
+        for old in names[:_MOST_NAMES]:
             self._report_problem(f"queue of {old.name} for {old.topic}", why_left(self._connection, old, self._options))
         self._runner.declared(handler for handler in self._handlers if handler.name not in unusable)
         return unusable

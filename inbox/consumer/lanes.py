@@ -5,6 +5,7 @@ A lane knows how many its handler takes at a time: one message, a batch, a group
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import kombu
 
@@ -13,7 +14,7 @@ from inbox.consumer.channels import Acks
 from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of, prefetch
 from inbox.limits.shedder import shedder_of
-from inbox.limits.slots import slots_of
+from inbox.limits.slots import UNLIMITED, slots_of
 from inbox.transactions.handler_transaction import Arrival
 
 STORED_AT_ONCE = 100
@@ -98,7 +99,7 @@ class Lane:
         self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
         # An ordered handler's messages are only stored here; its limits apply where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
-        self._slots = None if handler.ordered else slots_of(handler)
+        self._slots = UNLIMITED if handler.ordered else slots_of(handler)
         self._shedder = shedder_of(handler)
         self._is_running = False
         self._paused_until = self._backoff = 0.0
@@ -114,13 +115,13 @@ class Lane:
 
         With `hurry`, do not wait for a batch to fill.
         """
-        if self.seconds_left(now, hurry=hurry) > 0 or (self._slots is not None and not self._slots.take()):
+        if self.seconds_left(now, hurry=hurry) > 0 or not self._slots.take():
             return []
         most = _fitting(self._waiting, min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
         if not most:
-            self.leave_slot()
+            self._slots.leave()
         self._is_running = bool(self.handler.ordered) and most > 0
         if self._backoff and most:
             # One worker retries a load that could not be finished; the next one only after another backoff.
@@ -130,8 +131,8 @@ class Lane:
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
-        if not self._ready or self._is_running or (self._slots is not None and not self._slots.is_free):
-            return float("inf")
+        if not self._ready or self._is_running or not self._slots.is_free:
+            return inf
         unfilled = 0.0
         if not hurry and self._ready < self._most:
             unfilled = self._wait - (now - self._waiting[0].at)
@@ -181,8 +182,7 @@ class Lane:
 
     def leave_slot(self) -> None:
         """A worker has run a load: free its slot of the handler's `concurrency`."""
-        if self._slots is not None:
-            self._slots.leave()
+        self._slots.leave()
 
     def give_back_tokens(self, count: int) -> None:
         """Return the tokens of deliveries that were not handled; they take tokens again."""
@@ -198,7 +198,7 @@ class Lane:
     @property
     def oldest(self) -> float:
         """Arrival of the oldest waiting delivery; infinite if the lane is empty."""
-        return min((delivery.at for delivery in self._waiting), default=float("inf"))
+        return min((delivery.at for delivery in self._waiting), default=inf)
 
     @property
     def is_stuck(self) -> bool:

@@ -24,7 +24,7 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
-from inbox.operators.renaming import NameWithoutCode, names_without_code, warnings_of_new_names
+from inbox.operators.renaming import Unattended
 from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.claimed import claim_next, run_stored
@@ -32,7 +32,6 @@ from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.past import has_outbox, waiting_among
 from inbox.store import claims, due, ordering, starts
-from inbox.store.heartbeats import running_handlers
 from inbox.store.rows import OrderedKey, Successor
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
@@ -90,6 +89,7 @@ class Runner:
 
     Attributes:
         stop: no run is begun once this is set.
+        unattended: the handlers without code here, if they are reported.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Runner:
         reports_unknown: bool = True,
     ) -> None:
         self._options = options
-        self._reports_unknown = reports_unknown
+        self.unattended = Unattended() if reports_unknown else None
         self._handlers = handlers
         self.stop = StopRequest() if stop is None else stop
         self.outages = Outages()
@@ -111,7 +111,6 @@ class Runner:
         self._poll_interval = _SHORTEST_POLL_SECONDS
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
-        self._reported: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
         self._paused: dict[str, frozenset[str]] = {}
@@ -120,8 +119,6 @@ class Runner:
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
         self.on_ring: Callable[[], object] = _do_nothing
-        self._without_code: dict[str, list[NameWithoutCode]] = {}
-        self._unattended: dict[str, list[NameWithoutCode]] = {}
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -134,11 +131,6 @@ class Runner:
                 self.turn()
         connections.close_all()
         logger.info("runner: stopped. Stored messages run: %d.", self.ran)
-
-    @property
-    def names_without_code(self) -> list[NameWithoutCode]:
-        """The names of which this process has no code and that no other process runs, as this process has last read them."""
-        return [old for names in list(self._unattended.values()) for old in names]
 
     def is_paused(self, handler: Handler) -> bool:
         """Has an operator paused this handler or this process, as this process has last read it?"""
@@ -226,30 +218,6 @@ class Runner:
             logger.info("runner: drained. Stored messages run: %d.", done)
         return done
 
-    def _report_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
-        if alias in self._reported or not self._reports_unknown:
-            return
-        known = [handler.name for handler in (*handlers, *registry.all())]
-        stored = committed(lambda: due.orphans(alias, known), alias)
-        names = committed(partial(names_without_code, alias), alias)
-        self._reported.add(alias)
-        self._without_code[alias] = names
-        self._leave_out_attended(alias)
-        for problem in warnings_of_new_names(names):
-            logger.warning("runner: %s", problem)
-        for name, count in stored.items():
-            logger.warning(
-                "runner: %s stored messages wait for the handler %r, which this process does not have. They stay stored until "
-                "a process with this handler runs. If the handler was renamed, set renamed_from= to this name.",
-                count if count < due.MOST_COUNTED else f"At least {count}",
-                name,
-            )
-
-    def _leave_out_attended(self, alias: str) -> None:
-        if names := self._without_code.get(alias):
-            running = committed(partial(running_handlers, alias), alias)
-            self._unattended[alias] = [old for old in names if old.name not in running or registry.get(old.name)]
-
     def _turn(self, *, raising: bool = False) -> int:
         handlers = self._handlers()
         ran = 0
@@ -262,7 +230,8 @@ class Runner:
                 if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
                     self._try_at[alias] = monotonic() + seconds
                     continue
-                self._report_orphans(alias, handlers)
+                if self.unattended:
+                    self.unattended.report_once(alias, handlers)
                 self.read_paused(alias)
                 if self.stop.is_paused:
                     self._try_at.pop(alias, None)
@@ -302,8 +271,6 @@ class Runner:
     def _run(self, handler: Handler, stored: InboxMessage) -> int:
         """Run the message in the slot that was taken for it."""
         slots = slots_of(handler)
-        if slots is None:
-            return self._run_with_successors(handler, stored)
         slots.begin_stored()
         try:
             return self._run_with_successors(handler, stored)
@@ -334,13 +301,12 @@ class Runner:
             claimed = self._claim_in_turn(here, alias)
         finally:
             for handler in here:
-                if (slots := slots_of(handler)) and not (claimed and claimed[0] is handler):
-                    slots.give_back()
+                if not (claimed and claimed[0] is handler):
+                    slots_of(handler).give_back()
         return claimed
 
     def _take_slot(self, handler: Handler) -> bool:
-        slots = slots_of(handler)
-        return slots is None or slots.take_for_stored(self._poll_now)
+        return slots_of(handler).take_for_stored(self._poll_now)
 
     def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither group delays the other."""
@@ -387,7 +353,8 @@ class Runner:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
-        self._leave_out_attended(alias)
+        if self.unattended:
+            self.unattended.read_running(alias)
         for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
             announce_abandoned(alias, dead_lettered)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])

@@ -19,6 +19,7 @@ from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
+from inbox.limits.shared import Shared
 from inbox.limits.token_cache import TokenCache
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
@@ -49,7 +50,6 @@ class Limiter:
     def __init__(self, handler: Handler) -> None:
         if handler.rate_limit is None:
             raise ValueError(f"The handler {handler.name} has no rate_limit.")
-        self.rate = handler.rate_limit
         self._name = handler.name
         self._alias = handler.using
         self._cache = TokenCache(handler.rate_limit)
@@ -147,15 +147,8 @@ class Limiter:
             logger.warning("handler %s: the token bucket on database %r is available again.", self._name, self._alias)
 
 
-def limiter_of(handler: Handler) -> Limiter | None:
-    """The limiter of `handler` in this process, shared by all threads; None if it has no rate limit."""
-    if handler.rate_limit is None:
-        return None
-    with _registering:
-        limiter = _limiters.get(handler.name)
-        if limiter is None or limiter.rate != handler.rate_limit:
-            limiter = _limiters[handler.name] = Limiter(handler)
-        return limiter
+limiter_of = Shared("rate_limit", Limiter)
+"""The limiter of a handler; None if it has no rate limit."""
 
 
 class _LeasingThread:
@@ -205,6 +198,4 @@ class _LeasingThread:
             return bool(self._requests)
 
 
-_registering = threading.Lock()
-_limiters: dict[str, Limiter] = {}
 _leasing_threads: defaultdict[str, _LeasingThread] = defaultdict(_LeasingThread)

@@ -14,6 +14,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
+from inbox.limits.shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ class Shedder:
     def __init__(self, handler: Handler) -> None:
         if handler.shed is None:
             raise ValueError(f"The handler {handler.name} has no shed.")
-        self.handler = handler
         self._name = handler.name
         self._shed = handler.shed
         self._lock = threading.Lock()
@@ -109,16 +109,5 @@ def _as_bool(answer: object) -> bool:
     return bool(answer)
 
 
-def shedder_of(handler: Handler) -> Shedder | None:
-    """The shedder of `handler` in this process, shared by all threads; None if it sheds nothing."""
-    if handler.shed is None:
-        return None
-    with _registering:
-        shedder = _shedders.get(handler.name)
-        if shedder is None or shedder.handler is not handler:
-            shedder = _shedders[handler.name] = Shedder(handler)
-        return shedder
-
-
-_registering = threading.Lock()
-_shedders: dict[str, Shedder] = {}
+shedder_of = Shared("shed", Shedder)
+"""The shedder of a handler; None if it sheds nothing."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 
 from exactly_once.process.clock import monotonic
 from inbox.handlers.handler import Handler
@@ -22,7 +23,7 @@ _RESERVED_SECONDS = 0.2
 class Slots:
     """The slots of one handler. Shared by all threads of this process; see `slots_of`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: float) -> None:
         self.count = count
         self._lock = threading.Lock()
         self._taken: list[tuple[int, float]] = []
@@ -88,15 +89,14 @@ class Slots:
         self._taken.remove(next((one for one in self._taken if one[0] == me), self._taken[0]))
 
 
-def slots_of(handler: Handler) -> Slots | None:
-    """The slots of `handler` in this process, shared by all threads; None if it may use all threads."""
+def slots_of(handler: Handler) -> Slots:
+    """The slots of `handler` in this process, shared by all threads; without a `concurrency` there are always enough."""
     if handler.concurrency is None:
-        return None
-    with _registering:
-        slots = _slots.setdefault(handler.name, Slots(handler.concurrency))
-        # Runs that began under another `concurrency` still have their slots.
-        slots.count = handler.concurrency
-        return slots
+        return UNLIMITED
+    slots = _slots.setdefault(handler.name, Slots(handler.concurrency))
+    # Runs that began under another `concurrency` still have their slots.
+    slots.count = handler.concurrency
+    return slots
 
 
 def limited_by_default(handlers: Sequence[Handler], threads: int) -> list[Handler]:
@@ -106,11 +106,11 @@ def limited_by_default(handlers: Sequence[Handler], threads: int) -> list[Handle
     return [replace(handler, concurrency=min(handler.concurrency or count, threads)) for handler in handlers]
 
 
-def occupied(limit: timedelta) -> dict[str, tuple[int, float, int]]:
+def occupied(limit: timedelta) -> dict[str, tuple[float, float, int]]:
     """By handler whose slots have all been taken for longer than `limit`: how many, for how many seconds, and a thread."""
     found = {name: (slots.count, slots.all_taken_for()) for name, slots in [*_slots.items()]}
     return {name: (count, *held) for name, (count, held) in found.items() if held and held[0] >= limit.total_seconds()}
 
 
-_registering = threading.Lock()
+UNLIMITED = Slots(inf)
 _slots: dict[str, Slots] = {}

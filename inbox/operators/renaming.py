@@ -4,11 +4,19 @@ The inbox deduplicates by handler. So a renamed handler is a new one: it handles
 the queue of that name collects a copy of every message.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from inbox.handlers.handler import Handler
 from inbox.handlers.registry import may_exist, registry
 from inbox.operators.accounting import handlers_with_topics
+from inbox.store import due
+from inbox.store.heartbeats import running_handlers
+from inbox.transactions.persistence import committed
+
+logger = logging.getLogger(__name__)
 
 
 class NameWithoutCode(NamedTuple):
@@ -49,3 +57,47 @@ def warnings_of_new_names(found: Iterable[NameWithoutCode]) -> list[str]:
         for old in found
         for new in old.new
     ]
+
+
+class Unattended:
+    """The names without code on each database, as a process reads them."""
+
+    def __init__(self) -> None:
+        self._without_code: dict[str, list[NameWithoutCode]] = {}
+        self._names: dict[str, list[NameWithoutCode]] = {}
+
+    @property
+    def names(self) -> list[NameWithoutCode]:
+        """Those that no other process runs, as last read; from any thread."""
+        return [old for names in list(self._names.values()) for old in names]
+
+    def report_once(self, alias: str, handlers: Sequence[Handler]) -> None:
+        """Log that messages of handlers other than these are stored, and that a handler may have been renamed.
+
+        Raises:
+            DatabaseUnavailable: the database does not answer.
+        """
+        if alias in self._without_code:
+            return
+        stored = committed(partial(due.orphans, alias, [handler.name for handler in (*handlers, *registry.all())]), alias)
+        self._without_code[alias] = committed(partial(names_without_code, alias), alias)
+        self.read_running(alias)
+        for problem in warnings_of_new_names(self._without_code[alias]):
+            logger.warning("runner: %s", problem)
+        for name, count in stored.items():
+            logger.warning(
+                "runner: %s stored messages wait for the handler %r, which this process does not have. They stay stored until "
+                "a process with this handler runs. If the handler was renamed, set renamed_from= to this name.",
+                count if count < due.MOST_COUNTED else f"At least {count}",
+                name,
+            )
+
+    def read_running(self, alias: str) -> None:
+        """Leave out the names that another process runs now.
+
+        Raises:
+            DatabaseUnavailable: they stay as they were read before.
+        """
+        if names := self._without_code.get(alias):
+            running = committed(partial(running_handlers, alias), alias)
+            self._names[alias] = [old for old in names if old.name not in running or registry.get(old.name)]

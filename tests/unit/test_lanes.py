@@ -13,7 +13,7 @@ from inbox.consumer import lanes
 from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
-from inbox.limits import shedder, slots
+from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
 
@@ -44,11 +44,6 @@ def put(lane, *numbers, at=0.0, acks=None):
 
 def numbers(load):
     return [delivery.message.delivery_tag for delivery in load]
-
-
-@pytest.fixture(autouse=True)
-def no_slots_of_other_tests(monkeypatch):
-    monkeypatch.setattr(slots, "_slots", {})
 
 
 class TestPlainHandler:
@@ -303,9 +298,11 @@ class TestConcurrency:
 
     def test_taking_in_for_an_ordered_handler_takes_no_slot(self):
         lane = a_lane(3, concurrency=1, ordered=Ordered())
-        assert slots_of(lane.handler).take()
+        slots = slots_of(lane.handler)
+        assert slots.take()
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
+        slots.leave()
 
 
 class TestPrefetch:

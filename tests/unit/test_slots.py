@@ -123,8 +123,10 @@ class TestSlotsOfAHandler:
         """A consumer of a later test would report the slots that are taken here."""
         monkeypatch.setattr(slots_module, "_slots", {})
 
-    def test_a_handler_without_concurrency_has_none(self):
-        assert slots_of(a_handler("tests.unbounded")) is None
+    def test_a_handler_without_concurrency_has_enough(self):
+        slots = slots_of(a_handler("tests.unbounded"))
+
+        assert all(slots.take() for _ in range(1000))
 
     def test_all_threads_share_the_slots_of_a_handler(self):
         assert slots_of(a_handler("tests.shared", concurrency=2)) is slots_of(a_handler("tests.shared", concurrency=2))
