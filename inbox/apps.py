@@ -22,11 +22,11 @@ class InboxConfig(AppConfig):
         from exactly_once.operators.heartbeat_table import register_process_kind
         from exactly_once.operators.trail import register
         from inbox import checks  # noqa: F401 - importing it registers the checks
-        from inbox.consumer.heartbeat import CONSUMERS
         from inbox.migrations._partitions import LAYOUT
         from inbox.models import InboxMessage
         from inbox.operators import trail
         from inbox.operators.alerting import CONDITIONS
+        from inbox.operators.processes import CONSUMERS
 
         register_part("inbox", "inbox.management.part.InboxPart")
         register("inbox", trail)

@@ -18,12 +18,12 @@ from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingM
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
-from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.lanes import LOAD_BYTES
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.operators.housekeeping import housekeepers
 from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.past import waiting_among, wanting_on

@@ -33,13 +33,13 @@ from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
-from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
 from inbox.operators.operations import groups
+from inbox.operators.processes import unattended, what_to_start
 from inbox.operators.purging import HISTORY
 from inbox.states import State
 from inbox.store.heartbeats import consumers

@@ -9,27 +9,21 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from django.db import connections
-from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
-from exactly_once.broker import is_local
-from exactly_once.operators.heartbeat_table import HeartbeatWriter, ProcessKind
-from exactly_once.plurals import number
+from exactly_once.operators.heartbeat_table import HeartbeatWriter
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import beside
 from exactly_once.sql.connections import drop_unusable_connections
-from inbox.conf import inbox_options
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat as lease_heartbeat
 from inbox.store import statistics
-from inbox.store.heartbeats import consumers, running_handlers
+from inbox.store.heartbeats import consumers
 
 _SHUTDOWN_WAIT_SECONDS = 1.0
 
@@ -51,19 +45,6 @@ class Activity:
     ran: int = 0
     waits_for: str = ""
     broker_seconds: float | None = None
-
-
-def unattended(alias: str) -> list[str]:
-    """The names of this project's handlers on a database that no process runs, according to the heartbeats."""
-    running = running_handlers(alias)
-    return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in running)
-
-
-def what_to_start() -> str:
-    """The remedy for `unattended` handlers."""
-    if is_local(inbox_options().broker_url):
-        return gettext("Their messages wait in the database. Start outbox_relay or inbox_consume.")
-    return gettext("Their messages wait in the broker's queues. Start inbox_consume; if it runs, read its log.")
 
 
 class Heartbeats:
@@ -136,19 +117,3 @@ class RunnerHeartbeats:
             if not tally.is_empty:
                 statistics.writer(alias).write()
         return 0
-
-
-def _counts(row: Any) -> Sequence[str]:
-    return [
-        gettext("{} deliveries").format(number(row.facts["received"])),
-        gettext("{} stored run").format(number(row.facts["ran"])),
-    ]
-
-
-def _missing(alias: str) -> str:
-    names = unattended(alias)
-    words = gettext("No consumer is running for: %(names)s. %(remedy)s")
-    return words % {"names": ", ".join(names), "remedy": what_to_start()} if names else ""
-
-
-CONSUMERS = ProcessKind(name=_("consumer"), heartbeats=consumers, counts=_counts, missing=_missing)

@@ -17,13 +17,13 @@ from exactly_once.transport import Companion
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.consumer.housekeeping import housekeepers
 from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases.heartbeat import heartbeat
 from inbox.limits.slots import limited_by_default
+from inbox.operators.housekeeping import housekeepers
 from inbox.operators.operations import executor
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from exactly_once.cli.parts import Check, Part
 from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.process.life_sign import LifeSign, life_signs
 from inbox.conf import inbox_options
-from inbox.consumer.heartbeat import CONSUMERS, unattended
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.leases.database import lease_store
@@ -22,6 +21,7 @@ from inbox.models import TrailEntry
 from inbox.operators import accounting, pausing, purging
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
+from inbox.operators.processes import CONSUMERS, unattended
 from inbox.states import State
 from inbox.store import starts
 

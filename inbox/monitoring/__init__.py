@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
-from inbox.consumer.heartbeat import unattended
 from inbox.operators import accounting
+from inbox.operators.processes import unattended
 from inbox.store.heartbeats import consumers
 
 

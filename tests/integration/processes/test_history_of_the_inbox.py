@@ -11,9 +11,9 @@ from django.db import connection, transaction
 
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
-from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.operators.housekeeping import Housekeeper
 from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.receiving.reading import read

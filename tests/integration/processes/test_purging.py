@@ -15,11 +15,11 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import NAME_LENGTH
 from inbox import Retry
 from inbox.conf import inbox_options
-from inbox.consumer.housekeeping import Housekeeper
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
+from inbox.operators.housekeeping import Housekeeper
 from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.states import State
@@ -98,7 +98,7 @@ def test_receipt_of_a_message_whose_history_was_dropped_makes_a_copy_a_duplicate
 
 
 def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monkeypatch):
-    monkeypatch.setattr("inbox.consumer.housekeeping.CHUNK", 1)
+    monkeypatch.setattr("inbox.operators.housekeeping.CHUNK", 1)
     another = Housekeeper("default")
     assert another.take_lease()
 
