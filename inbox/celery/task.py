@@ -14,7 +14,8 @@ a task is run.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -27,9 +28,9 @@ from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.process.clock import utcnow
 from inbox.celery import statistics
-from inbox.celery.retrying import celery_options, refuse_impossible
-from inbox.errors import NotCallable
-from inbox.handlers.options import Retry
+from inbox.conf import inbox_options
+from inbox.errors import NotCallable, Reject
+from inbox.handlers.options import Retry, require_value
 
 BizId = str | Callable[..., object] | None
 
@@ -40,6 +41,10 @@ _REQUIRED = {
     "acks_late": "its message would be acknowledged before it runs, and a worker that dies would lose the task.",
     "reject_on_worker_lost": "its message would be acknowledged when its process dies during the run, and the task lost.",
 }
+
+_EQUIVALENT = {"max_retries", "retry_backoff", "retry_backoff_max", "retry_kwargs", "default_retry_delay"}
+"""Celery's options that a `Retry` is converted to. A `Retry` that Celery cannot apply is refused when the task is declared."""
+_CONSTANT, _DOUBLED = 1, 2
 
 _running: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("name and id of the tasks that are being run", default=())
 
@@ -172,7 +177,7 @@ def idempotent_task(
         name = options.get("name") or f"{function.__module__}.{function.__qualname__}"
         _refuse_mistakes(name, biz_id, parameters, options)
         if retry is not None:
-            refuse_impossible(name, retry, options)
+            _refuse_impossible(name, retry, options)
         attributes = {"biz_id": biz_id, "using": using, "_retry": retry, "_uses_base_of_app": base is None}
         return shared_task(base=_idempotent(base), **attributes, **options)(function)
 
@@ -189,11 +194,51 @@ def _idempotent(base: type | None) -> type:
 
 def _set_retry_options(task: type[IdempotentTask], retry: Retry) -> None:
     """Set Celery's options on the class that it has made for a function; the class may already name the errors to retry."""
-    for option, value in celery_options(retry).items():
+    for option, value in _celery_options(retry).items():
         if option not in {"autoretry_for", "dont_autoretry_for"} or not hasattr(task, option):
             setattr(task, option, value)
         elif option == "dont_autoretry_for" and retry.dead_on:
             setattr(task, option, (*getattr(task, option), *retry.dead_on))
+
+
+def _refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
+    """Refuse a `retry` of the task `name` that Celery cannot apply, or that contradicts its `others`.
+
+    Raises:
+        TypeError: it is not a Retry.
+        ValueError: its factor is neither 1 nor 2, it has `retry_on`, or one of `others` is an equivalent option of Celery.
+    """
+    if not isinstance(retry, Retry):
+        require_value("retry", retry, Retry, "Retry(max_attempts=5)")
+        return
+    factor = retry.backoff.factor
+    if factor not in {None, _CONSTANT, _DOUBLED}:
+        raise ValueError(
+            f"The task {name} has a retry with the factor {factor}: Celery either doubles the delay after each failure or "
+            "keeps it. Set the factor to 2 or 1, or remove it."
+        )
+    if retry.retry_on:
+        raise ValueError(
+            f"The task {name} has a retry with retry_on, but Celery has one policy for all errors of a task: remove retry_on, "
+            "or call self.retry(countdown=...) in the task."
+        )
+    if equivalent := sorted(_EQUIVALENT & {*others}):
+        raise ValueError(f"The task {name} has both retry= and {', '.join(equivalent)}, which conflict: remove one of them.")
+
+
+def _celery_options(retry: Retry) -> dict[str, Any]:
+    """The attributes of a task that Celery retries by `retry`, as closely as Celery can."""
+    policy = retry.over(inbox_options().retry)
+    base, cap = (math.ceil(delay.total_seconds()) for delay in (policy.base, policy.cap))
+    constant = retry.backoff.factor == _CONSTANT
+    return {
+        "autoretry_for": (Exception,),
+        "dont_autoretry_for": (Reject, *retry.dead_on),
+        "max_retries": policy.max_attempts - 1,
+        "default_retry_delay": base,
+        "retry_backoff": False if constant else base,
+        "retry_backoff_max": cap,
+    }
 
 
 def _with_base_of_app(task: type) -> type:

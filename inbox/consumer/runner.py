@@ -27,10 +27,10 @@ from inbox.models import InboxMessage
 from inbox.operators.renaming import Unattended
 from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.past import has_outbox, waiting_among
+from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
 from inbox.store.rows import OrderedKey, Successor
 from inbox.transactions.persistence import DatabaseUnavailable, committed

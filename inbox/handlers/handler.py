@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -16,7 +17,6 @@ from exactly_once.wire.identity import origin
 from exactly_once.wire.text import fit
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable
-from inbox.handlers.around import called_around
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
@@ -122,7 +122,7 @@ class Handler:
     def _call(self, messages: tuple[Message, ...]) -> object:
         given = list(messages) if self.batch or self.all_of else messages[0]
         hooks = inbox_options().around
-        result = called_around(hooks, messages, lambda: self.function(given)) if hooks else self.function(given)
+        result = _called_around(hooks, messages, lambda: self.function(given)) if hooks else self.function(given)
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()
@@ -142,6 +142,35 @@ class Handler:
         if self.biz_id is None:
             return message.biz_id
         return as_biz_id(self.biz_id(message))
+
+
+def _called_around(hooks: Sequence[Callable[..., Any]], messages: Sequence[Message], call: Callable[[], object]) -> object:
+    """`call()`, within a context manager of each hook of `INBOX["AROUND"]` for each message, in the order of the setting.
+
+    An exception of a hook is raised as one of the handler. A hook cannot suppress the handler's exception, because the effect
+    would be committed.
+    """
+    raised: list[BaseException] = []
+    with ExitStack() as stack:
+        try:
+            for hook in hooks:
+                for message in messages:
+                    stack.enter_context(_entered(hook, message))
+            return call()
+        except BaseException as error:
+            raised.append(error)
+            raise
+    raise raised[0]  # a hook has suppressed it
+
+
+def _entered(hook: Callable[..., Any], message: Message) -> Any:
+    manager = hook(message)
+    if not (hasattr(manager, "__enter__") and hasattr(manager, "__exit__")):
+        raise TypeError(
+            f"INBOX['AROUND']: {hook.__module__}.{getattr(hook, '__qualname__', hook)} returned {manager!r}: it must return a "
+            "context manager. Decorate it with @contextlib.contextmanager."
+        )
+    return manager
 
 
 def as_biz_id(named: object) -> str:

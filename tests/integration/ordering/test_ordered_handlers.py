@@ -23,8 +23,8 @@ from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.claimed import claim_next, run_stored
 from inbox.receiving.reading import read
+from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel
 from inbox.store.rows import Successor
