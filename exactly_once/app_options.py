@@ -108,6 +108,11 @@ class AppOptions:
         return value
 
     @cached_property
+    def records_all(self) -> bool:
+        """Does the trail record also the transitions that do not matter to an operator?"""
+        return self.TRAIL == "all"
+
+    @cached_property
     def alerts(self) -> AlertOptions:
         return _read_alerts(self.in_force("ALERTS"))
 

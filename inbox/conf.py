@@ -108,7 +108,7 @@ class InboxOptions(AppOptions):
         """The value of ALERTS or HTTP, if it is empty that of `OUTBOX`."""
         return getattr(self, name) or _given_to_the_outbox(name, {})
 
-    @property
+    @cached_property
     def keeps_all_bodies(self) -> bool:
         return self.KEEP_BODIES == "all"
 

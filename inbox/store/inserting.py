@@ -22,12 +22,13 @@ from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
 from inbox.store.failures import FIRST_ATTEMPT
 from inbox.store.ordering import OPEN
 from inbox.store.rows import COLUMNS, NewRow, columns_of
-from inbox.store.trail import ENTRY, is_recorded, record, this_process
+from inbox.store.trail import ENTRY, record, this_process
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -237,7 +238,7 @@ def _insert_each(
 
 def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
     """By its index, the reason of each row that the trail records."""
-    entries, is_every = {}, is_recorded(matters=False)
+    entries, is_every = {}, inbox_options().records_all
     for index, (_, _, values) in enumerate(insertions):
         reason = values.get("last_error", "")
         if is_every or (reason and values.get("error_class") != DEFERRED):

@@ -29,7 +29,7 @@ from inbox.store.inserting import insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
 from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.sentinel import written
-from inbox.store.trail import is_recorded, record, update
+from inbox.store.trail import record, update
 
 STEPS = Step._meta.db_table
 _WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result, taken_at = excluded.taken_at"
@@ -122,7 +122,7 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = F
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and promote the next one of its `order`. False: the lease has ended."""
     connection = connections[alias]
-    if order is None and not is_recorded(matters=FINISH.recorded) and is_usable(connection):
+    if order is None and not (FINISH.recorded or inbox_options().records_all) and is_usable(connection):
         done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
         return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
     with deciding(alias) if order else nullcontext():

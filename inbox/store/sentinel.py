@@ -22,7 +22,7 @@ from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, ru
 from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
-from inbox.store.trail import is_recorded, record
+from inbox.store.trail import record
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -134,7 +134,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     return (
         guard.is_settled
         and result == guard.result
-        and not is_recorded(matters=FINISH.recorded)
+        and not (FINISH.recorded or inbox_options().records_all)
         and is_outermost(connection)
         and connection.commit_on_exit
         and is_usable(connection)
@@ -162,7 +162,9 @@ def _given(guard: Guard, row: int, attempts: int, result: str | None) -> list[An
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
     """May the next row of the order be claimed in the same round trip? Not if the trail has an entry in between."""
     is_claimed = guard.order is not None and guard.successor is not None
-    return is_claimed and result == guard.result and not is_recorded(matters=FINISH.recorded) and is_usable(connection)
+    return (
+        is_claimed and result == guard.result and not (FINISH.recorded or inbox_options().records_all) and is_usable(connection)
+    )
 
 
 def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:

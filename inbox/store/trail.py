@@ -22,11 +22,6 @@ from inbox.store.dialect import TABLE
 ENTRY = f"INSERT INTO {TrailEntry._meta.db_table} (message_id, handler, was, became, at, process, reason)"
 
 
-def is_recorded(*, matters: bool) -> bool:
-    """Are such transitions recorded? Those that do not matter to people only with `INBOX["TRAIL"] = "all"`."""
-    return matters or inbox_options().TRAIL == "all"
-
-
 def this_process() -> str:
     return process_name()[:NAME_LENGTH]
 
@@ -60,7 +55,7 @@ def update(
             changed = [row for row, *_ in cursor.fetchall()]
             record(alias, changed, was=was, reason=reason, matters=matters)
             return len(changed)
-    if is_recorded(matters=matters):
+    if matters or inbox_options().records_all:
         entries = f"SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM changed RETURNING id"
         sql = f"WITH changed AS ({sql}) {ENTRY} {entries}"
         given = (*given, str(was), this_process(), printable(reason, ERROR_LENGTH))
@@ -77,9 +72,9 @@ def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matte
     Args:
         was: "" if the row was inserted.
         reason: for people; "" if the states explain it.
-        matters: see `is_recorded`.
+        matters: if it does not matter to people, it is recorded only with `INBOX["TRAIL"] = "all"`.
     """
-    if not rows or not is_recorded(matters=matters):
+    if not rows or not (matters or inbox_options().records_all):
         return
     connection, places = connections[alias], ", ".join(["%s"] * len(rows))
     with connection.cursor() as cursor:
