@@ -104,7 +104,7 @@ class Consumer:
         self._broker = Outage("the broker")
         self._waits_for = "the broker"
         self._connection: Any = None
-        self._lanes = [(Lane(handler), queue) for handler in self._handlers for queue in queues_of(handler, options)]
+        self._lanes = [Lane(handler, queue) for handler in self._handlers for queue in queues_of(handler, options)]
         self._problems: dict[str | Lane, str] = {}
         self._policies = Policies(options)
         self._unusable: set[str] = set()
@@ -123,7 +123,7 @@ class Consumer:
         self._pool = Pool(
             self._runner,
             size=options.CONCURRENCY,
-            lanes=[lane for lane, _ in self._lanes],
+            lanes=self._lanes,
             reception=self._reception,
             on_idle=self._push_answers,
         )
@@ -162,7 +162,7 @@ class Consumer:
 
     def activity(self) -> Activity:
         """For the heartbeat, from any thread."""
-        receiving = {lane.handler.name for lane, _ in self._usable}
+        receiving = {lane.handler.name for lane in self._usable}
         return Activity(
             handlers=[*(handler for handler in self._handlers if handler.name in receiving), *self._joins],
             received=self.received.total(),
@@ -197,11 +197,10 @@ class Consumer:
 
         A delivery that cannot be stored would return to the broker when this process ends, and count as one more delivery.
         """
-        open_lanes = {id(subscription.lane) for subscription in self._open.values()}
-        waiting = [(lane, queue) for lane, queue in self._unpaused if id(lane) not in open_lanes and self._pool.can_store(lane)]
-        for lane, declared in waiting:
+        open_lanes = {subscription.lane for subscription in self._open.values()}
+        for lane in [lane for lane in self._unpaused if lane not in open_lanes and self._pool.can_store(lane)]:
             channel = receiving_bodies_as_sent(self._connection.channel())
-            queue = declared(channel)
+            queue = lane.queue(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
@@ -209,7 +208,8 @@ class Consumer:
             self._time(partial(consumer.qos, prefetch_count=prefetch_of(lane.handler, self._options)))
             try:
                 with refused_for_handler_only(lane.handler, self._options):
-                    self._try_suspected(lane, declared)
+                    if lane in self._suspected:
+                        self._try_suspected(lane.queue.name)
                     consumer.consume()
             except Unusable as error:
                 # Until the next check of the queues. py-amqp opens a channel again that the broker has closed.
@@ -227,7 +227,7 @@ class Consumer:
             queues = "1 queue" if len(self._open) == 1 else f"{len(self._open)} queues"
             logger.info("consumer: receiving from %s at %s.", queues, masked(self._options.broker_url))
 
-    def _try_suspected(self, lane: Lane, declared: kombu.Queue) -> None:
+    def _try_suspected(self, queue: str) -> None:
         """Try a queue whose subscription ended the last connection on a separate connection, before it ends this one, too.
 
         RabbitMQ closes the connection of a consumer whose quorum queue has lost its majority.
@@ -235,37 +235,28 @@ class Consumer:
         Raises:
             Unusable: that connection was closed as well.
         """
-        if lane not in self._suspected:
-            return
         try:
             with self._connection.clone() as own:
                 own.ensure_connection(**connection_attempts(self._options.broker_url))
                 channel = own.channel()
                 channel.basic_qos(0, 1, False)
-                channel.basic_consume(declared.name, no_ack=False)
+                channel.basic_consume(queue, no_ack=False)
         except self._failures() as error:
             raise Unusable(
-                f"The broker cannot deliver from the queue {declared.name!r} ({describe(error)}). Check that its nodes are "
+                f"The broker cannot deliver from the queue {queue!r} ({describe(error)}). Check that its nodes are "
                 "available: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
             ) from error
 
     @property
-    def _usable(self) -> list[tuple[Lane, kombu.Queue]]:
+    def _usable(self) -> list[Lane]:
         """The lanes whose queues may be received from."""
-        return [
-            (lane, queue)
-            for lane, queue in self._lanes
-            if lane.handler.name not in self._unusable and lane not in self._forbidden
-        ]
+        return [lane for lane in self._lanes if lane.handler.name not in self._unusable and lane not in self._forbidden]
 
     @property
-    def _unpaused(self) -> list[tuple[Lane, kombu.Queue]]:
+    def _unpaused(self) -> list[Lane]:
         """The usable lanes whose handlers no operator has paused, and which do not wait for their past."""
-        return [
-            (lane, queue)
-            for lane, queue in self._usable
-            if not (self._runner.is_paused(lane.handler) or self._runner.is_starting(lane.handler))
-        ]
+        paused, starting = self._runner.is_paused, self._runner.is_starting
+        return [lane for lane in self._usable if not (paused(lane.handler) or starting(lane.handler))]
 
     def _declare(self) -> set[str]:
         """Declare all queues and bindings, at the start and periodically; return the handlers with unusable queues.
@@ -330,11 +321,8 @@ class Consumer:
                 amqp.drain_events(timeout=_POLL_SECONDS)
                 waits_for_more = True
                 dispatch_what_is_read(amqp)
-        if not self._is_answer_due():
+        if len(self._answers) < _WAKE_UP_ANSWERS:
             self._answered.wait(_TICK_SECONDS, None if self._stop else self._stop, also=amqp.transport.sock)
-
-    def _is_answer_due(self) -> bool:
-        return len(self._answers) >= _WAKE_UP_ANSWERS
 
     def _answer(self) -> None:
         now = monotonic()
@@ -370,7 +358,7 @@ class Consumer:
             delay = min(max(monotonic() - delivery.at, shortest), longest)
         self._answers.append(Answer(delivery, again=delay > 0, at=monotonic() + delay))
         # Not for each answer: the connection's thread takes several at its next tick, or when a worker is idle.
-        if self._is_answer_due():
+        if len(self._answers) >= _WAKE_UP_ANSWERS:
             self._answered.ring()
 
     def _push_answers(self) -> None:
@@ -440,13 +428,11 @@ class Consumer:
         """
         storing = self._storing is not None and self._storing.is_alive()
         handlers = {acks: subscription.lane.handler for acks, subscription in self._open.items()}
-        paused = {acks: handler for acks, handler in handlers.items() if self._runner.is_paused(handler)}
-        if ended := {acks: handler for acks, handler in paused.items() if not (storing or self._pool.is_running(handler))}:
+        paused = [(acks, handler) for acks, handler in handlers.items() if self._runner.is_paused(handler)]
+        if ended := [(acks, handler.name) for acks, handler in paused if not (storing or self._pool.is_running(handler))]:
             self._answer()
-            for acks, handler in ended.items():
-                logger.info(
-                    "handler %s: paused. Its queue keeps the messages; returned to it: %d.", handler.name, self._close(acks)
-                )
+            for acks, name in ended:
+                logger.info("handler %s: paused. Its queue keeps the messages; returned to it: %d.", name, self._close(acks))
 
     def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
         try:

@@ -6,6 +6,7 @@ A lane knows how many its handler takes at a time: one message, a batch, a group
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import kombu
 
@@ -91,8 +92,9 @@ def prefetch_of(handler: Handler, options: InboxOptions) -> int:
 class Lane:
     """The deliveries of one queue, in order. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, queue: kombu.Queue | None = None) -> None:
         self.handler = handler
+        self.queue: Any = queue
         self._waiting: list[Delivery] = []
         self._checked = 0  # so many of the first ones are not dropped by load shedding
         self._most = size_of(handler)
