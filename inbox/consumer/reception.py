@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 import kombu
-from django.db import connections
+from django.db import DatabaseError, connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
@@ -135,6 +135,9 @@ class Reception:
                 if not self._is_only_this_refused(handler, outage):
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts), others), outage) from outage
                 ended, halve = self._defer_unstored(part, outage), True
+            except DatabaseError:
+                # The values of single deliveries cause it. Halves find them with the fewest transactions.
+                ended, halve = False, True
             if not ended:
                 half = len(part) // 2
                 smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
@@ -181,6 +184,7 @@ class Reception:
 
         Raises:
             DatabaseUnavailable: no outcome was stored.
+            django.db.Error: the database refuses the values of one of several deliveries.
         """
         handler = part[0].handler
         if self._is_unwanted(part[0]):
@@ -204,6 +208,10 @@ class Reception:
         except DatabaseUnavailable:
             raise
         except BaseException as error:
+            if len(part) > 1 and isinstance(error, ConcurrentDuplicate):
+                return None
+            if len(part) > 1 and isinstance(error, DatabaseError):
+                raise
             # No error may end the worker while the process still receives.
             logger.exception(
                 "handler %s: unexpected error in the consumer while it received %d deliveries.", handler.name, len(part)

@@ -33,7 +33,7 @@ from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
 from inbox.store.inserting import Insertion, Values
-from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
+from inbox.store.rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 
@@ -61,7 +61,8 @@ def admit(
     Raises:
         DatabaseUnavailable: the database does not answer, or the deliveries of an ordered handler could not be stored for any
             reason. Nothing was decided.
-        django.db.Error: the database refuses to store one delivery of an unordered handler, even without its values.
+        ConcurrentDuplicate, django.db.Error: one of several deliveries is being handled, or refused by the database; admit them
+            in smaller parts. A single delivery of an unordered handler is refused even without its values.
     """
     try:
         became = committed(partial(_store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT), handler.using)
@@ -71,14 +72,14 @@ def admit(
         if handler.ordered:
             reason = f"a transaction has had one of these messages in hand for over {options.DUPLICATE_TIMEOUT}"
             raise DatabaseUnavailable(reason) from error
-        # Every part with that message waits for it again, so there must be only one.
-        alone = [[arrival] for arrival in arrivals]
-        return _admit_in_parts(handler, alone, options, shed) if len(alone) > 1 else [_defer(arrivals[0].row, options)]
+        if len(arrivals) > 1:
+            raise
+        in_hand.remember_elsewhere(arrivals[0].row, options.DUPLICATE_TIMEOUT)
+        return [Outcome.DEFERRED]
     except DatabaseError as error:
-        # The values of single deliveries cause the error. Halves find them with the fewest transactions.
-        if not (half := len(arrivals) // 2):
-            return _without_values(handler, arrivals[0], options, error)
-        return _admit_in_parts(handler, [arrivals[:half], arrivals[half:]], options, shed)
+        if len(arrivals) > 1:
+            raise
+        return _without_values(handler, arrivals[0], options, error)
     except Exception as error:
         if not handler.ordered:
             raise
@@ -109,11 +110,6 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     transaction.on_commit(announce, using=handler.using, robust=True)
 
 
-def _defer(row: NewRow, options: InboxOptions) -> Outcome:
-    in_hand.remember_elsewhere(row, options.DUPLICATE_TIMEOUT)
-    return Outcome.DEFERRED
-
-
 def _store(handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta) -> list[Admitted]:
     order: Sequence[int] = range(len(arrivals))
     if not handler.ordered:
@@ -139,24 +135,6 @@ def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
         "error_class": REFUSED if refused else "",
     }
     return Insertion(row, State.WAITING if ordered and state is State.RECEIVED else state, values)
-
-
-def _admit_in_parts(handler: Handler, parts: Sequence[Sequence[Arrival]], options: InboxOptions, shed: str) -> list[Outcome]:
-    """Admit the parts in their order, each in its own transaction."""
-    became: list[Outcome] = []
-    for part in parts:
-        try:
-            became += admit(handler, part, options, shed=shed)
-        except DatabaseError as error:
-            # It is a single delivery. The others are stored, and must not be stored again because of this one.
-            became.append(Outcome.UNSTORED)
-            logger.error(  # noqa: TRY400 - the reason says it all
-                "%s: message %s cannot be stored; it stays unacknowledged and is tried again later: %s",
-                handler.name,
-                part[0].row.message_id or "without id",
-                describe(error),
-            )
-    return became
 
 
 def _without_values(handler: Handler, arrival: Arrival, options: InboxOptions, error: DatabaseError) -> list[Outcome]:

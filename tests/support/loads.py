@@ -26,13 +26,13 @@ def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
     return Delivery(Acks(None, multiple=False), handler, message, monotonic() - waited)
 
 
-def receive_load(load, given=OPTIONS, *, stop=None):
+def receive_load(load, given=OPTIONS, *, stop=None, by=Reception.receive):
     """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
     answers = {}
     reception = Reception(
         given, Runner(given, stop), lambda delivery, received: answers.setdefault(id(delivery), []).append(received)
     )
-    reception.receive(load)
+    by(reception, load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"
     assert sum(reception.received.values()) == len(answers)
     return [answers.get(id(delivery), [None])[0] for delivery in load]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import amqp
@@ -18,14 +19,13 @@ from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, as_redelivered, deliver
+from tests.support.deliveries import OPTIONS, an_envelope, deliver
 from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
@@ -391,11 +391,11 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
             wait_until(lambda: effects_on_other() == dict.fromkeys({*others, "bad"}, 1))
 
 
-def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(handles):
-    handler = handles(effect_on_other, topic=TOPIC, using="other")
-    load = [read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS) for name in ("a", "bad", "b")]
+def test_message_that_cannot_be_stored_does_not_harm_the_others_that_are_stored_with_it(handles):
+    handler = replace(handles(effect_on_other, topic=TOPIC, using="other"), pulled=True)
+    envelopes = [an_envelope({"name": name}, topic=TOPIC, biz_id=name) for name in ("a", "bad", "b")]
     with refused_body("bad"):
-        assert admit(handler, load, OPTIONS) == [Outcome.STORED, Outcome.UNSTORED, Outcome.STORED]
+        assert receive_together(handler, envelopes) == [Outcome.STORED, Outcome.UNSTORED, Outcome.STORED]
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
     assert sorted(rows) == [("a", State.RECEIVED, 0, 0), ("b", State.RECEIVED, 0, 0)]
@@ -410,11 +410,10 @@ def rows_of_each_transaction():
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
-    handler = handles(effect_on_other, using="other", ordered=ordered)
+    handler = replace(handles(effect_on_other, using="other", ordered=ordered), pulled=not ordered)
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
-    load = [as_redelivered(read(handler, an_envelope(id=name, biz_id=name, key="k"), OPTIONS)) for name in names_of_load]
     with one_refused("23514", "%bad"):
-        became = admit(handler, load, OPTIONS)
+        became = receive_together(handler, [an_envelope(id=name, biz_id=name, key="k") for name in names_of_load])
 
     assert became == [Outcome.STORED] * 11 + [Outcome.DEAD] + [Outcome.STORED] * 20
     assert rows_of_each_transaction() == [1, 1, 2, 4, 8, 16]
