@@ -29,8 +29,8 @@ from inbox.receiving.reading import message_for
 from inbox.store import arrivals as fresh
 from inbox.store import claims, statistics
 from inbox.store.rows import ConcurrentDuplicate, Guard, KeyBusy, Successor
-from inbox.transactions.handler_transaction import Arrival, call, transact
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.handler_transaction import Arrival, call, in_transaction, read_committed
+from inbox.transactions.persistence import DatabaseUnavailable, run_with_reruns
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,10 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
     attempt = policy.attempt if stored is None else stored.attempts
     of = first.row.message_id if single else f"{len(arrivals)} messages"
     begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran)
+    once = partial(in_transaction, handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable)
     try:
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
-        reruns = single and policy.attempt == attempt == 1
-        transact(handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable, reruns=reruns)
+        run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
     except DatabaseUnavailable:
         if stored is not None:
             refunds.add(handler.using, partial(claims.give_back, handler.using, stored))
@@ -129,6 +129,8 @@ def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | N
     """The first statement of the transaction; fills `ran` with the arguments of the handler. None: there is nothing to run."""
     alias, first, longest_wait = policy.handler.using, arrivals[0], policy.options.DUPLICATE_TIMEOUT
     ran.clear()
+    if policy.handler.collects_for:
+        read_committed(alias)
     if first.stored is not None:
         guard = claims.begin_stored(alias, first.stored, first.exclusive_key, successor, longest_wait=longest_wait)
     else:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
@@ -27,7 +26,7 @@ from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store import sentinel
 from inbox.store.rows import ABANDONED, Failure, Guard, NewRow, OrderedKey, order_of
-from inbox.transactions.persistence import run_with_reruns, statements_of_ours
+from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import Supervision
 
 logger = logging.getLogger(__name__)
@@ -80,32 +79,6 @@ class Arrival:
         return self.order if failure.retry_after is None and self.handler.skips_dead else None
 
 
-def transact(
-    handler: Handler,
-    begin: Callable[[], Guard | None],
-    run: Callable[[], str | None],
-    *,
-    of: str,
-    attempt: int,
-    durable: bool,
-    reruns: bool,
-) -> None:
-    """Execute `begin`, `run` and the sentinel in one transaction, and commit it. If `begin` finds nothing, `run` is not called.
-
-    Args:
-        run: returns the result that is stored with the row, as JSON; None if it has none.
-        of: names its messages in the log.
-        durable: refuse to run as a savepoint in a transaction of the caller.
-        reruns: rerun it if its session is lost, see `run_with_reruns`.
-    """
-    if metrics.BEGIN_SECONDS.is_attached:
-        begin = partial(_timed, handler, begin)
-    if handler.collects_for:
-        begin = partial(_read_committed, handler.using, begin)
-    once = partial(in_transaction, handler, begin, run, of=of, attempt=attempt, durable=durable)
-    run_with_reruns(handler.using, once, reruns=reruns)
-
-
 def in_transaction(
     handler: Handler,
     begin: Callable[[], Guard | None],
@@ -115,7 +88,13 @@ def in_transaction(
     attempt: int,
     durable: bool,
 ) -> None:
-    """See `transact`; it is not rerun."""
+    """Execute `begin`, `run` and the sentinel in one transaction, and commit it. If `begin` finds nothing, `run` is not called.
+
+    Args:
+        run: returns the result that is stored with the row, as JSON; None if it has none.
+        of: names its messages in the log.
+        durable: refuse to run as a savepoint in a transaction of the caller.
+    """
     committed = proved = False
     guard: Guard | None = None
     supervision = Supervision(handler)
@@ -133,7 +112,7 @@ def in_transaction(
             # The first hook of this transaction: it runs even if a later hook raises.
             connection.on_commit(mark)
             with statements_of_ours:
-                guard = begin()
+                guard = _timed(handler, begin) if metrics.BEGIN_SECONDS.is_attached else begin()
             if guard is None:
                 return
             try:
@@ -164,8 +143,8 @@ def in_transaction(
         supervision.end_sessions()
 
 
-def _read_committed(alias: str, begin: Callable[[], Guard | None]) -> Guard | None:
-    """Begin a transaction that collects the messages of a join, whatever the isolation level of the database.
+def read_committed(alias: str) -> None:
+    """For a transaction that collects the messages of a join, whatever the isolation level of the database.
 
     Runs share pages of their indexes, so SERIALIZABLE would fail nearly all that are collected together.
     """
@@ -173,7 +152,6 @@ def _read_committed(alias: str, begin: Callable[[], Guard | None]) -> Guard | No
     if is_postgresql(connection) and is_outermost(connection):
         with connection.cursor() as cursor:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    return begin()
 
 
 def _timed(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:
