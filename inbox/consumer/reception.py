@@ -176,9 +176,6 @@ class Reception:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
-    def _is_unwanted(self, delivery: Delivery) -> bool:
-        return self._closing or bool(self._runner.stop) or not delivery.acks.is_open
-
     def _run_part(self, part: list[Delivery], run: _Run) -> bool:
         """Run a part and answer its deliveries. False: it must be run in smaller parts.
 
@@ -187,7 +184,7 @@ class Reception:
             django.db.Error: the database refuses the values of one of several deliveries.
         """
         handler = part[0].handler
-        if self._is_unwanted(part[0]):
+        if self._closing or not part[0].acks.is_open:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False
@@ -319,7 +316,7 @@ class Reception:
         Raises:
             Unanswered: see `receive`.
         """
-        current = [delivery for delivery in load if not self._is_unwanted(delivery)]
+        current = [delivery for delivery in load if delivery.acks.is_open and not self._closing]
         for delivery in current:
             try:
                 delivery.arrival = self._read(delivery)

@@ -88,7 +88,6 @@ class Runner:
         reports_unknown: log once that messages of other handlers are stored.
 
     Attributes:
-        stop: no run is begun once this is set.
         unattended: the handlers without code here, if they are reported.
     """
 
@@ -103,7 +102,7 @@ class Runner:
         self._options = options
         self.unattended = Unattended() if reports_unknown else None
         self._handlers = handlers
-        self.stop = StopRequest() if stop is None else stop
+        self._stop = StopRequest() if stop is None else stop
         self.outages = Outages()
         self._try_at: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -123,7 +122,7 @@ class Runner:
 
     def run(self, stop: StopRequest) -> None:
         """Work on this thread until asked to stop."""
-        self.stop = stop
+        self._stop = stop
         while not stop:
             if left := self.seconds_left(monotonic()):
                 stop.wait(min(left, _LONGEST_WAIT_SECONDS))
@@ -134,7 +133,7 @@ class Runner:
 
     def is_paused(self, handler: Handler) -> bool:
         """Has an operator paused this handler or this process, as this process has last read it?"""
-        return self.stop.is_paused or handler.name in self._paused.get(handler.using, ())
+        return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
 
     def is_starting(self, handler: Handler) -> bool:
         """Does this handler wait for its past, so that nothing may be received from its queue?"""
@@ -203,7 +202,7 @@ class Runner:
 
     def drain(self, stop: StopRequest) -> int:
         """Run messages until none is due; returns how many were run. An unexpected error ends it."""
-        self.stop = stop
+        self._stop = stop
         done = 0
         while not stop:
             now = self._turn(raising=True)
@@ -233,7 +232,7 @@ class Runner:
                 if self.unattended:
                     self.unattended.report_once(alias, handlers)
                 self.read_paused(alias)
-                if self.stop.is_paused:
+                if self._stop.is_paused:
                     self._try_at.pop(alias, None)
                     continue
                 refunds.settle(alias)
@@ -281,21 +280,22 @@ class Runner:
         """Run the message, then for a short time its successors in the order of its key. Each saves a search and a commit."""
         ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
         while True:
-            more = handler.rate_limit is None and monotonic() < until and not (self.stop or self.is_paused(handler))
+            more = handler.rate_limit is None and monotonic() < until and not (self._stop or self.is_paused(handler))
             successor = Successor(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, successor)
             ran += 1
             if successor is None or successor.message is None or became is not Outcome.HANDLED:
                 return ran
             stored = successor.message
-            if self.stop or self.is_paused(handler):
+            if self._stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored), handler.using)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
-        here = [handler for handler in handlers if handler.using == alias and not handler.pulled and self._take_slot(handler)]
+        mine = [handler for handler in handlers if handler.using == alias and not handler.pulled]
+        here = [handler for handler in mine if slots_of(handler).take_for_stored(self._poll_now)]
         claimed: tuple[Handler, InboxMessage] | None = None
         try:
             claimed = self._claim_in_turn(here, alias)
@@ -304,9 +304,6 @@ class Runner:
                 if not (claimed and claimed[0] is handler):
                     slots_of(handler).give_back()
         return claimed
-
-    def _take_slot(self, handler: Handler) -> bool:
-        return slots_of(handler).take_for_stored(self._poll_now)
 
     def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither group delays the other."""

@@ -48,7 +48,7 @@ class Slots:
         with self._lock:
             if not self.is_free:
                 return False
-            self._take()
+            self._taken.append((threading.get_ident(), monotonic()))
             self._was_for_delivery = True
             return True
 
@@ -59,7 +59,7 @@ class Slots:
                 self._wake_runner = wake
                 return False
             self._wake_runner = None
-            self._take()
+            self._taken.append((threading.get_ident(), monotonic()))
             return True
 
     def give_back(self) -> None:
@@ -80,9 +80,6 @@ class Slots:
             self._reserved_until = monotonic() + _RESERVED_SECONDS
         if wake is not None:
             wake()
-
-    def _take(self) -> None:
-        self._taken.append((threading.get_ident(), monotonic()))
 
     def _free(self) -> None:
         me = threading.get_ident()

@@ -26,11 +26,11 @@ def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
     return Delivery(Acks(None, multiple=False), handler, message, monotonic() - waited)
 
 
-def receive_load(load, given=OPTIONS, *, stop=None, by=Reception.receive):
+def receive_load(load, given=OPTIONS, *, by=Reception.receive):
     """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
     answers = {}
     reception = Reception(
-        given, Runner(given, stop), lambda delivery, received: answers.setdefault(id(delivery), []).append(received)
+        given, Runner(given), lambda delivery, received: answers.setdefault(id(delivery), []).append(received)
     )
     by(reception, load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"

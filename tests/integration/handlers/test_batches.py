@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.loop import StopRequest
 from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage
@@ -561,17 +560,21 @@ class TestMessagesNotRunTogether:
         drain()
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
-    def test_failed_load_is_left_with_the_broker_after_a_stop_request(self, together):
-        stop = StopRequest()
+    def test_failed_load_is_left_with_the_broker_when_the_consumer_ends(self, together):
+        receptions = []
+
+        def receive(reception, load):
+            receptions.append(reception)
+            reception.receive(load)
 
         def handle(message):
-            stop.set()
+            receptions[0].close()
             one_refusing(message)
 
         handler = together(handle)
         load = [a_delivery(handler, an_envelope(POISON if number == 1 else {})) for number in range(4)]
 
-        assert receive_load(load, stop=stop) == [None] * 4
+        assert receive_load(load, by=receive) == [None] * 4
         assert (effects(), InboxMessage.objects.count()) == (0, 0)
 
 
