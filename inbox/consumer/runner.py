@@ -50,9 +50,9 @@ def _do_nothing() -> None:
     pass
 
 
-def _limited(handlers: Sequence[Handler]) -> list[tuple[Handler, Limiter]]:
-    """The handlers with a rate limit, with their limiters."""
-    return [(handler, limiter) for handler in handlers if (limiter := limiter_of(handler))]
+def _limiters(handlers: Sequence[Handler]) -> dict[str, Limiter]:
+    """The limiters of the handlers with a rate limit, by their names."""
+    return {handler.name: limiter for handler in handlers if (limiter := limiter_of(handler))}
 
 
 def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
@@ -242,7 +242,8 @@ class Runner:
                 if claimed:
                     self.ring()
                     ran += self._run(*claimed)
-                self.outages.end(_stored_on(alias))
+                if self.outages.items:
+                    self.outages.end(_stored_on(alias))
             except DatabaseUnavailable as error:
                 self._try_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
@@ -308,7 +309,7 @@ class Runner:
     def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither group delays the other."""
         free = [handler for handler in handlers if handler.rate_limit is None]
-        searches = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(handlers), alias)]
+        searches = [partial(self._claim_free, free, alias), partial(self._claim_limited, handlers, alias)]
         self._free_first ^= {alias}
         first, second = searches if alias in self._free_first else reversed(searches)
         return first() or second()
@@ -320,25 +321,25 @@ class Runner:
             self._served[alias] = claimed[0].name
         return claimed
 
-    def _claim_limited(self, limited: Sequence[tuple[Handler, Limiter]], alias: str) -> tuple[Handler, InboxMessage] | None:
+    def _claim_limited(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Take a token before the claim, but only if a message is due, because unused tokens expire."""
-        limiters = {handler.name: limiter for handler, limiter in limited}
-        ready = [handler for handler, limiter in limited if limiter.wait_seconds() <= _SHORTEST_POLL_SECONDS]
-        for handler in _due_among(random.sample(ready, len(ready))):
+        limiters = _limiters(handlers)
+        ready = {name for name, limiter in limiters.items() if limiter.wait_seconds() <= _SHORTEST_POLL_SECONDS}
+        for handler in _due_among(random.sample([handler for handler in handlers if handler.name in ready], len(ready))):
             limiter = limiters[handler.name]
             if limiter.take_or_lease(1):
                 if claimed := claim_next([handler], alias, self._options):
                     return claimed
                 limiter.give_back(1)
-        for handler, limiter in limited:
-            if handler not in ready:
+        for name, limiter in limiters.items():
+            if name not in ready:
                 self._poll_at = min(self._poll_at, monotonic() + limiter.wait_seconds())
         return None
 
     def _wait_for_tokens(self) -> float | None:
         """Seconds until a due message that waits for a rate limit may run; None if there is none."""
         try:
-            limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
+            limiters = _limiters(self._handlers())
             waiting = _due_among(handler for handler in self._handlers() if handler.name in limiters)
             waits = [limiters[handler.name].wait_seconds() for handler in waiting]
         except DatabaseUnavailable:
