@@ -72,11 +72,6 @@ def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
     return sorted(handlers, key=lambda handler: (handler.name <= served, handler.name))
 
 
-def _stored_on(alias: str) -> str:
-    """The name of the runner's work on this database, for the log."""
-    return f"stored messages on {alias!r}"
-
-
 class Runner:
     """Runs the due messages of this process's handlers. A message of an unknown handler stays for a worker that knows it.
 
@@ -222,6 +217,7 @@ class Runner:
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
             claimed: tuple[Handler, InboxMessage] | None = None
+            work = f"stored messages on {alias!r}"
             # Do not wait for an unavailable database: this thread has other work.
             if not self._may_try(alias):
                 continue
@@ -242,10 +238,9 @@ class Runner:
                 if claimed:
                     self.ring()
                     ran += self._run(*claimed)
-                if self.outages.items:
-                    self.outages.end(_stored_on(alias))
+                self.outages.end(work)
             except DatabaseUnavailable as error:
-                self._try_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
+                self._try_at[alias] = monotonic() + self.outages.pause(alias, work, error)[0]
             except BaseException:
                 # No error of a handler or of a signal receiver may end this thread.
                 self._try_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS

@@ -131,7 +131,7 @@ def refused_for_handler_only(handler: Handler, options: InboxOptions) -> Iterato
 def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
-    _refuse_other_partitions(connection, handler, options)
+    former = _why_former(connection, handler, options)
     # The first partition is declared last: if it exists, all exist.
     problems = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
     if _is_partitioned(handler, options):
@@ -140,26 +140,37 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
             _topic_exchange(options)(channel).declare()
             for topic in handler.topics:
                 _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=topic)
-    return " ".join(filter(None, [*problems, _why_former(connection, handler, options)]))
+    return " ".join(filter(None, [*problems, former]))
 
 
 def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
-    """A message for the operator if the handler has queues of when it had one of its topics only; else "".
+    """A message for the operator if there are queues of when `handler` had one of its topics, or other partitions; else "".
 
     Raises:
-        Unordered: it is ordered, and these queues may contain earlier messages of a key than its own queue.
+        Unordered: it is ordered, and its own queues must not be received from.
     """
-    if len(handler.topics) == 1 or not speaks_amqp(options.broker_url):
+    if not speaks_amqp(options.broker_url):
         return ""
-    alone = [broker.queue_name(f"{options.group}.{handler.name}", topic) for topic in handler.topics]
-    found = [name for queue in alone for name, count in _consumers_by_queue(connection, queue).items() if count is not None]
+    name, count, former = queue_name(handler, options), handler.partitions, []
+    for topic in handler.topics if len(handler.topics) > 1 else ():
+        alone = broker.queue_name(f"{options.group}.{handler.name}", topic)
+        former += [alone, fit(f"{alone}.0")]
+    if handler.ordered:
+        former += [name, fit(f"{name}.{count}")] if count > 1 else [fit(f"{name}.0")]
+    found = [queue for queue in former if _consumers_of(connection, queue) is not None]
+    first, last = (fit(f"{name}.{partition}") for partition in (0, count - 1))
+    if first != last and not found and _consumers_of(connection, first) is not None and _consumers_of(connection, last) is None:
+        found = [first]
     if not found:
         return ""
-    queues = f"The handler {handler.name} has several topics, and the broker has queues of when it had one: {', '.join(found)}."
+    queues = (
+        f"The broker has queues of the handler {handler.name} from when it had other topics, or another number of partitions: "
+        f"{', '.join(found)}."
+    )
     if handler.ordered:
         raise Unordered(
             f"{queues} Messages that wait in them would be handled after later ones of their keys. Stop the relays, let the "
-            "old consumers run these queues empty, delete them, and start again."
+            f"old consumers run these queues empty, delete them, and the exchange {name!r} if there is one, and start again."
         )
     return f"{queues} They get a copy of every message. When no process has the old code and they are empty, delete them."
 
@@ -175,24 +186,6 @@ def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Han
         # A classic queue has no such limit; a queue that was declared with another type is used as it is.
         if limit and (options.QUEUE_TYPE == "quorum" or _differing_arguments(connection, queue).get(_TYPE) == "quorum"):
             raise DeliveryLimited(limit)
-
-
-def _refuse_other_partitions(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
-    """Refuse another partition count: keys would change queues while messages wait."""
-    if not handler.ordered or not speaks_amqp(options.broker_url):
-        return
-    count = handler.partitions
-    others = [None, count] if count > 1 else [0]
-    found = any(_exists(connection, queue_of(handler, options, other)) for other in others)
-    if count > 1 and not found and _exists(connection, queue_of(handler, options, 0)):
-        found = not _exists(connection, queue_of(handler, options, count - 1))
-    if found:
-        raise Unordered(
-            f"The handler {handler.name} has partitions={count}, but the broker has queues of it from when that was another "
-            "number. Keys would change their queues while messages wait, and lose their order. Stop the relays, let the old "
-            f"consumers run {queue_name(handler, options)} and {queue_name(handler, options)}.0, .1 and so on empty, delete "
-            "these queues, and the exchange of that name if there is one, and start again."
-        )
 
 
 def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
@@ -295,23 +288,14 @@ def _declare_hashing(connection: kombu.Connection, handler: Handler, options: In
         ) from error
 
 
-def _exists(connection: kombu.Connection, queue: kombu.Queue) -> bool:
-    return _consumers_of(connection, queue) is not None
-
-
-def _consumers_of(connection: kombu.Connection, queue: kombu.Queue) -> int | None:
+def _consumers_of(connection: kombu.Connection, queue: str) -> int | None:
     """How many subscriptions a queue has; None if it does not exist."""
     try:
         with connection.channel() as channel:
-            declared = queue(channel).queue_declare(passive=True)
+            declared = kombu.Queue(queue)(channel).queue_declare(passive=True)
     except NotFound:
         return None
     return int(declared.consumer_count)
-
-
-def _consumers_by_queue(connection: kombu.Connection, name: str) -> dict[str, int | None]:
-    """As `_consumers_of`, of the queue of this name and of its first partition."""
-    return {queue: _consumers_of(connection, kombu.Queue(queue)) for queue in (name, fit(f"{name}.0"))}
 
 
 def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxOptions) -> str:
@@ -320,7 +304,7 @@ def why_left(connection: kombu.Connection, old: NameWithoutCode, options: InboxO
     former = {(old.topic,), old.topics, (*old.topics, *(known.topics if known else ()))}
     for queue in {broker.queue_name(f"{options.group}.{old.name}", *{*topics}) for topics in former}:
         try:
-            found = _consumers_by_queue(connection, queue).values()
+            found = [_consumers_of(connection, name) for name in (queue, fit(f"{queue}.0"))]
         except AccessRefused:
             continue
         if 0 in found and not any(found):

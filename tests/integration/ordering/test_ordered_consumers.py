@@ -325,7 +325,7 @@ class TestPartitions:
         registry.remove("changing")
         changed = handles(the_effect, ordered=Ordered(partitions=after), name="changing")
 
-        with pytest.raises(Unordered, match="another number"):
+        with pytest.raises(Unordered, match=r"another number of partitions: .* Stop the relays"):
             declared(changed, options)
 
         with kombu.Connection(rabbitmq_url) as connection:
@@ -343,7 +343,7 @@ class TestPartitions:
         registry.remove("changing")
         changed = handles(the_effect, topic=["created", "cancelled"], ordered=ordered, name="changing")
 
-        with pytest.raises(Unordered, match=r"queues of when it had one: .*changing@created.* Stop the relays"):
+        with pytest.raises(Unordered, match=r"from when it had other topics, .*changing@created.* Stop the relays"):
             declared(changed, options)
 
         with kombu.Connection(rabbitmq_url) as connection:
@@ -359,7 +359,8 @@ class TestPartitions:
 
         problem = declared(changed, options)
 
-        assert "has queues of when it had one: tests.changing@created. They get a copy of every message" in problem
+        assert "from when it had other topics" in problem
+        assert "tests.changing@created. They get a copy of every message" in problem
         assert declared(changed, options) == problem
 
     def test_partially_declared_partitions_are_completed(self, handles, rabbitmq_url):

@@ -12,12 +12,12 @@ BUDGETS = {
     "fresh delivery": {"calls": 116, "modules": 22, "moves": 57, "round trips": 2},
     "group commit of 50": {"calls": 1843, "modules": 22, "moves": 895, "round trips": 2},
     "batch of 100": {"calls": 2898, "modules": 22, "moves": 1149, "round trips": 2},
-    "stored message": {"calls": 159, "modules": 32, "moves": 85, "round trips": 4},
+    "stored message": {"calls": 160, "modules": 32, "moves": 86, "round trips": 4},
     "lease in the database": {"calls": 135, "modules": 26, "moves": 74, "round trips": 2},
-    "ordered": {"calls": 274, "modules": 38, "moves": 139, "round trips": 8},
+    "ordered": {"calls": 275, "modules": 38, "moves": 140, "round trips": 8},
     "idempotent Celery task": {"calls": 112, "modules": 24, "moves": 68, "round trips": 2},
     "first failure": {"calls": 201, "modules": 33, "moves": 94, "round trips": 3},
-    "failing retry": {"calls": 237, "modules": 41, "moves": 124, "round trips": 4},
+    "failing retry": {"calls": 238, "modules": 41, "moves": 125, "round trips": 4},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""
 
