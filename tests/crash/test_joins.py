@@ -21,7 +21,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import TOPICS
 from tests.support.crash.points import ACK, ADD_PART, COMMIT, EFFECT, GATHER, MAKE_DUE, OPEN_RUN
 
-RUNS = int(os.environ.get("JOIN_RUNS", "1000"))
+RUNS = int(os.environ.get("JOIN_RUNS", "400"))
 COPIES = 0.1
 SECONDS_BETWEEN_KILLS = 0.3
 KILLING_SECONDS = 30

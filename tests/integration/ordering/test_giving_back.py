@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
 """As far as its queue goes; the function lives in the processes."""
-PER_SECOND = 200
+PER_SECOND = 100
 ACK_TIMEOUT_SECONDS = 2
-SOME = 50
+SOME = 30
 """So many effects show that a consumer receives."""
 
 
@@ -120,7 +120,7 @@ def pausing_one_process_after_the_other(pair):
 
 
 def pausing_the_handler(pair):
-    for count in range(1, 6):
+    for count in range(1, 4):
         pause_handler(HANDLER.name)
         for process in (pair.first, pair.second):
             gives_back(process, count)

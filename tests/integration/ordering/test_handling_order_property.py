@@ -476,11 +476,13 @@ MUTATIONS = {
 
 
 FOUND_BY = {
-    "settling does not lock the key": 1,
+    "settling does not lock the key": 20,
+    "on_dead skip does not promote the next": 1,
+    "retry ignores the head": 1,
     "message after a duplicate waits": 7,
     "out of order runs concurrently": 7,
 }
-"""The seed to begin with, for mutations that the first seeds do not find."""
+"""The seed to begin with, for mutations that the first seed does not find."""
 
 
 @pytest.mark.timeout(300)
