@@ -51,17 +51,6 @@ class Unordered(Unusable):
     """A handler's queues on the broker cannot keep its order."""
 
 
-class DeliveryLimited(Unusable):
-    """The broker drops a message of the queue after a number of deliveries.
-
-    A delivery is not an attempt: restarts, crashes, lost connections and outages of the database count, too.
-    """
-
-
-class Forbidden(Unusable):
-    """The broker's user lacks a permission on a queue or topic of this handler."""
-
-
 def queue_name(handler: Handler, options: InboxOptions) -> str:
     return broker.queue_name(f"{options.group}.{handler.name}", *handler.topics)
 
@@ -100,11 +89,21 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
 
     Raises:
         Unordered: the handler is ordered, and the existing queues cannot keep its order. They must not be received from.
-        DeliveryLimited: an argument of a queue limits how often a message is delivered.
-        Forbidden: the user may not declare or bind its queues.
+        Unusable: an argument of a queue limits how often a message is delivered, or the user may not declare or bind it.
     """
     with refused_for_handler_only(handler, options):
-        return _declare_all(connection, handler, options)
+        if _is_partitioned(handler, options):
+            _declare_hashing(connection, handler, options)
+        former = _why_former(connection, handler, options)
+        # The first partition is declared last: if it exists, all exist.
+        problems = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
+        if _is_partitioned(handler, options):
+            # Bind their exchange last: with fewer queues, the hash would route a key to another queue.
+            with connection.channel() as channel:
+                _topic_exchange(options)(channel).declare()
+                for topic in handler.topics:
+                    _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=topic)
+        return " ".join(filter(None, [*problems, former]))
 
 
 @contextmanager
@@ -112,7 +111,7 @@ def refused_for_handler_only(handler: Handler, options: InboxOptions) -> Iterato
     """If the broker refuses access to this handler's own queues or topic, stop only this handler.
 
     Raises:
-        Forbidden: the broker refused access to them.
+        Unusable: the broker refused access to them.
     """
     try:
         yield
@@ -121,26 +120,11 @@ def refused_for_handler_only(handler: Handler, options: InboxOptions) -> Iterato
         # The login is refused, or the exchange of all handlers.
         if "access to " not in refused or (f"exchange '{options.exchange}'" in refused and "topic '" not in refused):
             raise
-        raise Forbidden(
+        raise Unusable(
             f"The broker forbids access to the queue or topic of the handler {handler.name} ({refused}). Grant the user of "
             f"{options.broker_setting} permission to configure, write and read its queue, and to read its topic: rabbitmqctl "
             "set_permissions, set_topic_permissions."
         ) from error
-
-
-def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
-    if _is_partitioned(handler, options):
-        _declare_hashing(connection, handler, options)
-    former = _why_former(connection, handler, options)
-    # The first partition is declared last: if it exists, all exist.
-    problems = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
-    if _is_partitioned(handler, options):
-        # Bind their exchange last: with fewer queues, the hash would route a key to another queue.
-        with connection.channel() as channel:
-            _topic_exchange(options)(channel).declare()
-            for topic in handler.topics:
-                _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=topic)
-    return " ".join(filter(None, [*problems, former]))
 
 
 def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
@@ -179,13 +163,14 @@ def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Han
     """Check the policies of `handler`'s existing queues.
 
     Raises:
-        DeliveryLimited: one limits how often a message is delivered.
+        Unusable: one limits how often a message is delivered, after which the broker drops it. A delivery is not an attempt:
+            restarts, crashes, lost connections and outages of the database count, too.
     """
     for queue in queues_of(handler, options):
         limit = policies.delivery_limit(queue.name)
         # A classic queue has no such limit; a queue that was declared with another type is used as it is.
         if limit and (options.QUEUE_TYPE == "quorum" or _differing_arguments(connection, queue).get(_TYPE) == "quorum"):
-            raise DeliveryLimited(limit)
+            raise Unusable(limit)
 
 
 def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
@@ -257,7 +242,7 @@ def _refuse_low_limit(connection: kombu.Connection, queue: str, limit: int | Non
         limit = _DEFAULT_LIMIT
     if limit is None or not 0 <= limit < _UNLIMITED:
         return
-    raise DeliveryLimited(
+    raise Unusable(
         f"The queue {queue!r} drops a message that has been delivered {limit} times (its argument {_LIMIT}), and the broker "
         "cannot change that. Move its messages to another queue (with a shovel, or 'Move messages' in the management plugin), "
         "delete it, start the consumer, which declares it without a limit, and move the messages back."

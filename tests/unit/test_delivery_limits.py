@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inbox.consumer.topology import DeliveryLimited, _refuse_low_limit
+from inbox.consumer.topology import Unusable, _refuse_low_limit
 
 
 def connected_to(version):
@@ -13,7 +13,7 @@ def connected_to(version):
 
 @pytest.mark.parametrize("version", ["4.0.1", "4.2.0", "10.0.0"])
 def test_a_queue_without_a_limit_is_refused_where_rabbitmq_has_one_by_default(version):
-    with pytest.raises(DeliveryLimited, match="delivered 20 times"):
+    with pytest.raises(Unusable, match="delivered 20 times"):
         _refuse_low_limit(connected_to(version), "q", None)
 
 
