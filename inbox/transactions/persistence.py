@@ -70,7 +70,7 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
         Exception: the transaction's error, at its last try.
     """
     drop_unusable_connections()
-    session: _Session | None = None
+    unfit: str | None = None
     collisions = 0
     while True:
         try:
@@ -81,59 +81,43 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
                 if collisions == TRIES_AT_ONCE:
                     raise
             else:
-                session = session or _Session(alias, reruns=reruns)
-                if not session.is_replaced_after(error):
+                unfit = _why_unfit(error, alias, is_new=unfit is not None, reruns=reruns)
+                if unfit is None:
                     raise
         else:
-            if session is not None:
-                session.report()
+            if unfit:
+                logger.warning(
+                    "inbox: a session of the database %r could not store and was replaced by a new one: %s. If a handler had "
+                    "changed the session, use SET LOCAL in that handler.",
+                    alias,
+                    unfit,
+                )
             return done
         time.sleep(random.uniform(0, 0.02 * (collisions + 1)))
 
 
-class _Session:
-    """The session of one `run_with_reruns`. It is replaced by a new one at most once."""
+def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> str | None:
+    """Why to rerun the transaction on a new session; "" if this one is lost. None: it is not to be rerun.
 
-    def __init__(self, alias: str, *, reruns: bool) -> None:
-        self._alias = alias
-        self._reruns = reruns
-        self._unfit = ""
-        self._replaced = False
+    Args:
+        is_new: this session has replaced another one, and is not replaced in turn.
 
-    def is_replaced_after(self, error: Exception) -> bool:
-        """Is there a new session on which to rerun the transaction?
-
-        Raises:
-            DatabaseUnavailable: there is none, or a statement of the inbox failed on the new one, too.
-        """
-        if isinstance(error, _Unstored):
-            cause = error.__cause__ or error
-            reason = why_not_stored(cause, self._alias)
-            if self._replaced or not dialect.is_reachable(self._alias):
-                refused = self._replaced and not is_lost(cause)
-                raise DatabaseUnavailable(reason, remedy(cause, self._alias), refused=refused) from cause
-            self._unfit = "" if is_lost(cause) else reason
-        elif is_lost(error):
-            if not dialect.is_reachable(self._alias):
-                raise DatabaseUnavailable(describe(error)) from error
-            if self._replaced or not self._reruns:
-                return False
-        else:
-            if _may_be_of_its_session(error):
-                end_session(self._alias)
-            return False
-        self._replaced = True
-        return True
-
-    def report(self) -> None:
-        """After success: if a second session was needed, log the error of the first."""
-        if self._unfit:
-            logger.warning(
-                "inbox: a session of the database %r could not store and was replaced by a new one: %s. If a handler had "
-                "changed the session, use SET LOCAL in that handler.",
-                self._alias,
-                self._unfit,
-            )
+    Raises:
+        DatabaseUnavailable: there is no other session, or a statement of the inbox failed on the new one, too.
+    """
+    if isinstance(error, _Unstored):
+        cause = error.__cause__ or error
+        reason = why_not_stored(cause, alias)
+        if is_new or not dialect.is_reachable(alias):
+            raise DatabaseUnavailable(reason, remedy(cause, alias), refused=is_new and not is_lost(cause)) from cause
+        return "" if is_lost(cause) else reason
+    if is_lost(error):
+        if not dialect.is_reachable(alias):
+            raise DatabaseUnavailable(describe(error)) from error
+        return None if is_new or not reruns else ""
+    if _may_be_of_its_session(error):
+        end_session(alias)
+    return None
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:
