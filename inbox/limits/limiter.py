@@ -13,9 +13,9 @@ from collections import defaultdict
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision
-from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -57,8 +57,7 @@ class Limiter:
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
         self._wanted_at: float | None = None
-        self._pause = Pause()
-        self._is_unavailable = False
+        self._outage = Outage(f"the bucket of {handler.name}'s rate limit in the database {handler.using!r}")
 
     def take(self, most: int) -> int:
         """How many of `most` messages may run now. Each is one token, to be used at once or given back.
@@ -108,7 +107,7 @@ class Limiter:
             except (DatabaseError, InterfaceError) as error:
                 self._back_off(error)
                 return False
-            self._report_available()
+            self._outage.over()
             with self._lock:
                 cache.add(leased.tokens, leased.left, monotonic())
             return leased.tokens > 0
@@ -121,30 +120,14 @@ class Limiter:
             return taken
 
     def _back_off(self, error: Exception) -> None:
-        collided = is_collision(error)
+        if is_collision(error):
+            seconds = random.uniform(0, _COLLISION_BACKOFF_SECONDS)
+        else:
+            # A handler or a failover may have left the session in a bad state.
+            end_session(self._alias)
+            seconds = self._outage.record(describe(error))
         with self._lock:
-            self._cache.back_off(
-                random.uniform(0, _COLLISION_BACKOFF_SECONDS) if collided else self._pause.next_seconds(), monotonic()
-            )
-        if collided:
-            return
-        # A handler or a failover may have left the session in a bad state.
-        end_session(self._alias)
-        if self._is_unavailable:
-            return
-        self._is_unavailable = True
-        logger.warning(
-            "handler %s: the token bucket on database %r is unavailable (%s). Its messages wait until it is available.",
-            self._name,
-            self._alias,
-            describe(error),
-        )
-
-    def _report_available(self) -> None:
-        if self._is_unavailable:
-            self._is_unavailable = False
-            self._pause.reset()
-            logger.warning("handler %s: the token bucket on database %r is available again.", self._name, self._alias)
+            self._cache.back_off(seconds, monotonic())
 
 
 limiter_of = Shared("rate_limit", Limiter)

@@ -49,7 +49,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-BUCKET = "the token bucket on database 'default'"
+BUCKET = "rate limit in the database 'default'"
 
 every_database = pytest.mark.every_database
 
