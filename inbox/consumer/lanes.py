@@ -13,13 +13,15 @@ import kombu
 from inbox.conf import InboxOptions
 from inbox.consumer.channels import Acks
 from inbox.handlers.handler import Handler
-from inbox.limits.limiter import limiter_of, prefetch
+from inbox.limits.limiter import limiter_of
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import UNLIMITED, slots_of
 from inbox.transactions.handler_transaction import Arrival
 
 STORED_AT_ONCE = 100
 """Deliveries that are stored in one transaction, if their handler does not run them here."""
+_RATED_SECONDS = 2.0
+"""As many deliveries are fetched for a handler with a rate limit as its rate allows in this time."""
 CHECKED_AT_ONCE = 100
 """Deliveries that are checked together for load shedding."""
 LOAD_BYTES = 8 * 1024 * 1024
@@ -86,7 +88,11 @@ def prefetch_of(handler: Handler, options: InboxOptions) -> int:
     if handler.is_stored_first:
         # It takes fewer as well, and PREFETCH is what limits the memory that large messages take.
         size = min(size, 2 * options.PREFETCH)
-    return prefetch(handler, options) if size == 1 else max(prefetch(handler, options), 2 * size)
+    most = options.PREFETCH
+    if handler.rate_limit is not None:
+        # More would wait here for tokens until the broker's `consumer_timeout`.
+        most = max(1, min(most, int(handler.rate_limit * _RATED_SECONDS)))
+    return most if size == 1 else max(most, 2 * size)
 
 
 class Lane:

@@ -17,7 +17,6 @@ from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.text import describe
-from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shared import Shared
 from inbox.limits.token_cache import TokenCache
@@ -26,22 +25,10 @@ from inbox.transactions.sessions import end_session
 
 logger = logging.getLogger(__name__)
 
-PREFETCH_SECONDS = 2.0
-
 _SHORTEST_WAIT_SECONDS = 0.005
 _COLLISION_BACKOFF_SECONDS = 0.025
 _DEMAND_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
-
-
-def prefetch(handler: Handler, options: InboxOptions) -> int:
-    """How many unanswered deliveries of `handler` this process may hold: as many as its rate allows in two seconds.
-
-    At least 1 and at most PREFETCH. More would wait here for tokens until the broker's `consumer_timeout`.
-    """
-    if handler.rate_limit is None:
-        return options.PREFETCH
-    return max(1, min(options.PREFETCH, int(handler.rate_limit * PREFETCH_SECONDS)))
 
 
 class Limiter:

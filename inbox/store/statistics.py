@@ -10,14 +10,8 @@ from datetime import datetime
 
 from exactly_once.operators.minutes import MinuteWriter
 from exactly_once.telemetry.statistics import Tally
+from inbox.store.arrivals import COUNTED_AS
 from inbox.store.rows import DuplicateCause, Failure
-
-_CAUSES = {
-    DuplicateCause.REDELIVERY: "redeliveries",
-    DuplicateCause.RESEND: "resends",
-    DuplicateCause.REPLAY: "replays",
-    DuplicateCause.BUSINESS: "repeats",
-}
 
 tallies: defaultdict[str, Tally] = defaultdict(Tally)
 """What this process has counted, by database."""
@@ -50,7 +44,7 @@ def count_failure(alias: str, handler: str, failure: Failure) -> None:
 
 
 def count_duplicate(alias: str, handler: str, cause: DuplicateCause) -> None:
-    tallies[alias].count(handler, _CAUSES[cause])
+    tallies[alias].count(handler, COUNTED_AS.get(cause, "repeats"))
 
 
 def time_received(alias: str, handler: str, received: Iterable[tuple[datetime | None, float]]) -> None:

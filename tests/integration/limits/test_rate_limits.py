@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions
+from inbox.consumer.lanes import prefetch_of
 from inbox.consumer.runner import Runner
-from inbox.limits.limiter import Limiter, limiter_of, prefetch
+from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage, TokenBucket
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
@@ -260,7 +261,7 @@ class TestLimiter:
 
     @pytest.mark.parametrize(("rate", "expected"), [(None, 50), ("2000/s", 50), ("10/s", 20), ("1/s", 2), ("5/h", 1)])
     def test_prefetch_is_at_most_what_the_rate_allows_in_two_seconds(self, handles, rate, expected):
-        assert prefetch(handles(the_effect, rate_limit=rate), InboxOptions()) == expected
+        assert prefetch_of(handles(the_effect, rate_limit=rate), InboxOptions()) == expected
 
 
 @every_database
