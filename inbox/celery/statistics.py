@@ -28,7 +28,7 @@ class _Writing:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin_worker(self) -> None:
+    def begin_worker(self, **arguments: object) -> None:
         self._is_worker = True
 
     def begin(self, alias: str) -> None:
@@ -43,7 +43,7 @@ class _Writing:
             self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
+    def end(self, **arguments: object) -> None:
         if self._thread is not None and self._pid == os.getpid():
             self._end.set()
             self._thread.join(_LONGEST_GOODBYE_SECONDS)
@@ -67,17 +67,7 @@ class _Writing:
 
 _writing = _Writing()
 begin = _writing.begin
-
-
-def _begin_worker(**arguments: object) -> None:
-    _writing.begin_worker()
-
-
-def _end(**arguments: object) -> None:
-    _writing.end()
-
-
 for _signal in (worker_process_init, worker_ready):
-    _signal.connect(_begin_worker)
+    _signal.connect(_writing.begin_worker)
 for _signal in (worker_process_shutdown, worker_shutdown):
-    _signal.connect(_end)
+    _signal.connect(_writing.end)

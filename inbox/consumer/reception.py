@@ -132,7 +132,9 @@ class Reception:
             try:
                 ended = self._run_part(part, run)
             except DatabaseUnavailable as outage:
-                if not self._is_only_this_refused(handler, outage):
+                # The later messages of an ordered queue must wait in any case.
+                is_only_this = outage.refused and not handler.ordered and self._outages.can_store(handler.using)
+                if not is_only_this:
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts), others), outage) from outage
                 ended, halve = self._defer_unstored(part, outage), True
             except DatabaseError:
@@ -279,10 +281,6 @@ class Reception:
             )
             connections.close_all()
             return Outcome.UNSTORED
-
-    def _is_only_this_refused(self, handler: Handler, outage: DatabaseUnavailable) -> bool:
-        """Can the database store other messages? False for an ordered queue, whose later messages must wait anyway."""
-        return outage.refused and not handler.ordered and self._outages.can_store(handler.using)
 
     def _defer_unstored(self, part: Sequence[Delivery], outage: DatabaseUnavailable) -> bool:
         """Defer a delivery that cannot be stored, so that the others continue. False: the part has several deliveries.
