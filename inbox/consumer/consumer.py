@@ -7,7 +7,6 @@ channel closes the connection; the broker delivers again, and the inbox suppress
 """
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 import kombu
 from amqp.exceptions import ChannelError
-from django.db import connections
 
 from exactly_once.broker import (
     BROKER_FAILURES,
@@ -112,7 +110,6 @@ class Consumer:
         self._suspected: set[Lane] = set()
         self._answers: deque[Answer] = deque()
         self._deferred: list[Answer] = []
-        self._storing: threading.Thread | None = None
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
@@ -300,7 +297,8 @@ class Consumer:
         if now - self._ticked_at > _HOUSEKEEPING_SECONDS:
             self._ticked_at = now
             self._connection.heartbeat_check()
-            self._store_stale(now)
+            # Before the broker closes their channel (`consumer_timeout`).
+            self._pool.store_stale(now - self._options.longest_silence)
             self._return_unstorable(now)
             self._return_paused()
             self._pool.report_overdue(self._options.STUCK_AFTER)
@@ -385,17 +383,6 @@ class Consumer:
             if (shedder := shedder_of(subscription.lane.handler)) is not None:
                 shedder.record_lag(*self._length_of(subscription.queue))
 
-    def _store_stale(self, now: float) -> None:
-        """Store deliveries that wait here before the broker closes the channel (`consumer_timeout`).
-
-        On a separate thread: when deliveries wait for that long, no worker is free.
-        """
-        if self._storing is not None and self._storing.is_alive():
-            return
-        if stale := self._pool.stale(now - self._options.longest_silence):
-            self._storing = threading.Thread(target=self._store_all, args=[stale], name="storing", daemon=True)
-            self._storing.start()
-
     def _return_unstorable(self, now: float) -> None:
         """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.
 
@@ -426,20 +413,12 @@ class Consumer:
 
         A load that is in hand would be delivered again.
         """
-        storing = self._storing is not None and self._storing.is_alive()
         handlers = {acks: subscription.lane.handler for acks, subscription in self._open.items()}
         paused = [(acks, handler) for acks, handler in handlers.items() if self._runner.is_paused(handler)]
-        if ended := [(acks, handler.name) for acks, handler in paused if not (storing or self._pool.is_running(handler))]:
+        if ended := [(acks, handler.name) for acks, handler in paused if not self._pool.is_running(handler)]:
             self._answer()
             for acks, name in ended:
                 logger.info("handler %s: paused. Its queue keeps the messages; returned to it: %d.", name, self._close(acks))
-
-    def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
-        try:
-            for lane, load in stale:
-                self._pool.run(lane, load, self._reception.store)
-        finally:
-            connections.close_all()
 
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
@@ -510,9 +489,6 @@ class Consumer:
         while self._pool.alive:
             self._watchdog.beat()
             self._pool.join(_TICK_SECONDS)
-        while self._storing is not None and self._storing.is_alive():
-            self._watchdog.beat()
-            self._storing.join(_TICK_SECONDS)
         if self._connection is None:
             return
         try:

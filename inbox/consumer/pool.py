@@ -71,6 +71,7 @@ class Pool:
         self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
         self._running: dict[int, RunningLoad] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
+        self._storing = threading.Thread()  # not started
 
     def start(self) -> None:
         for thread in self._threads:
@@ -78,11 +79,11 @@ class Pool:
 
     @property
     def alive(self) -> int:
-        return sum(thread.is_alive() for thread in self._threads)
+        return sum(thread.is_alive() for thread in (*self._threads, self._storing))
 
     def refuse_if_ended(self) -> None:
         """Raises RuntimeError if a thread has ended before `close`."""
-        if self.alive < len(self._threads):
+        if not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("consumer: a worker thread has ended unexpectedly; the process ends. Restart it.")
 
     def report_overdue(self, limit: timedelta) -> None:
@@ -149,10 +150,23 @@ class Pool:
 
     def join(self, seconds: float) -> None:
         """Wait up to `seconds` for a thread to end."""
-        for thread in self._threads:
+        for thread in (*self._threads, self._storing):
             if thread.is_alive():
                 thread.join(seconds)
                 return
+
+    def store_stale(self, before: float) -> None:
+        """Store the deliveries that arrived before `before`, on a separate thread: by then, no worker is idle."""
+        if not self._storing.is_alive() and (stale := self.stale(before)):
+            self._storing = threading.Thread(target=self._store_all, args=[stale], name="storing", daemon=True)
+            self._storing.start()
+
+    def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
+        try:
+            for lane, load in stale:
+                self.run(lane, load, self._reception.store)
+        finally:
+            connections.close_all()
 
     def stale(self, before: float) -> list[tuple[Lane, list[Delivery]]]:
         """Remove and return the deliveries that arrived before `before`, except those whose database cannot store messages."""
@@ -188,9 +202,9 @@ class Pool:
         return [lane for lane in self._lanes if lane.handler.using not in self._probe_at] if self._probe_at else self._lanes
 
     def is_running(self, handler: Handler) -> bool:
-        """Has a thread a load of this handler in hand? Once the handler is paused, no thread takes another one."""
+        """May a thread have a load of this handler in hand? Once the handler is paused, no thread takes another one."""
         with self._changed:
-            return any(running.load[0].handler is handler for running in self._running.values())
+            return self._storing.is_alive() or any(one.load[0].handler is handler for one in self._running.values())
 
     def _wake(self) -> None:
         with self._changed:

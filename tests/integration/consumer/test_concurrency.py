@@ -611,7 +611,7 @@ class TestUnavailableDatabase:
             wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             passed = monotonic() + options.longest_silence
             wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
-            assert consumer._storing is None or not consumer._storing.is_alive()
+            assert not consumer._pool._storing.is_alive()
             other_database_outage.end()
             wait_until(lambda: length(unavailable) == 0)
 
