@@ -42,7 +42,7 @@ from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
-from inbox.leases.heartbeat import heartbeat
+from inbox.leases import heartbeat
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 

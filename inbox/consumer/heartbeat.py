@@ -21,7 +21,7 @@ from exactly_once.sql.connections import drop_unusable_connections
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.leases.heartbeat import heartbeat as lease_heartbeat
+from inbox.leases import heartbeat as lease_heartbeat
 from inbox.store import statistics
 from inbox.store.heartbeats import consumers
 

@@ -21,7 +21,7 @@ from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.leases.heartbeat import heartbeat
+from inbox.leases import heartbeat
 from inbox.limits.slots import limited_by_default
 from inbox.operators.housekeeping import housekeepers
 from inbox.operators.operations import executor

@@ -26,26 +26,6 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 
 
-class Heartbeat:
-    """Extends the leases of all stores."""
-
-    def __init__(self) -> None:
-        self._threads: dict[tuple[LeaseStore, str], _ExtendingThread] = {}
-
-    def announce_stop(self) -> None:
-        """The process has been asked to stop. Does not wait."""
-        for thread in [*self._threads.values()]:
-            thread.announce_stop()
-
-    def extending(self, lease: Lease) -> AbstractContextManager[None]:
-        """Extend `lease` as long as the block runs."""
-        # A store outside the handler's database also queries that database.
-        alias = lease.arrival.handler.using
-        key = lease.store, alias
-        thread = self._threads.get(key) or self._threads.setdefault(key, _ExtendingThread(alias))
-        return thread.extending(lease)
-
-
 class _ExtendingThread:
     """Extends the leases of one store and database. The first lease starts the thread."""
 
@@ -135,4 +115,19 @@ def _mark_lost(lease: Lease, why: str) -> None:
     logger.error("%s: its lease is lost: %s. The outcome of this run is not stored, and the message may run again.", lease, why)
 
 
-heartbeat = Heartbeat()
+_threads: dict[tuple[LeaseStore, str], _ExtendingThread] = {}
+
+
+def announce_stop() -> None:
+    """The process has been asked to stop. Does not wait."""
+    for thread in [*_threads.values()]:
+        thread.announce_stop()
+
+
+def extending(lease: Lease) -> AbstractContextManager[None]:
+    """Extend `lease` as long as the block runs."""
+    # A store outside the handler's database also queries that database.
+    alias = lease.arrival.handler.using
+    key = lease.store, alias
+    thread = _threads.get(key) or _threads.setdefault(key, _ExtendingThread(alias))
+    return thread.extending(lease)

@@ -18,8 +18,8 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.errors import LeaseLost
 from inbox.handlers.message import Message
+from inbox.leases import heartbeat
 from inbox.leases.database import lease_store
-from inbox.leases.heartbeat import heartbeat
 from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, store_as_owner
 from inbox.outcome import Outcome
