@@ -112,10 +112,7 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
     quarantined = quarantine.take(options.REDELIVERY_AFTER)
-
-    def claim() -> InboxMessage | None:
-        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
-
+    claim = partial(claims.claim_due, alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
     try:
         stored = committed(claim, alias)
     finally:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
@@ -95,14 +96,10 @@ def in_transaction(
         of: names its messages in the log.
         durable: refuse to run as a savepoint in a transaction of the caller.
     """
-    committed = proved = False
+    committed: list[bool] = []
+    proved = False
     guard: Guard | None = None
     supervision = Supervision(handler)
-
-    def mark() -> None:
-        nonlocal committed
-        committed = True
-
     connection = connections[handler.using]
     if connection.connection is None:
         with statements_of_ours:
@@ -110,7 +107,7 @@ def in_transaction(
     try:
         with transaction.atomic(using=handler.using, durable=durable):
             # The first hook of this transaction: it runs even if a later hook raises.
-            connection.on_commit(mark)
+            connection.on_commit(partial(committed.append, True))
             with statements_of_ours:
                 guard = _timed(handler, begin) if metrics.BEGIN_SECONDS.is_attached else begin()
             if guard is None:
