@@ -61,7 +61,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     only_distributes = getattr(given, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     match None if only_distributes else given.db:
         case "sqlite":
-            early_config.stash[directory] = place = scratch_directory("sqlite")
+            early_config.stash[directory] = place = scratch_directory("sqlite", small=True)
             os.environ["DATABASE_URL"] = f"sqlite:///{place / 'default.sqlite3'}"
             os.environ["OTHER_DATABASE_URL"] = f"sqlite:///{place / 'other.sqlite3'}"
         case "postgres":

@@ -31,6 +31,8 @@ from tests.support.servers import watcher
 LOG_TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 200
+MEMORY, ROOM = Path("/dev/shm"), 2**30
+"""A file system in memory, and the free bytes from which on it is used: some containers have 64 MB of it."""
 
 
 class ServerFailed(Exception):
@@ -241,10 +243,13 @@ def forget(process: subprocess.Popen[bytes]) -> None:
     _tell_watcher(do="forget", pid=process.pid)
 
 
-def scratch_directory(name: str, account: Account = OURSELVES) -> Path:
-    """A new directory of `account`, removed with us."""
+def scratch_directory(name: str, account: Account = OURSELVES, *, small: bool = False) -> Path:
+    """A new directory of `account`, removed with us; in memory if what it takes is `small`, and there is room."""
     wanted = Path(tempfile.gettempdir())
-    place = next((p for p in (wanted, Path("/tmp"), Path("/var/tmp")) if p.is_dir() and account.can_reach(p / "x")), wanted)
+    places = [wanted, Path("/tmp"), Path("/var/tmp")]
+    if small and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+        places.insert(0, MEMORY)
+    place = next((p for p in places if p.is_dir() and account.can_reach(p / "x")), wanted)
     directory = Path(tempfile.mkdtemp(prefix=f"exactly-once-{name.lower()}-", dir=place))
     account.owns(directory)
     _tell_watcher(do="remove", directory=str(directory))
