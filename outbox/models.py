@@ -16,9 +16,9 @@ SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
 
 
-STREAM = Q(state="ready", is_secondary=False)
+STREAM = Q(state="ready", ready_position=0)
 """Ready messages that have been ready since their insert, and have no priority."""
-SECONDARY = Q(state="ready", is_secondary=True)
+SECONDARY = Q(state="ready", ready_position__gt=0)
 """All other ready messages: prioritised, once delayed, retried, released."""
 
 IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
@@ -46,8 +46,9 @@ class OutboxMessage(models.Model):
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
     priority = models.PositiveSmallIntegerField(_("priority"), default=0)
     state = models.CharField(max_length=12, choices=State, default=State.READY)
-    # Which of the two indexes of ready messages it is in when it is ready.
-    is_secondary = models.BooleanField(default=False, db_default=False, editable=False)
+    # 0: without a priority, and never made ready since its insert. Otherwise another number of the sequence of positions, which
+    # was drawn when it became ready.
+    ready_position = models.BigIntegerField(default=0, db_default=0, editable=False)
     body = models.BinaryField()
     headers = ReadableJSONField(default=dict)
     wire = models.TextField(_("wire format"), null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format
@@ -94,7 +95,12 @@ class OutboxMessage(models.Model):
         indexes = (
             # It grows only at its end, so a reader can keep a floor.
             models.Index(fields=["shard", "id"], name="outbox_stream", condition=STREAM),
-            models.Index("shard", models.F("priority").desc(), "id", name="outbox_ready_secondary", condition=SECONDARY),
+            # With the position at which it became ready, so that a reader skips entries below its floor without their rows.
+            models.Index(
+                "shard", models.F("priority").desc(), "id", "ready_position", name="outbox_ready_secondary", condition=SECONDARY
+            ),
+            # It grows at its end, too.
+            models.Index(fields=["shard", "ready_position"], name="outbox_made_ready", condition=SECONDARY),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),
             models.Index(fields=["available_at", "id"], name="outbox_retrying", condition=Q(state="retrying")),
             # For the timing wheel, which reads topic by topic, so that a burst of one does not hide the others.

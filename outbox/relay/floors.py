@@ -1,4 +1,4 @@
-"""Floors: the positions at which a reader starts in the stream of each shard.
+"""Floors: the positions at which a reader of ready messages starts in each shard.
 
 PostgreSQL keeps the dead versions of updated rows until a vacuum removes them, and a vacuum cannot while an old transaction is
 open. A reader that starts at the first row would read the dead versions of all rows published meanwhile, and slow down with
@@ -8,8 +8,7 @@ A position becomes a floor when no ready row can appear below it any more. A pos
 is committed, so an empty range is not sufficient: the transactions that had drawn positions when the position was seen must
 have ended, and a later query must have found no rows of theirs. A transaction that draws a position holds a lock on the
 sequence until its commit is visible, and PostgreSQL reports the holders. So a transaction that only reads, or writes elsewhere,
-does not delay a floor, however long it is open. A row that becomes ready again is in the secondary ready index, not in the
-stream.
+does not delay a floor, however long it is open. A row that becomes ready again draws another position.
 
 Occasionally a query starts at the first row, less often the longer that takes, to find rows that an operator made ready by
 hand.
@@ -53,7 +52,7 @@ class Floors:
         return self._floors
 
     def saw(self, position: int) -> None:
-        """Record that a message at `position` has been read."""
+        """Record that a message has been read that became ready at `position`."""
         self._seen = max(self._seen, position)
 
     def begin(self) -> bool:

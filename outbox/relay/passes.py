@@ -68,7 +68,7 @@ class PassReport:
         suspicious: the next pass should send fewer messages.
         overdue: reading the rows took so long that none was sent.
         waits_for: the holder of the lease that this relay needs, or "".
-        highest: the highest claimed position.
+        highest: the highest position at which a claimed message became ready.
     """
 
     claimed: int = 0
@@ -397,7 +397,7 @@ class Pass:
             broken=batch.broken,
             suspicious=batch.suspicious,
             overdue=batch.overdue,
-            highest=max((row.position for row in batch.rows), default=0),
+            highest=max((max(row.position, row.ready_position) for row in batch.rows), default=0),
         )
 
     def _announce(self, batch: _Batch, settlement: Settlement) -> None:

@@ -30,6 +30,7 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
 from outbox.store import claiming, settling
+from outbox.store.dialect import EVER
 from outbox.store.unwritable_rows import UnwritableRows
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Relay:
         self._waits_for = ""
         self._running = self._drains = False
         self._retry_in = math.inf
+        self._retries_since = EVER
         self._moved = 0
         self._idle = False
         self.published = 0
@@ -196,7 +198,7 @@ class Relay:
             return report
         # While a sibling does not work, this relay takes its shards, too.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
-        found = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
+        found = claiming.look(self._alias, self._floors.now, among, self._retries_since, from_the_start=self._floors.begin())
         self._floors.end(found)
         topics = self._pass.topics
         topics.update(found.paused)
@@ -205,9 +207,9 @@ class Relay:
         # After a full pass the same shards have more messages, so the next pass needs no query for shards.
         self._more = found.shards if report.has_more else ()
         # If due rows are not made ready, another relay has locked them and makes them ready.
-        self._retry_in, self._moved = found.retry_in, 0
+        self._retry_in, self._retries_since, self._moved = found.retry_in, found.retries_since, 0
         if found.retry_in <= 0:
-            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._retrying)
+            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._retrying, self._retries_since)
             if self._retrying.count and not self._moved:
                 self._retry_in = _BESIDE_UNWRITABLE_SECONDS  # the unwritable rows hide when the next one is due
         if not self._timed:

@@ -1,9 +1,11 @@
 """The queries of a pass: which shards have work, and the ready messages of the shards that it has locked.
 
 Ready messages are in two partial indexes. The *stream* contains those that were ready when they were inserted and have no
-priority. It grows only at its end, so a reader starts at its *floor* and skips the dead versions of published messages. The
-*secondary ready index* contains all others (prioritised, once delayed, retried, released), and is always read from its
-beginning.
+priority. The *secondary ready index* contains all others (prioritised, once delayed, retried, released). A message of the
+stream has its position since it is ready; each other one draws another number of the same sequence when it becomes ready. A
+reader keeps a *floor* in that sequence, and skips what became ready below it: the dead versions of published messages. The
+stream grows only at its end, so it is read from the floor upwards. Of the secondary ready index, which has another order, the
+entries below the floor are passed over without reading their rows.
 """
 
 import json
@@ -30,6 +32,7 @@ from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
 from outbox.store.dialect import (
     DO_NOT_WAIT_FOR_THE_DISK,
+    EVER,
     HISTORY,
     LIVE_PART,
     LOCK_SPACE,
@@ -43,8 +46,8 @@ from outbox.store.dialect import (
     places,
 )
 
-STREAM = "m.state = 'ready' AND NOT m.is_secondary"
-SECONDARY = "m.state = 'ready' AND m.is_secondary"
+STREAM = "m.state = 'ready' AND m.ready_position = 0"
+SECONDARY = "m.state = 'ready' AND m.ready_position > 0"
 _IS_BLOCKED = (
     "m.key <> '' AND COALESCE((SELECT true FROM {{live}} e WHERE e.key {{is_key}} AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}) ORDER BY e.key, e.id LIMIT 1), false)"
@@ -66,7 +69,7 @@ class RelayedMessage(NamedTuple):
         attempts: failed or successful attempts before this one.
         expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
         is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
-        is_secondary: it is in the secondary ready index, not in the stream.
+        ready_position: drawn when it became ready, if it is in the secondary ready index; 0 if it is in the stream.
         wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
         version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
@@ -90,7 +93,7 @@ class RelayedMessage(NamedTuple):
     deliver: str | None
     expires_in_seconds: float | None
     is_blocked: bool
-    is_secondary: bool
+    ready_position: int
     wire: str | None = None
     unread_bytes: int | None = None
     version: str = ""
@@ -148,7 +151,6 @@ _HIGHEST_PRIORITY = 255
 """AMQP encodes it as one octet."""
 _SHOWN = 100
 _NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent")
-_NO_POSITION = 2**63
 _LONGEST_WAIT_FOR_A_LOCK = 1000
 """In milliseconds. A pass skips the shards and rows that another session has locked; it waits for locks of tables."""
 _READ_AS = {
@@ -178,15 +180,18 @@ _EXPIRES_IN_SECONDS_SQLITE = (
     "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
 )
 _IN_STREAM = f"m.shard {{is_shard}} AND {STREAM} AND m.id > {{above}} ORDER BY m.shard, m.id"
-_IN_SECONDARY = f"m.shard {{is_shard}} AND {SECONDARY} ORDER BY m.shard, m.priority DESC, m.id"
+_SECONDARY_ABOVE = f"m.shard {{is_shard}} AND {SECONDARY} AND m.ready_position > {{drawn_above}} ORDER BY m.shard"
+_IN_SECONDARY = f"{_SECONDARY_ABOVE}, m.priority DESC, m.id"
 _LOOK = (
-    "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
+    "WITH shards(shard, floor) AS ({shards}), retry(seconds, since) AS ("
+    "SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END, {since} FROM {live} m "
+    "WHERE m.state = 'retrying'{not_before} ORDER BY m.available_at, m.id LIMIT 1) SELECT shard, "
     f"(SELECT m.id FROM {{live}} m WHERE {_IN_STREAM} LIMIT 1), "
-    f"(SELECT m.id FROM {{live}} m WHERE {_IN_SECONDARY} LIMIT 1), "
-    "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
-    "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
+    f"(SELECT m.ready_position FROM {{live}} m WHERE {_SECONDARY_ABOVE}, m.ready_position LIMIT 1), "
+    "(SELECT seconds FROM retry), CAST(COALESCE((SELECT since FROM retry), {recently}) AS text), NULL, NULL, NULL, NULL "
+    "FROM shards "
     # The paused topics are read by the same statement, which saves a round trip.
-    "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), "
+    "UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), "
     "CASE WHEN p.allowed_at IS NOT NULL THEN 2 WHEN p.is_resuming THEN 1 ELSE 0 END, "
     f"{{probe_in}} FROM {PAUSED_TOPICS} p"
 )
@@ -194,11 +199,25 @@ _UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} -
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
 
 
-def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
+def _look(shards: str, retries_since: str, table: str, at: str) -> str:
+    on_postgresql = table == LIVE_PART
+    until = _UNTIL if on_postgresql else _UNTIL_SQLITE
     retry_in, probe_in = (until.format(instant=instant, now=at) for instant in ("m.available_at", "p.probe_at"))
-    is_shard = _equals("shards.shard", indexed=table == LIVE_PART)
+    # Two seconds are more than a pass takes from storing a failure to its commit.
+    recently = f"{at} - interval '2 seconds'" if on_postgresql else "''"
     return _LOOK.format(
-        shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in, is_shard=is_shard, above="shards.floor"
+        shards=shards,
+        live=table,
+        now=at,
+        retry_in=retry_in,
+        # SQLite has no dead rows to skip.
+        not_before=f" AND m.available_at >= {retries_since}" if on_postgresql else "",
+        since=f"LEAST(m.available_at, {recently})" if on_postgresql else "''",
+        recently=recently,
+        probe_in=probe_in,
+        is_shard=_equals("shards.shard", indexed=on_postgresql),
+        above="shards.floor",
+        drawn_above="shards.floor" if on_postgresql else "0",
     )
 
 
@@ -214,7 +233,7 @@ def _equals(value: object, *, indexed: bool) -> str:
 def _of_a_shard(
     table: str, expires_in: str, shard: object, above: object, each: str, small: object, not_skipped: str = ""
 ) -> list[str]:
-    """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position.
+    """Queries for up to `each` ready messages of a shard `above` its floor: in the secondary index, and in its stream.
 
     Bodies of more than `small` bytes are not read.
     """
@@ -222,7 +241,8 @@ def _of_a_shard(
     version, place = (_VERSION, _PLACE) if on_postgresql else ("''", "''")
     select = _select(table, expires_in, small, version=version, place=place)
     is_shard = _equals(shard, indexed=on_postgresql)
-    parts = (_IN_SECONDARY.format(is_shard=is_shard), _IN_STREAM.format(is_shard=is_shard, above=above))
+    drawn_above = above if on_postgresql else 0
+    parts = (part.format(is_shard=is_shard, above=above, drawn_above=drawn_above) for part in (_IN_SECONDARY, _IN_STREAM))
     return [f"{select} FROM {table} m WHERE true{not_skipped} AND {part} LIMIT {each}" for part in parts]
 
 
@@ -245,8 +265,8 @@ _RELAY_COMMENT = "/* pass of a relay */ "
 _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
-    ["int[]", "bigint[]"],
-    _look("SELECT * FROM unnest($1, $2)", LIVE_PART, _NOW),
+    ["int[]", "bigint[]", "timestamptz"],
+    _look("SELECT * FROM unnest($1, $2)", "$3", LIVE_PART, _NOW),
 )
 _SETTINGS = {"enable_seqscan": "off", "enable_sort": "off", "jit": "off", "plan_cache_mode": "force_generic_plan"}
 _KEEP_PLANS = "SELECT " + ", ".join(f"set_config('{name}', '{value}', true)" for name, value in _SETTINGS.items())
@@ -296,7 +316,7 @@ _SHARD_HOLDERS = (
 
 
 class BusyShard(NamedTuple):
-    """A shard that has ready messages, and the position above which to read its stream."""
+    """A shard that has ready messages, and the floor above which to read it."""
 
     shard: int
     above: int
@@ -326,14 +346,16 @@ class WorkFound:
 
     Attributes:
         shards: the shards that have ready messages.
-        first: by shard, the first position found in its stream.
+        first: by shard, the first position at which a message found there became ready.
         retry_in: seconds until the next retry is due; 0 if one is due now, infinite if no message is retrying.
+        retries_since: no message that is retrying was due before this instant, and none will be.
         paused: the paused topics.
     """
 
     shards: Sequence[BusyShard]
     first: Mapping[int, int]
     retry_in: float
+    retries_since: str = EVER
     paused: Sequence[TopicPause] = ()
 
 
@@ -377,42 +399,45 @@ def claims_by_locks(alias: str) -> bool:
 
 
 def look(
-    alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
+    alias: str,
+    floors: Mapping[int, int] | None = None,
+    among: Iterable[int] = range(SHARDS),
+    retries_since: str = EVER,
+    *,
+    from_the_start: bool = False,
 ) -> WorkFound:
     """Find the shards that have ready messages, the time of the next retry, and the paused topics.
 
     It reads only, without locks: an idle relay must not take SQLite's write lock, nor open transactions.
 
     Args:
-        floors: by shard, the position above which to read its stream.
+        floors: by shard, the position above which to read.
         among: the shards to query.
-        from_the_start: read the streams from their first row, whatever the floors are.
+        retries_since: of the last query.
+        from_the_start: read from the first row, whatever the floors and `retries_since` are.
     """
     connection = connections[alias]
     floors = floors or {}
     above = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
+    since = EVER if from_the_start else retries_since
     if is_usable(connection):
-        found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values())])
+        found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values()), since])
     else:
         values = "VALUES " + ", ".join(map(str, above.items()))
-        until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
         with connection.cursor() as cursor:
-            cursor.execute(_look(values, live(connection), now(connection), until), [])
+            cursor.execute(_look(values, f"'{since}'", live(connection), now(connection)), [])
             found = cursor.fetchall()
-    of_shards = [row[:4] for row in found if row[0] is not None]
-    first = {shard: position for shard, position, _, _ in of_shards if position is not None}
-    shards = [
-        BusyShard(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
-        for shard, _, secondary, _ in of_shards
-        if shard in first or secondary is not None
-    ]
-    retry_in = of_shards[0][3]
+    of_shards = [row[:5] for row in found if row[0] is not None]
+    first = {shard: min(filter(None, positions)) for shard, *positions, _, _ in of_shards if any(positions)}
+    shards = [BusyShard(shard, min(floors.get(shard, 0), position - 1)) for shard, position in first.items()]
+    *_, retry_in, since = of_shards[0]
     paused = [
         TopicPause(topic, frozenset(json.loads(in_trial)), kind > 0, math.inf if probe_in is None else probe_in, kind > 1)
         for shard, *_, topic, in_trial, kind, probe_in in found
         if shard is None
     ]
-    return WorkFound(shards=shards, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
+    retry_in = math.inf if retry_in is None else retry_in
+    return WorkFound(shards=shards, first=first, retry_in=retry_in, retries_since=since or EVER, paused=paused)
 
 
 def writers(alias: str) -> frozenset[str]:
@@ -686,11 +711,11 @@ def _read(
 
 def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
     """Leave out messages whose key may have an earlier message in the unread part of the other index."""
-    if not any(row.is_secondary for row in rows):
+    if not any(row.ready_position for row in rows):
         return rows
-    last_read = {(row.shard, row.is_secondary): row for row in rows}
+    last_read = {(row.shard, row.ready_position > 0): row for row in rows}
     cut_at: dict[int, int] = {}
-    for part, count in Counter((row.shard, row.is_secondary) for row in rows).items():
+    for part, count in Counter((row.shard, row.ready_position > 0) for row in rows).items():
         if count >= each:
             last = last_read[part]
             # A prioritised message has no key, and is read before all messages that have one.
@@ -703,7 +728,7 @@ def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     """Convert the values to the types of the columns. SQLite stores a value of any type that was written by hand."""
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
-    values.update({name: bool(values[name]) for name in ("is_blocked", "is_secondary")})
+    values["is_blocked"] = bool(values["is_blocked"])
     values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
     values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())

@@ -27,6 +27,14 @@ HISTORY = f"{TABLE}_history"
 COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 """All columns of a message."""
 PAUSED_TOPICS = PausedTopic._meta.db_table
+EVER = "-infinity"
+"""Since this instant: however long ago."""
+DRAWN = {
+    # In a subquery, so that it is drawn once for a statement.
+    "postgresql": f"(SELECT nextval(pg_get_serial_sequence('{TABLE}', 'id')::regclass))",
+    "sqlite": "1",
+}
+"""The next number of the sequence of positions. Floors wait for transactions that have drawn one."""
 READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
 """A transaction's first statement."""
 DO_NOT_WAIT_FOR_THE_DISK = "SET LOCAL synchronous_commit = off"

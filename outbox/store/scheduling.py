@@ -22,6 +22,7 @@ from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
 
 _SCHEDULED = "m.state = 'scheduled'"
+_DRAWN_RECENTLY = f"(SELECT pg_sequence_last_value(pg_get_serial_sequence('{TABLE}', 'id')::regclass) - 100000)"
 _LAST_FIRST = "ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
 _TOPICS = (
     "WITH RECURSIVE topics(topic) AS ("
@@ -147,10 +148,11 @@ def fire(alias: str, messages: Mapping[int, str], unwritable: UnwritableRows | N
 
 
 def count_secondary_ready(alias: str, limit: int) -> int:
-    """The number of messages in the secondary ready index, counted up to `limit`."""
+    """The number of messages in the secondary ready index, counted up to `limit`; without those that became ready long ago."""
     connection = connections[alias]
     secondary = f"SELECT 1 FROM {live(connection)} m WHERE {SECONDARY}"
     if is_postgresql(connection):
+        secondary += f" AND m.ready_position > {_DRAWN_RECENTLY}"
         # Shard by shard, so that the planner reads the index and not the table.
         of_a_shard = f"{secondary} AND m.shard = s.shard LIMIT {limit:d}"
         secondary = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"

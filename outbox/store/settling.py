@@ -23,7 +23,7 @@ from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN
-from outbox.store.dialect import any_of, live
+from outbox.store.dialect import EVER, any_of, live
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.trail import is_recorded
@@ -182,9 +182,9 @@ def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
 
 
-def make_retrying_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None) -> int:
-    """Apply retrying → ready to up to `limit` messages whose backoff has ended; returns their number."""
-    return _make_due_ready(alias, TRY_AGAIN, limit, unwritable or UnwritableRows(alias))
+def make_retrying_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None, since: str = EVER) -> int:
+    """Apply retrying → ready to up to `limit` messages whose backoff has ended `since` an instant; returns their number."""
+    return _make_due_ready(alias, TRY_AGAIN, limit, unwritable or UnwritableRows(alias), since)
 
 
 def make_scheduled_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None) -> int:
@@ -192,13 +192,15 @@ def make_scheduled_ready(alias: str, limit: int, unwritable: UnwritableRows | No
     return _make_due_ready(alias, FIRE, limit, unwritable or UnwritableRows(alias))
 
 
-def _make_due_ready(alias: str, transition: Transition, limit: int, unwritable: UnwritableRows) -> int:
+def _make_due_ready(alias: str, transition: Transition, limit: int, unwritable: UnwritableRows, since: str = EVER) -> int:
     connection = connections[alias]
     (source,) = transition.sources
     due, parameters = f"state = '{source}' AND available_at <= {now(connection)}", []
+    if since != EVER:
+        due, parameters = f"{due} AND available_at >= %s", [since]
     if skipped := unwritable.skipped():
         among, positions = any_of(connection, list(skipped))
-        due, parameters = f"{due} AND NOT id {among}", [positions]
+        due, parameters = f"{due} AND NOT id {among}", [*parameters, positions]
     found = Found(f"SELECT id FROM {live(connection)} WHERE {due} ORDER BY available_at, id LIMIT %s", [*parameters, limit])
     return unwritable.change(found, partial(count_moved, alias, transition))
 

@@ -24,7 +24,7 @@ from exactly_once.states import Transition
 from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
-from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places
+from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places
 from outbox.store.trail import is_recorded, record
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -245,7 +245,7 @@ def _values(connection: BaseDatabaseWrapper, transition: Transition) -> dict[str
     """What the transition writes, by column: SQL with its parameters in braces."""
     values = {"state": f"'{transition.targets[0]}'", **transition.sets}
     if State.READY in transition.targets:
-        values["is_secondary"] = "true"  # the floor of a relay may be above it in the stream
+        values["ready_position"] = DRAWN[connection.vendor]  # the floor of a relay may be above it in the stream
     for name, expression in _EXPRESSIONS[connection.vendor].items():
         values = {column: sql.replace(name, expression) for column, sql in values.items()}
     return values

@@ -20,7 +20,7 @@ from exactly_once.sql.now import now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
+from outbox.store.dialect import DRAWN, HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
 from outbox.store.trail import record_insert
 from outbox.store.unique import UNLESS_FOUND, is_published_already
 
@@ -61,10 +61,6 @@ class NewRow(NamedTuple):
         return shard_of(self.key, self.message_id)
 
     @property
-    def is_secondary(self) -> bool:
-        return self.priority > 0
-
-    @property
     def state(self) -> str:
         """The state in which it is inserted, unless it is prepared."""
         return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
@@ -83,7 +79,6 @@ _GIVEN = {
     "causation_id": "varchar",
     "traceparent": "varchar",
     "is_unique": "bool",
-    "is_secondary": "bool",
 }
 """The columns that a `NewRow` has a value for, with the PostgreSQL type in which a COPY encodes each."""
 _COMPUTED = {
@@ -94,6 +89,7 @@ _COMPUTED = {
     "available_at": "timestamptz",
     "expires_at": "timestamptz",
     "state": "varchar",
+    "ready_position": "int8",
 }
 _COLUMNS = _GIVEN | _COMPUTED
 _given = attrgetter(*_GIVEN)
@@ -234,7 +230,8 @@ def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]
     given = list(_given(row))
     given[_HEADERS] = "\x01" + row.headers  # jsonb in binary form: the number of its format, and its text
     expires_at = available_at + row.expires_in if row.expires_in else None
-    return position, *given, 0, "", created_at, deliver_at, available_at, expires_at, row.state
+    ready_position = position if row.priority else 0
+    return position, *given, 0, "", created_at, deliver_at, available_at, expires_at, row.state, ready_position
 
 
 def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta | None = None) -> tuple[str, list[Any]]:
@@ -258,7 +255,8 @@ def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta
         parameters.append(adapt(due + row.expires_in))
     check_at = None if check_after is None else now_after(connection)
     expires = row.expires_in is not None
-    return _item(_now(connection), instant, check_at, is_scheduled=is_scheduled, expires=expires), parameters
+    ready_position = DRAWN[connection.vendor] if row.priority else "0"
+    return _item(_now(connection), instant, check_at, ready_position, is_scheduled=is_scheduled, expires=expires), parameters
 
 
 def _now(connection: BaseDatabaseWrapper) -> str:
@@ -267,8 +265,8 @@ def _now(connection: BaseDatabaseWrapper) -> str:
 
 
 @lru_cache(maxsize=64)
-def _item(created: str, instant: str, check_at: str | None, *, is_scheduled: bool, expires: bool) -> str:
+def _item(created: str, instant: str, check_at: str | None, ready_position: str, *, is_scheduled: bool, expires: bool) -> str:
     due = instant if is_scheduled else created
     instants = [created, due if is_scheduled else "NULL", check_at or due, instant if expires else "NULL"]
     state = _PREPARED if check_at else _SCHEDULED if is_scheduled else _READY
-    return f"({', '.join(['%s'] * len(_GIVEN))}, 0, '', {', '.join(instants)}, '{state}')"
+    return f"({', '.join(['%s'] * len(_GIVEN))}, 0, '', {', '.join(instants)}, '{state}', {ready_position})"

@@ -132,8 +132,7 @@ class TestFloor:
 
         assert relay.floors.now == {3: 1000, 4: 1000}
 
-    def test_a_retried_message_does_not_lower_the_floor(self):
-        """A retried message is in the secondary ready index and may be arbitrarily old."""
+    def test_a_floor_does_not_fall_when_a_lower_position_is_read(self):
         relay = LookingRelay()
         relay.reads(500)
         for _ in range(3):

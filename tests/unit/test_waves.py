@@ -28,7 +28,7 @@ def a_message(position, key=""):
         deliver=None,
         expires_in_seconds=None,
         is_blocked=False,
-        is_secondary=False,
+        ready_position=0,
     )
 
 

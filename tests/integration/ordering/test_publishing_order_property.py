@@ -711,7 +711,7 @@ MUTATIONS = {
     "the claim begins where the look did": lambda patch: patch.setattr(
         claiming,
         "look",
-        mutated(claiming.look, "min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1)", "first.get(shard, 1) - 1"),
+        mutated(claiming.look, "min(floors.get(shard, 0), position - 1)", "position - 1"),
     ),
     "messages of a key are sent together": lambda patch: patch.setattr(passes, "waves", lambda batch: [list(batch)]),
     "failure does not block its key": lambda patch: patch.setattr(

@@ -142,7 +142,7 @@ class TestDecision:
 
         assert trail_of(half) == [(State.PREPARED, State.READY)]
         with transaction.atomic():
-            assert [row.is_secondary for row in in_hand()] == [True]  # where no reader has passed its place
+            assert [row.ready_position > 0 for row in in_hand()] == [True]  # where no reader has passed its place
         with FakeAmqpPeer() as peer:
             drained(peer.url)
             assert ids(peer.published) == [str(half.id)]

@@ -546,7 +546,8 @@ def test_prepared_insert_writes_the_same_row_as_a_plain_one(options):
         instants = {name: row.pop(name) for name in ("available_at", "deliver_at", "expires_at")}
         if "deliver_at" not in options:
             instants = {name: instant and instant - created_at for name, instant in instants.items()}
-        return {**row, **instants, "body": bytes(row["body"]), "biz_id": own["biz_id"][:-1]}
+        is_secondary = row.pop("ready_position") > 0
+        return {**row, **instants, "is_secondary": is_secondary, "body": bytes(row["body"]), "biz_id": own["biz_id"][:-1]}
 
     first, *others = map(written, messages)
     assert all(other == first for other in others)

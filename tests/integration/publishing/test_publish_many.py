@@ -56,6 +56,7 @@ def comparable(row):
         del columns[name]
     exactly = {name: getattr(row, name) in {row.created_at, row.available_at, AN_INSTANT, None} for name in INSTANTS}
     return {name: "own" if value == own else value for name, value in columns.items()} | {
+        "ready_position": row.ready_position > 0,
         "body": bytes(row.body),
         "due at once": row.available_at == row.created_at,
         "exactly": exactly,

@@ -4,6 +4,7 @@ import re
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -28,7 +29,7 @@ from outbox.relay.floors import Floors
 from outbox.states import CANCEL, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
 from outbox.store.claiming import Bounds, RelayedMessage
-from outbox.store.dialect import LOCK_SPACE
+from outbox.store.dialect import EVER, LOCK_SPACE
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from outbox.transports import amqp
@@ -369,7 +370,8 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
     (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
-    assert (work_found, claim.locked_shards) == (same_work_found, same_claim.locked_shards)
+    assert replace(work_found, retries_since=same_work_found.retries_since) == same_work_found
+    assert claim.locked_shards == same_claim.locked_shards
     assert [row._replace(expires_in_seconds=None) for row in claim.rows] == [
         row._replace(expires_in_seconds=None) for row in same_claim.rows
     ]
@@ -398,7 +400,7 @@ def test_plans_that_were_kept_when_the_table_was_empty_find_a_backlog_by_the_rig
     filled(State.DEAD, 5_000, key="'k' || n % 500")
 
     kept = {
-        "outbox_look ('{1}', '{9}')": ["outbox_stream", "outbox_ready_secondary", "outbox_retrying"],
+        "outbox_look ('{1}', '{9}', 'now')": ["outbox_stream", "outbox_made_ready", "outbox_retrying"],
         "outbox_read ('{1}', '{9}', 16, 16000)": ["outbox_stream", "outbox_ready_secondary", "outbox_holding"],
         "outbox_lock_rows ('{}', '{}')": ["Tid Scan"],
         "outbox_confirm ('{}')": ["Tid Scan"],
@@ -412,7 +414,7 @@ def test_plans_that_were_kept_when_the_table_was_empty_find_a_backlog_by_the_rig
         scans = {line.partition(" on ")[0] for line in plan if re.search(r"Scan .*on outbox_outboxmessage_live", line)}
         assert [scan for scan in scans if not any(name in scan for name in kept[statement])] == []
         assert [name for name in kept[statement] if not any(name in scan for scan in scans)] == []
-        for index in ("outbox_stream", "outbox_ready_secondary"):
+        for index in ("outbox_stream", "outbox_ready_secondary", "outbox_made_ready"):
             conditions = [after for line, after in pairwise(plan) if index in line]
             assert all("Index Cond: (" in condition and "shard" in condition for condition in conditions)
         assert not any("Sort" in line for line in plan)
@@ -446,9 +448,9 @@ class TestIndexes:
 
         assert "Tid Scan" in locking
         assert "Seq Scan on outbox_outboxmessage" not in locking
-        for plan in (looking, reading):
+        for plan, secondary in ((looking, "outbox_made_ready"), (reading, "outbox_ready_secondary")):
             assert "outbox_stream" in plan
-            assert "outbox_ready_secondary" in plan
+            assert secondary in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
             assert "Sort Key: m." not in plan, "the index gives the order"
         assert "outbox_retrying" in looking
@@ -589,10 +591,10 @@ def filled(state, count, *, key="''", due="now()", is_secondary=False):
         cursor.execute(
             "INSERT INTO outbox_outboxmessage (message_id, topic, biz_id, is_unique, key, shard, priority, state, body, "
             "headers, correlation_id, causation_id, traceparent, attempts, last_error, created_at, available_at, settled_at, "
-            "is_secondary, day) "
+            "ready_position, day) "
             f"SELECT lpad(to_hex({already} + n), 32, '0')::uuid, '{TOPIC}', n::text, false, {key}, n % 64, 0, '{state}', "
             f"'{{}}', '{{}}', '', '', '', 0, '', now(), {due}, {'now()' if state in SETTLED else 'NULL'}, "
-            f"{is_secondary}, "
+            f"{f'{already} + n' if is_secondary else 0}, "
             f"{DAY_OF_NOW['postgresql'] if state in SETTLED else LIVE} "
             f"FROM generate_series(1, {count}) n"
         )
@@ -688,26 +690,40 @@ class TestPinnedVacuumHorizon:
             reader.execute("SELECT count(*) FROM outbox_outboxmessage")
             yield reader
 
-    def pages_by_pass(self, passes, *, with_floors):
-        """The pages read by each pass for finding work and reading rows. Each pass publishes the rows that it reads."""
+    def pages_by_pass(self, passes, *, with_floors, write=lambda number: None):
+        """The pages read by each pass for finding work and reading rows. Each pass publishes the rows that it reads.
+
+        Args:
+            write: called before each pass, with its number.
+        """
         clock = [0.0]
         floors = Floors(range(64), partial(claiming.writers, "default"), lambda: clock[0])
         floors.end(claiming.look("default", from_the_start=floors.begin()))
-        costs = []
-        for _ in range(passes):
+        costs, since = [], [EVER]
+        for number in range(passes):
+            write(number)
             clock[0] += 0.6
             floors._look_from_the_start_at = clock[0] + 1  # those are rare, and measured on their own
             with transaction.atomic():
                 rows = []
 
-                def look_and_claim(rows=rows):
-                    work_found = claiming.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
-                    floors.end(work_found)
-                    rows += claiming.claim_ready("default", work_found.shards, 500).rows
+                def look():
+                    known = {"floors": floors.now, "retries_since": since[-1]} if with_floors else {}
+                    found = claiming.look("default", from_the_start=floors.begin(), **known)
+                    floors.end(found)
+                    since.append(found.retries_since)
+                    return found
+
+                def look_and_claim(rows=rows, look=look):
+                    found = look()
+                    if found.retry_in <= 0:
+                        settling.make_retrying_ready("default", 500, since=found.retries_since)
+                        found = look()
+                    rows += claiming.claim_ready("default", found.shards, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
                 settling.settle("default", Settlement(published=[row.position for row in rows]))
-            floors.saw(max(row.position for row in rows))
+            floors.saw(max(max(row.position, row.ready_position) for row in rows))
         return costs
 
     def test_pages_read_per_pass_do_not_grow_with_the_number_of_passes(self, pinned):
@@ -719,6 +735,40 @@ class TestPinnedVacuumHorizon:
     def test_pages_read_per_pass_grow_without_floors(self, pinned):
         filled("ready", 20_500)
         costs = self.pages_by_pass(40, with_floors=False)
+
+        assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
+
+    def test_pages_read_per_pass_do_not_grow_with_a_backlog_of_prioritised_messages(self, pinned):
+        filled("ready", 20_500, is_secondary=True)
+        costs = self.pages_by_pass(40, with_floors=True)
+
+        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
+
+    @staticmethod
+    def prioritised(number):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, priority=1 + n % 9) for n in range(300)])
+
+    @staticmethod
+    def delayed(number):
+        filled("scheduled", 500)
+        scheduled = OutboxMessage.objects.filter(state=State.SCHEDULED).values_list("pk", flat=True)
+        scheduling.fire("default", dict.fromkeys(scheduled, ""))
+
+    @staticmethod
+    def retried(number):
+        if number == 0:
+            filled("retrying", 20_000, due="now() - interval '1 hour' + make_interval(secs => n / 500)")
+
+    @pytest.mark.parametrize("kind", ["prioritised", "delayed", "retried"])
+    def test_pages_read_per_pass_do_not_grow_with_the_number_of_messages(self, pinned, kind):
+        costs = self.pages_by_pass(40, with_floors=True, write=getattr(self, kind))
+
+        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
+
+    @pytest.mark.parametrize("kind", ["prioritised", "delayed", "retried"])
+    def test_pages_read_per_pass_grow_without_floors_with_the_number_of_messages(self, pinned, kind):
+        costs = self.pages_by_pass(40, with_floors=False, write=getattr(self, kind))
 
         assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
 
@@ -782,8 +832,8 @@ def ready_rows_of_a_shard(draw):
         a_ready_row(
             position,
             key=(key := draw(st.sampled_from(["", "", "a", "b", "c"]))),
-            is_secondary=(is_secondary := draw(st.booleans())),
-            priority=draw(st.integers(0, 2)) if is_secondary and not key else 0,
+            ready_position=(ready_position := draw(st.integers(0, 1))),
+            priority=draw(st.integers(0, 2)) if ready_position and not key else 0,
         )
         for position in range(1, draw(st.integers(1, 25)))
     ]
@@ -798,8 +848,8 @@ def a_ready_row(position, **values):
 @settings(max_examples=500, deadline=None)
 def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
     rows, each = given_rows
-    secondary = sorted((row for row in rows if row.is_secondary), key=lambda row: (-row.priority, row.position))
-    stream = [row for row in rows if not row.is_secondary]
+    secondary = sorted((row for row in rows if row.ready_position), key=lambda row: (-row.priority, row.position))
+    stream = [row for row in rows if not row.ready_position]
 
     claimed = claiming._without_overtakers([*secondary[:each], *stream[:each]], each)
 
