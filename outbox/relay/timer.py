@@ -158,7 +158,8 @@ class Timer:
     def _catch_up(self) -> None:
         """Load messages that were scheduled within the part of the horizon that was already read."""
         began_at = monotonic()
-        found = scheduling.newly_scheduled(self._alias, self._table.newest, _OVERDUE, self._options.horizon, OF_A_TOPIC)
+        new = self._table.newest, self._table.missing
+        found = scheduling.newly_scheduled(self._alias, *new, _OVERDUE, self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.take(found, now)
         self._catch_up_at = math.inf

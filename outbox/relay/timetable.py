@@ -14,6 +14,7 @@ OF_A_TOPIC = 5_000
 """Maximum messages of one topic held at a time, so that a burst neither fills the memory nor hides other topics."""
 _IN_FLIGHT_SECONDS = 0.25
 """Catching up finds rows whose transaction took up to this much longer from INSERT to COMMIT than those before it."""
+_MOST_MISSING = 2_000
 _MANY_TOPICS = 10_000
 """Maximum number of offsets kept for topics without held messages; every message may have a new topic."""
 _TRIES = 3
@@ -59,8 +60,14 @@ class Timetable:
 
     @property
     def newest(self) -> int:
-        """The last position that was seen a moment ago. Rows after it may have been committed since."""
-        return self._newest[0][1]
+        """The last position that was seen."""
+        return self._newest[-1][1]
+
+    @property
+    def missing(self) -> list[int]:
+        """Positions below it that were not seen, and were passed only a moment ago: their rows may be committed late."""
+        first = max(self._newest[0][1] + 1, self.newest - _MOST_MISSING)
+        return [position for position in range(first, self.newest) if position not in self._topic_of]
 
     def offsets(self) -> dict[str, Offset]:
         """The offset of each topic that has been read, with the number of messages there is room for."""

@@ -5,7 +5,7 @@ scheduled stops no later one, and no query reads the dead versions of rows that 
 from the last to the first: the last row of each topic is live, the first ones may be dead versions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -99,16 +99,21 @@ def _upcoming(connection: BaseDatabaseWrapper, offsets: Mapping[str, Offset], wi
         return list(map(Upcoming._make, cursor.fetchall()))
 
 
-def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta, limit: int) -> list[Upcoming]:
-    """The first `limit` messages with a position above `after` that are due between `since` ago and `within` from now."""
+def newly_scheduled(
+    alias: str, after: int, missing: Sequence[int], since: timedelta, within: timedelta, limit: int
+) -> list[Upcoming]:
+    """Messages due `within` from now: those at `missing`; above `after` the first `limit`, due `since` ago at the earliest."""
     connection = connections[alias]
     place = "CAST(m.ctid AS text)" if is_postgresql(connection) else "''"
+    message = f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, {place} FROM {live(connection)} m"
+    due_by, (among, positions) = f"m.available_at <= {now_after(connection)}", any_of(connection, missing)
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, {place} FROM {live(connection)} m "
-            f"WHERE {_SCHEDULED} AND m.available_at > {now_after(connection)} AND m.available_at <= {now_after(connection)} "
-            "AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s",
-            [-since.total_seconds(), within.total_seconds(), after, limit],
+            f"SELECT * FROM ({message} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {now_after(connection)} "
+            # In a CASE, as in `_is_due`: the missing ones are read by their positions.
+            f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {message} WHERE m.id {among} "
+            f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END",
+            [within.total_seconds(), -since.total_seconds(), after, limit, positions, within.total_seconds()],
         )
         return list(map(Upcoming._make, cursor.fetchall()))
 

@@ -77,3 +77,27 @@ def test_the_timetable_forgets_topics_that_have_no_entries(monkeypatch):
 
     assert len(table.offsets()) <= 11
     assert not table._in_hand
+
+
+def test_positions_passed_a_moment_ago_and_not_seen_are_missing_for_a_quarter_of_a_second():
+    def found(*positions):
+        return [Upcoming(position, "topic", "2026-01-01", 9.0, "") for position in positions]
+
+    table = Timetable(slots=8, tick=0.01, now=0.0)
+    table.take(found(7), now=1.0)
+    table.take(found(), now=2.0)
+    table.take(found(8, 10, 12), now=2.1)
+    assert (table.newest, table.missing) == (12, [9, 11])
+
+    table.take(found(11, 13), now=2.2)
+    assert (table.newest, table.missing) == (13, [9])
+
+    table.take(found(), now=2.5)
+    assert (table.newest, table.missing) == (13, [])
+
+
+def test_no_more_than_two_thousand_positions_are_missing():
+    table = Timetable(slots=8, tick=0.01, now=0.0)
+    table.take([Upcoming(1_000_000, "topic", "2026-01-01", 9.0, "")], now=0.1)
+
+    assert table.missing == list(range(998_000, 1_000_000))

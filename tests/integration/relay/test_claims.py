@@ -623,7 +623,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "promote what is due again": lambda: settling.make_retrying_ready("default", 1000),
         "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
         "upcoming after an offset": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR, 500),
-        "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
+        "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), positions[:9], HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", dict.fromkeys(positions[:50], "")),  # some pages for each
         "room": lambda: scheduling.count_secondary_ready("default", 2000),
         "release": lambda: settling.release_waiting("default", keys=200, each=500),
