@@ -186,7 +186,8 @@ class Reception:
             django.db.Error: the database refuses the values of one of several deliveries.
         """
         handler = part[0].handler
-        if self._closing or not part[0].acks.is_open:
+        # The connection's thread closes this later than it is asked to stop.
+        if self._closing or self._runner.stop or not part[0].acks.is_open:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False

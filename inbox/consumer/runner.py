@@ -83,6 +83,7 @@ class Runner:
         reports_unknown: log once that messages of other handlers are stored.
 
     Attributes:
+        stop: no run is begun once this is set.
         unattended: the handlers without code here, if they are reported.
     """
 
@@ -97,7 +98,7 @@ class Runner:
         self._options = options
         self.unattended = Unattended() if reports_unknown else None
         self._handlers = handlers
-        self._stop = StopRequest() if stop is None else stop
+        self.stop = StopRequest() if stop is None else stop
         self.outages = Outages()
         self._try_at: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -117,7 +118,7 @@ class Runner:
 
     def run(self, stop: StopRequest) -> None:
         """Work on this thread until asked to stop."""
-        self._stop = stop
+        self.stop = stop
         while not stop:
             if left := self.seconds_left(monotonic()):
                 stop.wait(min(left, _LONGEST_WAIT_SECONDS))
@@ -128,7 +129,7 @@ class Runner:
 
     def is_paused(self, handler: Handler) -> bool:
         """Has an operator paused this handler or this process, as this process has last read it?"""
-        return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
+        return self.stop.is_paused or handler.name in self._paused.get(handler.using, ())
 
     def is_starting(self, handler: Handler) -> bool:
         """Does this handler wait for its past, so that nothing may be received from its queue?"""
@@ -197,7 +198,7 @@ class Runner:
 
     def drain(self, stop: StopRequest) -> int:
         """Run messages until none is due; returns how many were run. An unexpected error ends it."""
-        self._stop = stop
+        self.stop = stop
         done = 0
         while not stop:
             now = self._turn(raising=True)
@@ -228,7 +229,7 @@ class Runner:
                 if self.unattended:
                     self.unattended.report_once(alias, handlers)
                 self.read_paused(alias)
-                if self._stop.is_paused:
+                if self.stop.is_paused:
                     self._try_at.pop(alias, None)
                     continue
                 refunds.settle(alias)
@@ -276,14 +277,14 @@ class Runner:
         """Run the message, then for a short time its successors in the order of its key. Each saves a search and a commit."""
         ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
         while True:
-            more = handler.rate_limit is None and monotonic() < until and not (self._stop or self.is_paused(handler))
+            more = handler.rate_limit is None and monotonic() < until and not (self.stop or self.is_paused(handler))
             successor = Successor(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, successor)
             ran += 1
             if successor is None or successor.message is None or became is not Outcome.HANDLED:
                 return ran
             stored = successor.message
-            if self._stop or self.is_paused(handler):
+            if self.stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored), handler.using)
                 return ran
