@@ -53,8 +53,6 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
-    if failure.is_stored:
-        return announce(handler.using, stored, failure)
     leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
     try:
         ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)

@@ -7,7 +7,7 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import Exists, F, OuterRef
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
 from exactly_once.sql.now import now
 from inbox.conf import inbox_options
@@ -43,8 +43,8 @@ def begin_fresh(
 ) -> Guard | None:
     """∅ → done, as the first statement of the handlers' transaction. None: all rows exist, or are duplicates of each other.
 
-    No other transaction sees the rows before the commit, and then their state is true; so they are written once. On SQLite,
-    where transactions have no id, they are ∅ → received first.
+    No other transaction sees the rows before the commit, and then their state is true; so they are written once. Where the
+    sentinel cannot read which transaction inserted them (in a savepoint, on SQLite), they are ∅ → received first.
 
     Args:
         result: the handler's expected result as JSON, so that a handler with this result need not write the row again.
@@ -53,7 +53,8 @@ def begin_fresh(
         ConcurrentDuplicate: another transaction is inserting one of them and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
-    is_settled = is_postgresql(connection)
+    # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
+    is_settled = is_postgresql(connection) and is_outermost(connection)
     is_emptied = is_settled and not inbox_options().keeps_all_bodies
     values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
@@ -78,6 +79,7 @@ def begin_fresh(
         tuple(ids),
         transaction_id,
         begun=tuple(begun),
+        is_settled=is_settled,
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
         result=values.get("result"),
     )

@@ -1,8 +1,8 @@
 """Stored messages: claimed in their own commit, run, failed, given back.
 
-On SQLite `next_attempt_at` is NULL only inside the transaction that runs the row. A committed row that is due and has no
-`next_attempt_at` can only come from a handler that committed by itself. It is not run again; `dead_letter_abandoned` makes it a
-dead letter.
+`next_attempt_at` is NULL only inside the transaction that runs the row, so other transactions do not see it. A committed row
+that is due and has no `next_attempt_at` can only come from a handler that committed by itself. It is not run again;
+`dead_letter_abandoned` makes it a dead letter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement
-from inbox.conf import inbox_options
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
@@ -54,7 +53,7 @@ from inbox.store.rows import (
     order_of,
     stored_row,
 )
-from inbox.store.sentinel import SAVEPOINT, written
+from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import record, update
 
 if TYPE_CHECKING:
@@ -64,12 +63,14 @@ if TYPE_CHECKING:
 _IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
 _COLUMNS = columns_of("m")
-_BEGIN_ON_SQLITE = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL WHERE {_OURS} RETURNING ordered"
-# One round trip: bound the wait for the row, write it, restore the transaction's own lock_timeout, found or not.
+_SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
+
+
+# One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
 _BEGIN = PreparedStatement(
     "inbox_begin_stored",
-    ["text", "bigint", "bigint", "bigint", "boolean"],
-    f"{BOUND.replace('%s', '$1')}, begun AS (UPDATE {TABLE} SET {written('postgresql', keep='$5')} FROM bound "
+    ["text", "bigint", "bigint", "bigint"],
+    f"{BOUND.replace('%s', '$1')}, begun AS ({_SET_BEGUN} FROM bound "
     f"WHERE id = $2 AND fence = $3 AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
     f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock($4)) "
     f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true",
@@ -133,9 +134,7 @@ def begin_stored(
     *,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
 ) -> Guard | None:
-    """received | retrying → done, as the first statement of the handlers' transaction. None: it is no longer ours.
-
-    As `begin_fresh` does, it writes the row once; on SQLite it is received first.
+    """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
         exclusive_key: no other message of this key may run at the same time.
@@ -148,37 +147,29 @@ def begin_stored(
     connection = connections[alias]
     if successor is not None:
         successor.message = None
-    keeps_body = inbox_options().keeps_all_bodies
-    found = _begin(connection, claimed, exclusive_key, longest_wait, keeps_body=keeps_body)
+    found = _begin(connection, claimed, exclusive_key, longest_wait)
     if found is None:
         return None
     proof, ordered, isolation, has_run_lock = found
     if not has_run_lock:
         raise KeyBusy
     order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
-    emptied = () if keeps_body or not proof else (stored_row(claimed),)
-    return Guard(connection, (claimed.pk,), proof, order, successor, claimed, begun=(0,), emptied=emptied)
+    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state, begun=(0,))
 
 
 def _begin(
-    connection: BaseDatabaseWrapper,
-    claimed: InboxMessage,
-    exclusive_key: OrderedKey | None,
-    longest_wait: timedelta,
-    *,
-    keeps_body: bool,
+    connection: BaseDatabaseWrapper, claimed: InboxMessage, exclusive_key: OrderedKey | None, longest_wait: timedelta
 ) -> tuple[str, bool, str, bool] | None:
     """The transaction's id, has the row a place in an order, the isolation level, and was the run lock acquired?"""
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
         lock = None if exclusive_key is None else run_lock(exclusive_key)
         with locked_means_busy:
-            given = [as_bound(longest_wait), claimed.pk, claimed.fence, lock, keeps_body]
-            ((proof, *found, _),) = run(_BEGIN, connection, given)
+            ((proof, *found, _),) = run(_BEGIN, connection, [as_bound(longest_wait), claimed.pk, claimed.fence, lock])
         ordered, isolation, has_run_lock = found
         return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
     with connection.cursor() as cursor:
-        cursor.execute(_BEGIN_ON_SQLITE, [claimed.pk, claimed.fence])
+        cursor.execute(f"{_SET_BEGUN} WHERE {_OURS} RETURNING ordered", [claimed.pk, claimed.fence])
         on_sqlite = cursor.fetchall()
         if not on_sqlite:
             return None

@@ -48,7 +48,7 @@ GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
     "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true)"
 )
-"""What the sentinel returns of a row: hold its gate, and limit how long a frozen process may hold it."""
+"""For the RETURNING of the statement that settles a row: hold its gate, and limit how long a frozen process may hold it."""
 PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = (
@@ -107,7 +107,7 @@ def claim_next(
     """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time.
 
     Args:
-        found: what `prove_and_claim` found.
+        found: what `settle_and_claim` found.
     """
     connection = connections[alias]
     claim = [1, claimed_for.total_seconds()]
@@ -122,14 +122,14 @@ def claim_next(
     return claimed
 
 
-def prove_and_claim(
-    connection: BaseDatabaseWrapper, prove: PreparedStatement, given: Sequence[Any], order: OrderedKey, claimed_for: timedelta
+def settle_and_claim(
+    connection: BaseDatabaseWrapper, settle: PreparedStatement, given: Sequence[Any], order: OrderedKey, claimed_for: timedelta
 ) -> tuple[int, list[tuple[Any, ...]]]:
-    """Prove a row, which acquires its gate, and claim the next, in one round trip: rows proved, and `found` for `claim_next`.
+    """Settle a row, which acquires its gate, and claim the next, in one round trip: rows settled, and `found` for `claim_next`.
 
-    PostgreSQL runs the claim after it has the gate, and with a new snapshot. Call it only if statements are prepared.
+    PostgreSQL runs the claim after it has settled the row, and with a new snapshot. Call it only if statements are prepared.
     """
-    return prove.execute_and_fetch(connection, given, _CLAIM_HEAD, [order.handler, order.key, 1, claimed_for.total_seconds()])
+    return settle.execute_and_fetch(connection, given, _CLAIM_HEAD, [order.handler, order.key, 1, claimed_for.total_seconds()])
 
 
 def _recorded(alias: str, promoted: int) -> int:

@@ -183,12 +183,11 @@ class Guard:
 
     Attributes:
         begun: the indexes of its rows among those that were given.
-        transaction: its id. Its rows were written as `done`, so the sentinel reads and writes nothing. "" on SQLite, where
-            they are `received`.
-        emptied: the full rows, in their order, if they were written without body and headers.
+        is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
+        emptied: the full rows, in their order, if they were inserted without body and headers.
         order: the order that its one row has a place in; the next message in it is to be promoted.
         successor: the next message is claimed for it; None leaves that message due.
-        stored: the claim under which its row is run; None if its rows are new.
+        was: the previous state of its rows; "" if they are new.
         result: the result that its row was inserted with, as JSON.
     """
 
@@ -197,8 +196,9 @@ class Guard:
     transaction: str
     order: OrderedKey | None = None
     successor: Successor | None = None
-    stored: InboxMessage | None = None
+    was: str = ""
     begun: tuple[int, ...] = ()
+    is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
     result: str | None = None
 

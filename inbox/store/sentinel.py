@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, DataError, InterfaceError, transaction
 
-from exactly_once.sql.connections import is_outermost
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_in_transaction, is_usable
 from exactly_once.wire.text import describe
@@ -20,7 +20,7 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, run
 from inbox.store.failures import ABANDON_AS
-from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, prove_and_claim
+from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import record
 
@@ -33,26 +33,18 @@ _EMPTY = {"postgresql": "''", "sqlite": "x''"}
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = f"{IS_OPEN} AND CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _DIVISION_BY_ZERO = "22012"
-_SAME = "pg_current_xact_id()::text = "
-"""PostgreSQL's id of the open transaction, also within a savepoint."""
+_INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
 _PROVE_ONE = PreparedStatement(
-    "inbox_prove", ["bigint", "text"], f"SELECT 1 / count(*) FROM {RECEIPTS} WHERE id = $1 AND {_SAME} $2"
+    "inbox_prove", ["bigint"], f"SELECT 1 / count(*) FROM {RECEIPTS} WHERE id = $1 AND {_INSERTED_BY_US}"
 )
 _PROVE_MANY = PreparedStatement(
     "inbox_prove_many",
-    ["bigint[]", "text"],
-    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_SAME} $2",
-)
-_PROVE_ORDERED = PreparedStatement(
-    "inbox_prove_ordered",
-    ["bigint", "text", "bigint", "text"],
-    f"SELECT {GATE.format(gate='$3', bound='$4')} FROM {RECEIPTS} WHERE id = $1 AND {_SAME} $2",
+    ["bigint[]"],
+    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
 _WRITE_RESULT = PreparedStatement(
-    "inbox_result",
-    ["bigint", "text", "jsonb"],
-    f"UPDATE {TABLE} SET result = $3 WHERE id = $1 AND {_SAME} $2 RETURNING id",
+    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US} RETURNING id"
 )
 
 
@@ -64,6 +56,12 @@ def written(vendor: str, *, keep: str, attempts: str = "attempts", result: str =
     return f"{done}, attempts = {attempts}, result = {result}, body = {body}, headers = {headers}"
 
 
+_FINISH = PreparedStatement(
+    "inbox_finish",
+    ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text"],
+    f"UPDATE {TABLE} SET {written('postgresql', keep='$4', attempts='$2', result='coalesce($5, result)')} "
+    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7')}",
+)
 _FINISH_ON_SQLITE = (
     f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} "
     f"WHERE id = %s AND {_OURS} RETURNING id"
@@ -71,10 +69,10 @@ _FINISH_ON_SQLITE = (
 
 
 def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
-    """The last statement of the handler's transaction: the commit sentinel. It must hit every row.
+    """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
-    On PostgreSQL, where the rows are done already, it reads their receipts if this is the transaction that began. PostgreSQL
-    refuses to read in a transaction that can no longer commit. On SQLite it is received → done.
+    Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
+    PostgreSQL refuses to read in a transaction that can no longer commit.
 
     If a row has a place in an order, the next row is promoted, and claimed for the successor; that is not part of the proof.
 
@@ -99,7 +97,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         if commit:
             hit = _prove_and_commit(connection, guard)
         elif _is_followed(connection, guard, result):
-            hit, following = _prove_and_claim(connection, guard)
+            hit, following = _finish_and_claim(connection, guard, attempts)
         else:
             hit = _finish(connection, guard, attempts, result)
     except (DatabaseError, InterfaceError) as error:
@@ -122,8 +120,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
 
 
 def _record_and_promote(guard: Guard, following: list[tuple[Any, ...]] | None) -> None:
-    was = guard.stored.state if guard.stored else ""
-    record(guard.connection.alias, guard.rows, was=was, matters=FINISH.recorded)
+    record(guard.connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
     if guard.order is not None:
         if guard.successor is None:
             promote_next(guard.connection.alias, *guard.order)
@@ -135,7 +132,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
     connection = guard.connection
     return (
-        guard.order is None
+        guard.is_settled
         and result == guard.result
         and not (FINISH.recorded or inbox_options().records_all)
         and is_outermost(connection)
@@ -146,21 +143,20 @@ def can_commit(guard: Guard, result: str | None) -> bool:
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
-    if not guard.transaction:
-        keep = inbox_options().keeps_all_bodies
-        return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
-    if result != guard.result and not run(_WRITE_RESULT, connection, [guard.rows[0], guard.transaction, result]):
-        return 0
-    if guard.order is not None:
-        return len(run(_PROVE_ORDERED, connection, _given(guard)))
-    connection.validate_no_broken_transaction()
-    proof = f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_SAME} %s"
-    return len(fetch(connection, proof, [list(guard.rows), guard.transaction]))
+    if guard.is_settled and result == guard.result:
+        return _count_ours(connection, guard)
+    if guard.is_settled:
+        return len(run(_WRITE_RESULT, connection, [guard.rows[0], result]))
+    if is_postgresql(connection):
+        return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
+    keep = inbox_options().keeps_all_bodies
+    return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
 
 
-def _given(guard: Guard) -> list[Any]:
-    """The parameters of `_PROVE_ORDERED`."""
-    return [guard.rows[0], guard.transaction, *for_gate(guard.connection, guard.order)]
+def _given(guard: Guard, row: int, attempts: int, result: str | None) -> list[Any]:
+    """The parameters of `_FINISH`."""
+    keep = inbox_options().keeps_all_bodies
+    return [row, attempts, guard.transaction, keep, result, *for_gate(guard.connection, guard.order)]
 
 
 def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
@@ -171,26 +167,33 @@ def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | No
     )
 
 
-def _prove_and_claim(connection: BaseDatabaseWrapper, guard: Guard) -> tuple[int, list[tuple[Any, ...]]]:
+def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:
     """How many rows were hit, and what was claimed, which the caller rolls back if that is not this row."""
     assert guard.order is not None  # noqa: S101 - see _is_followed
     assert guard.successor is not None  # noqa: S101
     connection.validate_no_broken_transaction()
-    return prove_and_claim(connection, _PROVE_ORDERED, _given(guard), guard.order, guard.successor.claimed_for)
+    given = _given(guard, guard.rows[0], attempts, None)
+    return settle_and_claim(connection, _FINISH, given, guard.order, guard.successor.claimed_for)
 
 
 def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     connection.validate_no_broken_transaction()
     try:
         if len(guard.rows) == 1:
-            _PROVE_ONE.execute_and_commit(connection, [*guard.rows, guard.transaction])
+            _PROVE_ONE.execute_and_commit(connection, guard.rows)
         else:
-            _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}", guard.transaction])
+            _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
     except DataError as error:
         if sqlstate_of(error) == _DIVISION_BY_ZERO and is_in_transaction(connection):
             return 0
         raise
     return len(guard.rows)
+
+
+def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
+    """How many rows this transaction has inserted."""
+    connection.validate_no_broken_transaction()
+    return len(fetch(connection, f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)]))
 
 
 def is_rolled_back(guard: Guard) -> bool:
@@ -199,7 +202,7 @@ def is_rolled_back(guard: Guard) -> bool:
     Django's own rollback finds no open transaction then, and sends nothing.
     """
     connection = guard.connection
-    if not guard.transaction or not is_outermost(connection) or connection.closed_in_transaction:
+    if not guard.is_settled or not is_outermost(connection) or connection.closed_in_transaction:
         return False
     try:
         return is_usable(connection) and not execute_script(connection, "ROLLBACK; ", *_committed(guard))
@@ -209,21 +212,21 @@ def is_rolled_back(guard: Guard) -> bool:
 
 def _committed(guard: Guard) -> tuple[str, list[Any]]:
     """A query for its rows if the handler has committed them."""
-    # Not by the message's xmin, because a duplicate may have been counted in it since. Under a fence only one run settles it.
+    # By the receipt, because a duplicate may have been counted in the message since.
     found = (
         f"SELECT m.id FROM {TABLE} m JOIN {RECEIPTS} r ON r.id = m.id "
-        "WHERE r.id = ANY(%s) AND m.state = 'done' AND (r.xmin = %s::xid8::xid OR m.fence = %s::bigint)"
+        "WHERE r.id = ANY(%s) AND m.state = 'done' AND r.xmin = %s::xid8::xid"
     )
-    return found, [list(guard.rows), guard.transaction, guard.stored.fence if guard.stored else None]
+    return found, [list(guard.rows), guard.transaction]
 
 
 def dead_letter_if_committed(guard: Guard) -> bool:
-    """done → dead for rows that were written as `done` by a transaction that the handler has committed, and then failed.
+    """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
 
     In its own commit, after the handler's transaction was rolled back. False: the rollback removed the rows.
     """
     connection = guard.connection
-    if not guard.transaction or connection.in_atomic_block:
+    if not guard.is_settled or connection.in_atomic_block:
         return False
     committed, given = _committed(guard)
     with transaction.atomic(using=guard.connection.alias), connection.cursor() as cursor:

@@ -133,6 +133,7 @@ def in_transaction(
         if not committed:
             # Rows that are left after the proof can only mean that the answer to our own commit was lost.
             if guard is not None and not proved and _committed_by_itself(handler, guard, of):
+                logger.exception("%s: the run of %s failed after the handler had committed by itself.", handler.name, of)
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of)

@@ -445,12 +445,12 @@ MUTATIONS = {
     "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(admitting, "hold_gates", do_nothing)),
     "settling does not lock the key": (
         BLOCK,
-        lambda patch: change(patch, sentinel, "_PROVE_ORDERED", "pg_advisory_xact_lock($3)", "$3"),
+        lambda patch: change(patch, sentinel, "_FINISH", "pg_advisory_xact_lock($6)", "$6"),
     ),
     "done does not promote the next": (
         BLOCK,
         lambda patch: (
-            patch.setattr(sentinel, "prove_and_claim", lambda on, prove, given, *order: (prove.execute(on, given).hit, [])),
+            patch.setattr(sentinel, "settle_and_claim", lambda on, settle, given, *order: (settle.execute(on, given).hit, [])),
             patch.setattr(sentinel, "promote_next", do_nothing),
             patch.setattr(sentinel, "claim_next", do_nothing),
         ),

@@ -206,11 +206,12 @@ class TestTwoPhaseCommit:
 
 
 class TestSubtransactions:
-    def test_row_that_was_inserted_in_a_savepoint_is_inserted_as_done(self, handles):
+    def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
         row = read(handles(the_effect), an_envelope(), OPTIONS).row
         with transaction.atomic(), transaction.atomic():
             guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
-            assert InboxMessage.objects.get().state == State.DONE
+            assert not guard.is_settled
+            assert InboxMessage.objects.get().state == State.RECEIVED
             sentinel.finish(guard, 1)
         assert InboxMessage.objects.get().state == State.DONE
 
@@ -239,7 +240,7 @@ class TestMany:
         with transaction.atomic():
             guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             sentinel.finish(guard, 1)
-        assert (len(guard.rows), [rows[index].biz_id for index in guard.begun]) == (2, ["a", "b"])
+        assert (len(guard.rows), guard.is_settled, [rows[index].biz_id for index in guard.begun]) == (2, True, ["a", "b"])
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
     def test_missing_one_of_many_rows_is_found(self, handles):

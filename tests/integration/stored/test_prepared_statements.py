@@ -413,11 +413,11 @@ def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(h
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
-    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_prove_ordered", b"inbox_promote_claimed")]
+    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish", b"inbox_promote_claimed")]
     assert effects() == 3
 
 
-@pytest.mark.parametrize("missing", ["inbox_prove_ordered", "inbox_promote_claimed"])
+@pytest.mark.parametrize("missing", ["inbox_finish", "inbox_promote_claimed"])
 def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing, monkeypatch):
     monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
     calls = []

@@ -78,29 +78,29 @@ def explained(sql, parameters=()):
 
 def finish_of_a_fresh_row(row):
     guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
-    sentinel._PROVE_ONE.execute(connection, [*guard.rows, guard.transaction])
-    return explained("EXECUTE inbox_prove (1, '1')")
+    sentinel._PROVE_ONE.execute(connection, guard.rows)
+    return explained("EXECUTE inbox_prove (1)")
 
 
 def finish_of_several_fresh_rows(row):
     guard = arrivals.begin_fresh("default", [row, replace(row, biz_id="another")], OPTIONS.DUPLICATE_TIMEOUT)
-    sentinel._PROVE_MANY.execute(connection, [f"{{{','.join(map(str, guard.rows))}}}", guard.transaction])
-    return explained("EXECUTE inbox_prove_many ('{1, 2}', '1')")
+    sentinel._PROVE_MANY.execute(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+    return explained("EXECUTE inbox_prove_many ('{1, 2}')")
 
 
-def begin_of_a_stored_row(row):
+def finish_of_a_stored_row(row):
     arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
-    assert claims.begin_stored("default", stored)
-    return explained("EXECUTE inbox_begin_stored ('1s', 1, 1, NULL, true)")
+    sentinel.finish(claims.begin_stored("default", stored), stored.attempts)
+    return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL)")
 
 
-@pytest.mark.parametrize("write", [finish_of_a_fresh_row, finish_of_several_fresh_rows, begin_of_a_stored_row])
-def test_begin_and_commit_sentinel_use_the_primary_key(handler, write):
+@pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_several_fresh_rows, finish_of_a_stored_row])
+def test_commit_sentinel_uses_the_primary_key(handler, finish):
     row = read(handler, an_envelope(), OPTIONS).row
     for _ in range(7):  # after five executions PostgreSQL may use a generic plan
         with transaction.atomic():
-            plan = write(row)
+            plan = finish(row)
             transaction.set_rollback(True)
 
     assert "inbox_inboxmessage_live_pkey" in plan or "inbox_receipt_pkey" in plan
