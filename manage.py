@@ -10,7 +10,8 @@ def main() -> None:
     try:
         from django.core.management import execute_from_command_line
     except ImportError as error:
-        raise SystemExit("Django is not installed here. `make venv demo` sets everything up in .venv.") from error
+        words = "Django is not installed for this Python. `make demo` installs it in .venv: run `.venv/bin/python manage.py`."
+        raise SystemExit(words) from error
     execute_from_command_line(sys.argv)
 
 

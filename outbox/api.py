@@ -365,7 +365,7 @@ _WHAT = {
     "key": "the thing whose messages must keep their order, or omit it",
 }
 _REMEDY = {
-    "topic": "Choose a shorter, printable topic.",
+    "topic": "Choose a printable topic of at most 255 bytes, without the words '*' and '#'.",
     "biz_id": "Use the id of the order, payment … that the message is about.",
     TRACEPARENT: "It is the W3C trace context: 00-<trace id>-<span id>-<flags>.",
     "key": "Use the id of the thing whose messages must keep their order.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,8 +104,9 @@ def run(options: Options, console: Console) -> Audit:
             screen.show(facts, traffic, processes.workers, last=True)
     result = audit(replace(facts, unfinished=tuple(unfinished), bad_ends=tuple(processes.bad_ends)))
     screen.show_audit(result)
+    python = os.path.relpath(sys.executable)
     screen.say(
-        "Its messages are in the admin: run `python manage.py createsuperuser` and `python manage.py runserver`, and open "
+        f"Its messages are in the admin: run `{python} manage.py createsuperuser` and `{python} manage.py runserver`, and open "
         "http://127.0.0.1:8000/admin/."
     )
     if result.passed:

@@ -271,9 +271,13 @@ def registering(
 def _require_handleable(topics: Sequence[object]) -> None:
     for topic in topics:
         if not isinstance(topic, str):
-            raise TypeError(f"{topic!r} is not the name of a topic: write it in parentheses after the decorator, as text.")
+            given = f"The function {topic.__name__}()" if inspect.isfunction(topic) else repr(topic)
+            raise TypeError(
+                f"{given} is not the name of a topic: write it in parentheses after the decorator, as text, such as "
+                '("shop.order.placed").'
+            )
         if reason := why_no_topic(topic):
-            raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
+            raise ValueError(f"The topic {topic!r} cannot be handled: {reason}. Name each topic; there may be several.")
     if not topics or len({*topics}) < len(topics):
         raise ValueError(f"The topics are {[*topics]}: a handler needs at least one, and each may be given once.")
 

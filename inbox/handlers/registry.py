@@ -17,9 +17,11 @@ class Registry:
         """Raises ValueError if a handler with another function, other topics or another database has the same name."""
         known = self._handlers.get(handler.name)
         if known is not None and known.identity != handler.identity:
+            is_same = known.identity[0] == handler.identity[0]
+            remedy = "set another name= for one of them" + (", or give all topics to one decorator" if is_same else "")
             raise ValueError(
                 f"Two handlers have the name {handler.name!r}: {' on '.join(known.identity)}, and "
-                f"{' on '.join(handler.identity)}. They would share inbox rows; set another name= for one of them."
+                f"{' on '.join(handler.identity)}. They would share inbox rows; {remedy}."
             )
         self._handlers[handler.name] = handler
 

@@ -86,9 +86,9 @@ class Unattended:
             logger.warning("runner: %s", problem)
         for name, count in stored.items():
             logger.warning(
-                "runner: %s stored messages wait for the handler %r, which this process does not have. They stay stored until "
-                "a process with this handler runs. If the handler was renamed, set renamed_from= to this name.",
-                count if count < due.MOST_COUNTED else f"At least {count}",
+                "runner: %s for the handler %r, which this process does not have, until a process with this handler runs. If "
+                "the handler was renamed, set renamed_from= to this name. If it was removed, skip its messages in the admin.",
+                _waiting(count),
                 name,
             )
 
@@ -101,3 +101,9 @@ class Unattended:
         if names := self._without_code.get(alias):
             running = committed(partial(running_handlers, alias), alias)
             self._names[alias] = [old for old in names if old.name not in running or registry.get(old.name)]
+
+
+def _waiting(count: int) -> str:
+    if count == 1:
+        return "1 stored message waits"
+    return f"{count} stored messages wait" if count < due.MOST_COUNTED else f"At least {count} stored messages wait"

@@ -334,4 +334,4 @@ def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_availabl
     assert Runner(OPTIONS).drain(StopRequest()) == 0
 
     assert not failures
-    assert "1 stored messages wait for the handler 'tests.old_name'" in caplog.text
+    assert "1 stored message waits for the handler 'tests.old_name'" in caplog.text
