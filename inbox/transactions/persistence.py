@@ -103,7 +103,7 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
         is_new: this session has replaced another one, and is not replaced in turn.
 
     Raises:
-        DatabaseUnavailable: there is no other session, or a statement of the inbox failed on the new one, too.
+        DatabaseUnavailable: a second session cannot be opened, or a statement of the inbox failed on it, too.
     """
     if isinstance(error, _Unstored):
         cause = error.__cause__ or error
