@@ -1,6 +1,6 @@
 """One delivery of a Celery task, taken through the inbox's pipeline: the policy of tasks.
 
-The pipeline (`inbox.receiving.run`) runs a task as it runs a message. This policy differs in four ways:
+The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This policy differs in four ways:
 
 - A failure is rolled back and raised, and leaves no row. Celery retries the task and acknowledges its message.
 - An open row has no runner. The delivery that finds it runs it: after a worker died in the task, or after an operator's retry.
@@ -36,7 +36,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
-from inbox.receiving.run import Policy, run
+from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, State
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure

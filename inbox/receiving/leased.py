@@ -25,9 +25,8 @@ from inbox.leases.stores import Lease, store_as_owner
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.outcomes import announce, failure_of
-from inbox.receiving.reading import why_undecodable
-from inbox.receiving.run import Policy
+from inbox.receiving.outcomes import announce, failure_of, handled
+from inbox.receiving.reading import message_for, why_undecodable
 from inbox.store.claims import give_back
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import Failure
@@ -74,9 +73,9 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
         DatabaseUnavailable: the database or the lease store does not answer.
     """
     arrival, store, steps = lease.arrival, lease.store, Steps(lease)
-    policy, stored, alias = Policy(arrival.handler, options), arrival.stored, arrival.handler.using
+    handler, stored, alias = arrival.handler, arrival.stored, arrival.handler.using
     with heartbeat.extending(lease):
-        ended = _attempt(lease, policy, steps)
+        ended = _attempt(lease, options, steps)
         lease.settling = True
         write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)
         refund = partial(give_back, alias, stored) if stored is not None and lease.interrupted else None
@@ -97,7 +96,7 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
         store.leave(lease)
         return Outcome.STORED
     if isinstance(ended, Message):
-        policy.settle_success([ended])
+        handled(handler, [ended])
         return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
@@ -105,22 +104,22 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
     return announce(alias, arrival.row, ended)
 
 
-def _attempt(lease: Lease, policy: Policy, steps: Steps) -> Message | Failure:
+def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Failure:
     """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
-    handler, options = policy.handler, policy.options
+    handler, arrival = lease.arrival.handler, lease.arrival
     if lease.attempt > handler.retry.most_attempts(options.retry):
         return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
     try:
-        message = policy.message_for_run(lease.arrival)
+        message = arrival.message or message_for(arrival, options)
     except Undecodable as error:
         return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
     message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
     changes = SessionChanges()
     try:
         with changes, autocommit(handler.using):
-            call(handler, [(message, lease.arrival.envelope)])
+            call(handler, [(message, arrival.envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if is_lost(error) and not is_reachable(handler.using):

@@ -7,6 +7,8 @@ counted before its body is read.
 
 A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its
 row becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
+
+`open_claimed` also opens the other stored messages.
 """
 
 import logging
@@ -18,16 +20,30 @@ from functools import partial
 from django.db import DatabaseError
 
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.body import Undecodable
+from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import admitted, announce_duplicate, fail_stored, refusal, unfit
-from inbox.receiving.reading import is_parked_redelivery, parked_envelope, parked_row, read_body
+from inbox.receiving.outcomes import admitted, announce_duplicate, fail_exhausted, fail_stored, refusal, unfit
+from inbox.receiving.reading import (
+    identify,
+    is_parked,
+    is_parked_redelivery,
+    message_for,
+    message_of,
+    parked_envelope,
+    parked_row,
+    read_body,
+    stored_arrival,
+    why_undecodable,
+)
+from inbox.states import State
 from inbox.store import arrivals, claims, rows
-from inbox.store.rows import ConcurrentDuplicate, Earlier, NewRow
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import committed
 
@@ -61,8 +77,47 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
     return Outcome.DUPLICATE
 
 
-def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
-    """Read a claimed delivery that was parked, see `identify_unread`; returns it, if it is to be run.
+def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
+    """A claimed message that can be run; the outcome of one that cannot.
+
+    It cannot be run if its attempts are used up, it cannot be read, or its message has another row or is being handled.
+
+    Raises:
+        DatabaseUnavailable: the database does not answer.
+    """
+    if exhausted := fail_exhausted(handler, stored, options):
+        return exhausted
+    if is_parked(stored.biz_id):
+        return _identify_parked(handler, stored, options)
+    arrival = stored_arrival(handler, stored)
+    try:
+        if handler.biz_id is None or not stored.biz_id.startswith(UNIDENTIFIED):
+            arrival.message = message_for(arrival, options)
+            return arrival
+        # It was stored without its biz-id, which may be found now.
+        biz_id = identify(handler, message_of(arrival.envelope, options, needs_id=False))
+    except Undecodable as error:
+        return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
+    ours = committed(partial(claims.identify, handler.using, stored, {"biz_id": biz_id}), handler.using)
+    if ours is False:
+        reason = f"its biz-id is {biz_id}, which another message already has"
+        committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
+    return replace(arrival, row=replace(arrival.row, biz_id=biz_id)) if ours else Outcome.DUPLICATE
+
+
+def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:
+    """Dead-letter a message that cannot be read."""
+    # If it was stored unread, its biz-id comes from its headers. An unreadable message must not block that biz-id.
+    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
+    if unread and not stored.biz_id.startswith(UNIDENTIFIED):
+        arrival = read_body(handler, envelope, options, refused=why, redelivered=True)
+        if (became := _identify_unread(handler, stored, arrival)) is not None:
+            return became
+    return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
+
+
+def _identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
+    """Read a claimed delivery that was parked, see `_identify_unread`; returns it, if it is to be run.
 
     Raises:
         Unidentifiable: its body cannot be read now.
@@ -71,10 +126,10 @@ def identify_parked(handler: Handler, stored: InboxMessage, options: InboxOption
     arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
     # The store of leases has not been asked about it, and may have lost the record of an earlier delivery.
     row = replace(arrival.row, redelivered=True)
-    return identify_unread(handler, stored, arrival) or replace(arrival, row=row, message=None, stored=stored)
+    return _identify_unread(handler, stored, arrival) or replace(arrival, row=row, message=None, stored=stored)
 
 
-def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
+def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
     """Make the claimed row of a delivery that was stored unread the row of its message. None: it is to be run.
 
     Otherwise its outcome: it is refused; a duplicate, whose row is deleted; or deferred, because its message is being handled.
@@ -95,7 +150,7 @@ def identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) ->
         row, refused = rows.undecoded(arrival.row), unfit(error)
         if arrival.refused == refused:
             raise
-        return identify_unread(handler, stored, replace(arrival, row=row, refused=refused))
+        return _identify_unread(handler, stored, replace(arrival, row=row, refused=refused))
     became = admitted(handler, arrival, earlier)
     return _defer(handler, stored) if became is Outcome.DEFERRED else became
 

@@ -24,7 +24,7 @@ from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import InHand
-from inbox.receiving.run import Policy
+from inbox.receiving.receive import Policy
 from outbox import monitoring as outbox_tables
 from outbox.states import State
 from outbox.store import pausing
