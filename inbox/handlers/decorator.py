@@ -10,8 +10,8 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
-from functools import update_wrapper
-from typing import Any, TypeVar
+from functools import update_wrapper, wraps
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import async_to_sync
 from django.apps import apps
@@ -39,23 +39,108 @@ from inbox.handlers.options import (
 from inbox.handlers.registry import registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_Decorator = TypeVar("_Decorator", bound=Callable[..., Any])
 
 
-def idempotent_handler(
-    *topics: str,
-    publishes: Sequence[str] = (),
+class CommonOptions(TypedDict, total=False):
+    """The options of all decorators, with the defaults of `registering`. `idempotent_handler` describes them."""
+
+    biz_id: BizId | str | None
+    name: str | None
+    renamed_from: str | None
+    using: str
+    timeout: timedelta | None
+    retry: Retry | None
+    rate_limit: str | None
+    concurrency: int | None
+    shed: Shed | None
+    start_from: StartFrom
+
+
+def registering(
+    topics: Sequence[str],
+    *,
     biz_id: BizId | str | None = None,
     name: str | None = None,
     renamed_from: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
-    ordered: bool | Ordered = False,
-    group_commit: int = 1,
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
     start_from: StartFrom = "now",
+    ordered: bool | Ordered = False,
+    **more: Any,
+) -> Callable[[Function], Function]:
+    """Validate the common options and return the decorator. `more`: valid options of one public decorator."""
+    _require_handleable(topics)
+    kept = kept_name(name, renamed_from)
+    _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    require_start(start_from)
+    options: dict[str, Any] = {
+        "timeout": timeout,
+        "retry": retry or AS_THE_SETTINGS,
+        "ordered": _as_ordered(ordered),
+        "rate_limit": None if rate_limit is None else per_second("rate_limit", rate_limit),
+        "concurrency": concurrency,
+        "shed": shed,
+        "start_from": start_from,
+        **more,
+    }
+
+    def decorate(function: Function) -> Function:
+        refuse_generator(function)
+        if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
+            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
+        if inspect.iscoroutinefunction(biz_id):
+            raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
+        runnable: Callable[..., Any] = function
+        if inspect.iscoroutinefunction(function):
+            runnable = async_to_sync(_as_coroutine(function, timeout))
+        handler_name = kept or default_name(function)
+        if reason := why_unfit(handler_name):
+            raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
+        handler = Handler(
+            name=handler_name,
+            topics=tuple(topics),
+            function=runnable,
+            biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id,
+            using=using,
+            **options,
+        )
+        if reason := why_contradictory(handler):
+            raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
+        registry.add(handler)
+        return function
+
+    return decorate
+
+
+def _takes_common_options(decorator: Callable[_P, _Decorator]) -> Callable[_P, _Decorator]:
+    """Give `decorator`, for readers of its signature, the `CommonOptions` in place of its `**options`, and refuse others."""
+    own, common = inspect.signature(decorator), inspect.signature(registering).parameters
+    given = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    signature = own.replace(parameters=[*given, *(common[name] for name in CommonOptions.__annotations__)])
+
+    @wraps(decorator)
+    def checked(*topics: _P.args, **options: _P.kwargs) -> _Decorator:
+        if unknown := options.keys() - signature.parameters.keys():
+            raise TypeError(f"{decorator.__name__}() has no argument {min(unknown)!r}.")
+        return decorator(*topics, **options)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
+
+
+@_takes_common_options
+def idempotent_handler(
+    *topics: str,
+    publishes: Sequence[str] = (),
+    ordered: bool | Ordered = False,
+    group_commit: int = 1,
+    **options: Unpack[CommonOptions],
 ) -> Callable[[Function], Function]:
     """Handle every message of `topics` with the decorated function; its effect happens exactly once per topic and biz-id.
 
@@ -91,37 +176,13 @@ def idempotent_handler(
             or two options contradict each other.
     """
     require_count("group_commit", group_commit)
-    return registering(
-        topics,
-        publishes=require_topics("publishes", publishes),
-        biz_id=biz_id,
-        name=kept_name(name, renamed_from),
-        using=using,
-        timeout=timeout,
-        retry=retry,
-        ordered=ordered,
-        group_commit=group_commit,
-        rate_limit=rate_limit,
-        concurrency=concurrency,
-        shed=shed,
-        start_from=start_from,
-    )
+    published = require_topics("publishes", publishes)
+    return registering(topics, publishes=published, ordered=ordered, group_commit=group_commit, **options)
 
 
+@_takes_common_options
 def batch_handler(
-    *topics: str,
-    size: int = 100,
-    wait: timedelta = timedelta(seconds=0.2),
-    biz_id: BizId | str | None = None,
-    name: str | None = None,
-    renamed_from: str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
-    timeout: timedelta | None = None,
-    retry: Retry | None = None,
-    rate_limit: str | None = None,
-    concurrency: int | None = None,
-    shed: Shed | None = None,
-    start_from: StartFrom = "now",
+    *topics: str, size: int = 100, wait: timedelta = timedelta(seconds=0.2), **options: Unpack[CommonOptions]
 ) -> Callable[[Function], Function]:
     """Handle the messages of `topics` in lists with the decorated function; each effect happens exactly once per biz-id.
 
@@ -135,35 +196,12 @@ def batch_handler(
 
     The other arguments and the exceptions are those of `idempotent_handler`.
     """
-    return registering(
-        topics,
-        biz_id=biz_id,
-        name=kept_name(name, renamed_from),
-        using=using,
-        timeout=timeout,
-        retry=retry,
-        batch=Batch(size=size, wait=wait),
-        rate_limit=rate_limit,
-        concurrency=concurrency,
-        shed=shed,
-        start_from=start_from,
-    )
+    return registering(topics, batch=Batch(size=size, wait=wait), **options)
 
 
+@_takes_common_options
 def leased_handler(
-    *topics: str,
-    lease: Lease | None = None,
-    biz_id: BizId | str | None = None,
-    name: str | None = None,
-    renamed_from: str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
-    timeout: timedelta | None = None,
-    retry: Retry | None = None,
-    ordered: bool | Ordered = False,
-    rate_limit: str | None = None,
-    concurrency: int | None = None,
-    shed: Shed | None = None,
-    start_from: StartFrom = "now",
+    *topics: str, lease: Lease | None = None, ordered: bool | Ordered = False, **options: Unpack[CommonOptions]
 ) -> Callable[[Function], Function]:
     """Handle every message of `topics` under a lease with the decorated function, for effects outside the database.
 
@@ -177,20 +215,7 @@ def leased_handler(
     """
     lease = Lease() if lease is None else lease
     require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
-    return registering(
-        topics,
-        biz_id=biz_id,
-        name=kept_name(name, renamed_from),
-        using=using,
-        timeout=timeout,
-        retry=retry,
-        ordered=ordered,
-        lease=lease,
-        rate_limit=rate_limit,
-        concurrency=concurrency,
-        shed=shed,
-        start_from=start_from,
-    )
+    return registering(topics, lease=lease, ordered=ordered, **options)
 
 
 def kept_name(name: str | None, renamed_from: str | None) -> str | None:
@@ -208,64 +233,6 @@ def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
         if reason := why_no_topic(topic):
             raise ValueError(f"{option} contains {topic!r}, which cannot be a topic: {reason}.")
     return tuple(topics)
-
-
-def registering(
-    topics: Sequence[str],
-    *,
-    biz_id: BizId | str | None,
-    name: str | None,
-    using: str,
-    timeout: timedelta | None = None,
-    retry: Retry | None = None,
-    rate_limit: str | None = None,
-    concurrency: int | None = None,
-    shed: Shed | None = None,
-    start_from: StartFrom = "now",
-    ordered: bool | Ordered = False,
-    **more: Any,
-) -> Callable[[Function], Function]:
-    """Validate the common options and return the decorator. `more`: valid options of one public decorator."""
-    _require_handleable(topics)
-    _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
-    require_start(start_from)
-    options: dict[str, Any] = {
-        "timeout": timeout,
-        "retry": retry or AS_THE_SETTINGS,
-        "ordered": _as_ordered(ordered),
-        "rate_limit": None if rate_limit is None else per_second("rate_limit", rate_limit),
-        "concurrency": concurrency,
-        "shed": shed,
-        "start_from": start_from,
-        **more,
-    }
-
-    def decorate(function: Function) -> Function:
-        refuse_generator(function)
-        if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
-            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
-        if inspect.iscoroutinefunction(biz_id):
-            raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
-        runnable: Callable[..., Any] = function
-        if inspect.iscoroutinefunction(function):
-            runnable = async_to_sync(_as_coroutine(function, timeout))
-        handler_name = name or default_name(function)
-        if reason := why_unfit(handler_name):
-            raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
-        handler = Handler(
-            name=handler_name,
-            topics=tuple(topics),
-            function=runnable,
-            biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id,
-            using=using,
-            **options,
-        )
-        if reason := why_contradictory(handler):
-            raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
-        registry.add(handler)
-        return function
-
-    return decorate
 
 
 def _require_handleable(topics: Sequence[object]) -> None:
