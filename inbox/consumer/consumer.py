@@ -36,11 +36,10 @@ from inbox.conf import InboxOptions
 from inbox.consumer.channels import Acks, receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
-from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
-from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
+from inbox.consumer.topology import Policies, Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
 from inbox.leases import heartbeat
 from inbox.limits.shedder import shedder_of

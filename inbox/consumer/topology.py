@@ -8,6 +8,7 @@ the next when that one ends, so messages are stored in order. `partitions` makes
 hashes the ordering key, so that a key is always in the same queue.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,16 @@ from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, Preconditio
 
 from exactly_once import broker
 from exactly_once.broker import EXCHANGE_TYPE, speaks_amqp
+from exactly_once.management_api import default_url, read_list
+from exactly_once.masking import masked
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions
-from inbox.consumer.policies import Policies
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.operators.renaming import NameWithoutCode
+
+logger = logging.getLogger(__name__)
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.
@@ -41,6 +45,8 @@ _LIMITS_BY_DEFAULT, _DEFAULT_LIMIT = 4, 20
 _DIFFERS = re.compile(r"inequivalent arg '(x-[^']+)' .* but current is (?:none|(?:the value )?'(.*)'(?: of type '(\w+)')?)$")
 """RabbitMQ names the type if it differs from that of the given value."""
 _MOST_ARGUMENTS = 20
+_APPLIES = {"all", "queues", "quorum_queues"}
+_KINDS = ("policies", "operator-policies")
 
 
 class Unusable(Exception):
@@ -157,6 +163,74 @@ def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOp
             f"old consumers run these queues empty, delete them, and the exchange {name!r} if there is one, and start again."
         )
     return f"{queues} They get a copy of every message. When no process has the old code and they are empty, delete them."
+
+
+class Policies:
+    """The policies of queues, as they were last read. AMQP does not show them, so the management API of RabbitMQ is queried.
+
+    A delivery limit set by a policy applies in addition to the queue's own argument: RabbitMQ takes the lower one. The API is
+    queried at `INBOX["MANAGEMENT_URL"]`, or at its default port if the broker uses its default port. Without an answer, such
+    limits are not detected.
+
+    They are read when the consumer connects to the broker, and again while a queue may not be received from.
+    """
+
+    def __init__(self, options: InboxOptions) -> None:
+        self._broker_url = options.broker_url
+        # Classic queues have no delivery limit; only a queue declared earlier may still be a quorum queue.
+        self._unavailable_level = logging.WARNING if options.QUEUE_TYPE == "quorum" else logging.INFO
+        self._url = options.MANAGEMENT_URL
+        self._known: dict[str, list[dict[str, Any]]] = {}
+
+    def read(self) -> None:
+        """Read them, within a few seconds. Without an answer they stay as they were."""
+        if not speaks_amqp(self._broker_url):
+            return
+        broker = kombu.Connection(self._broker_url)
+        if not (url := self._url or default_url(self._broker_url, broker)):
+            self._log_unavailable("is not queried, because the broker does not use its default port")
+            return
+        try:
+            self._known = {kind: read_list(url, broker, kind) for kind in _KINDS}
+        except Exception as error:  # noqa: BLE001 - whatever an API answers
+            self._log_unavailable(f"at {masked(url)} is unavailable ({describe(error)})")
+
+    def _log_unavailable(self, why: str) -> None:
+        logger.log(
+            self._unavailable_level,
+            "consumer: the management API of RabbitMQ %s. Delivery limits set by policies are not detected. Enable the plugin "
+            "rabbitmq_management, or set INBOX['MANAGEMENT_URL'] to the URL of the API. It is queried again at the next "
+            "connection to the broker.",
+            why,
+        )
+        self._unavailable_level = logging.INFO
+
+    def delivery_limit(self, queue: str) -> str:
+        """Why its policies forbid receiving from this queue, with the remedy; "" if no limit is known."""
+        for kind, policies in self._known.items():
+            policy = _effective(policies, queue)
+            limit = policy["definition"].get("delivery-limit") if policy else None
+            if policy and isinstance(limit, int) and limit >= 0:
+                command = "set_policy" if kind == "policies" else "set_operator_policy"
+                return (
+                    f"The queue {queue!r} drops a message that has been delivered {limit} times, because of the policy "
+                    f"{policy['name']!r} of the virtual host {policy['vhost']!r}. Remove 'delivery-limit' from the policy, or "
+                    f"change its pattern {policy['pattern']!r} so that it does not match this queue (rabbitmqctl {command})."
+                )
+        return ""
+
+
+def _effective(policies: list[dict[str, Any]], queue: str) -> dict[str, Any] | None:
+    """The policy that applies to a quorum queue of this name: the match with the highest priority."""
+    matching = [policy for policy in policies if policy["apply-to"] in _APPLIES and _matches(policy["pattern"], queue)]
+    return max(matching, key=lambda policy: policy["priority"], default=None)
+
+
+def _matches(pattern: str, queue: str) -> bool:
+    try:
+        return re.search(pattern, queue) is not None
+    except re.error:  # Erlang's regular expressions have Perl's syntax: assume a match
+        return True
 
 
 def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Handler, options: InboxOptions) -> None:

@@ -297,7 +297,7 @@ class Shed:
     """
 
     above: int = 100_000
-    droppable: Callable[[Message], bool] = _always
+    droppable: Callable[[Message], bool] = field(default=_always, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.droppable):

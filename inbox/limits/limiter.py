@@ -18,7 +18,6 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.text import describe
 from inbox.handlers.handler import Handler
-from inbox.limits.shared import Shared
 from inbox.limits.token_cache import TokenCache
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
@@ -117,8 +116,15 @@ class Limiter:
             self._cache.back_off(seconds, monotonic())
 
 
-limiter_of = Shared("rate_limit", Limiter)
-"""The limiter of a handler; None if it has no rate limit."""
+_limiters: dict[tuple[str, float], Limiter] = {}
+
+
+def limiter_of(handler: Handler) -> Limiter | None:
+    """The limiter of a handler, shared by all threads of this process; None if it has no rate limit."""
+    if handler.rate_limit is None:
+        return None
+    key = handler.name, handler.rate_limit
+    return _limiters.get(key) or _limiters.setdefault(key, Limiter(handler))
 
 
 class _LeasingThread:

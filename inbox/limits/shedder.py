@@ -14,7 +14,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.limits.shared import Shared
+from inbox.handlers.options import Shed
 
 logger = logging.getLogger(__name__)
 
@@ -109,5 +109,12 @@ def _as_bool(answer: object) -> bool:
     return bool(answer)
 
 
-shedder_of = Shared("shed", Shedder)
-"""The shedder of a handler; None if it sheds nothing."""
+_shedders: dict[tuple[str, Shed], Shedder] = {}
+
+
+def shedder_of(handler: Handler) -> Shedder | None:
+    """The shedder of a handler, shared by all threads of this process; None if it sheds nothing."""
+    if handler.shed is None:
+        return None
+    key = handler.name, handler.shed
+    return _shedders.get(key) or _shedders.setdefault(key, Shedder(handler))
