@@ -17,7 +17,7 @@ from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
-from inbox.conf import IN_THE_DATABASE, InboxOptions, inbox_options, outbox_keeps_history
+from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
@@ -25,7 +25,6 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.purging import HISTORY
 from inbox.operators.renaming import names_without_code, warnings_of_new_names
-from inbox.receiving.past import has_outbox
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
 

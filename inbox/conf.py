@@ -7,14 +7,17 @@ from functools import cached_property
 from ipaddress import ip_network
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.db import router
 
 from exactly_once import settings as options
 from exactly_once.app_options import AppOptions
 from exactly_once.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.masking import kind, masked, quoted, why_unreadable
 from exactly_once.redactors import load
+from exactly_once.sql.labels import label_of
 from exactly_once.wire.body import BODY_LIMIT_BYTES
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit
@@ -177,6 +180,11 @@ def inbox_options() -> InboxOptions:
         _ = read.broker_url, read.exchange, read.redact, read.redact_errors
         _latest = given, outbox, read
     return _latest[2]
+
+
+def has_outbox(alias: str) -> bool:
+    """Does this project have an outbox in the database, from which a relay can hand the past over?"""
+    return apps.is_installed("outbox") and bool(router.allow_migrate(alias, label_of("outbox")))
 
 
 def outbox_keeps_history() -> bool:

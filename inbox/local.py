@@ -8,6 +8,7 @@ each in its own transaction. Messages are durable and effects happen exactly onc
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from django.db import DatabaseError, transaction
 
@@ -26,8 +27,8 @@ from inbox.handlers.registry import registry
 from inbox.operators.housekeeping import housekeepers
 from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
-from inbox.receiving.past import waiting_among, wanting_on
 from inbox.receiving.reading import read_body
+from inbox.store import starts
 from inbox.store.rows import ConcurrentDuplicate
 from inbox.transactions.handler_transaction import Arrival
 from inbox.transactions.persistence import DatabaseUnavailable
@@ -39,7 +40,7 @@ class LocalTransport(Transport):
     """Hands messages to the inbox of the same database.
 
     Args:
-        is_past: it hands history over to a new handler, see `inbox.starting`. Otherwise a handler that waits for its history is
+        is_past: it hands history over to a new handler, see `Starts`. Otherwise a handler that waits for its history is
             left out: it gets the message with it.
     """
 
@@ -126,11 +127,12 @@ class LocalTransport(Transport):
     def _starting(self, messages: Sequence[OutgoingMessage]) -> Collection[str]:
         """The handlers of these messages that wait for their past."""
         topics = {message.envelope.topic for message in messages}
-        unknown = [one for one in wanting_on(self._alias) if topics & {*one.topics} and one.name not in self._started]
+        wanting = registry.wanting_past(self._alias)
+        unknown = {one.name: one.starts_at for one in wanting if topics & {*one.topics} and one.name not in self._started}
         if self._is_past or not unknown:
             return ()
-        waiting = waiting_among(self._alias, unknown)
-        self._started.update(handler.name for handler in unknown if handler.name not in waiting)
+        waiting = starts.waiting_among(self._alias, unknown)
+        self._started.update(unknown.keys() - waiting)
         # Without history it would not get them later, so it gets them before the rest of its past.
         return waiting if outbox_keeps_history() else ()
 
@@ -175,3 +177,56 @@ def _in_parts(messages: Sequence[OutgoingMessage]) -> Iterator[Sequence[Outgoing
         part.append(message)
     if part:
         yield part
+
+
+def starts_on(alias: str, *, is_local: bool) -> "Starts | None":
+    """The starts on one database; None if no handler of this process wants its past from there."""
+    return Starts(alias, is_local=is_local) if registry.wanting_past(alias) else None
+
+
+class Starts:
+    """The past of new handlers, for a relay: it hands over the messages of the outbox's history, in the order of publishing.
+
+    A handler with `start_from="beginning"`, or an instant, receives nothing from its queue, where new messages wait, until its
+    past is stored. A relay of its database stores it, see `outbox.relay.starting`, which finds `starts_on` by its name.
+
+    The maximum message age does not apply to the past: a handler without messages has handled none, so none can have been
+    purged.
+
+    Args:
+        is_local: the relay hands new messages over, too, so that no queue has to exist before the past is read.
+    """
+
+    def __init__(self, alias: str, *, is_local: bool) -> None:
+        self._alias = alias
+        self._is_local = is_local
+        self._transport = LocalTransport("local://", alias=alias, exchange="", is_past=True)
+
+    def waiting(self) -> Sequence[str]:
+        """The handlers of this process that wait for their past."""
+        wanted = {handler.name: handler.starts_at for handler in registry.wanting_past(self._alias)}
+        if self._is_local:
+            return sorted(starts.waiting_among(self._alias, wanted))
+        return [name for name in starts.waiting(self._alias) if name in wanted]
+
+    def lock(self, handler: str) -> Any | None:
+        """Lock the start until the open transaction ends; None if another process has it, or it is complete."""
+        return starts.lock(self._alias, handler)
+
+    def queue_of(self, handler: str) -> str:
+        """The name of its queue, for messages that only this handler gets."""
+        return queue_name(registry.get(handler) or _unknown(handler), inbox_options())
+
+    def topics_of(self, handler: str) -> Sequence[str]:
+        return registry.topics_of(handler)
+
+    def hand_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+        """Store messages in the open transaction."""
+        return self._transport.send(messages, deadline)
+
+    def update(self, start: Any, **columns: Any) -> None:
+        starts.update(self._alias, start, **columns)
+
+
+def _unknown(handler: str) -> Handler:
+    raise LookupError(f"No handler of this process is called {handler!r}.")

@@ -17,7 +17,7 @@ from django.db import connections
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
-from inbox.conf import InboxOptions
+from inbox.conf import InboxOptions, has_outbox
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
@@ -29,7 +29,6 @@ from inbox.outcome import Outcome
 from inbox.receiving.attempt_refunds import refunds
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import announce_abandoned
-from inbox.receiving.past import has_outbox, waiting_among
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
 from inbox.store.rows import OrderedKey, Successor
@@ -147,7 +146,8 @@ class Runner:
         ]
         if not asked:
             return
-        waiting = committed(partial(waiting_among, alias, asked), alias)
+        wanted = {handler.name: handler.starts_at for handler in asked}
+        waiting = committed(partial(starts.waiting_among, alias, wanted), alias)
         self._started.update(handler.name for handler in asked if handler.name not in waiting)
         if waiting and self._starting[alias].is_due():
             logger.info(

@@ -3,6 +3,7 @@
 import difflib
 
 from exactly_once.wire.formats import RUN_ELSEWHERE
+from inbox.conf import has_outbox
 from inbox.errors import UnknownHandler
 from inbox.handlers.handler import Handler
 
@@ -51,6 +52,11 @@ class Registry:
     def topics_of(self, name: str) -> tuple[str, ...]:
         """The topics of a handler; none, if it is not one of this process."""
         return self._handlers[name].topics if name in self._handlers else ()
+
+    def wanting_past(self, alias: str) -> list[Handler]:
+        """The handlers that want their past from the outbox in this database."""
+        wanting = [handler for handler in self._handlers.values() if handler.wants_past and handler.using == alias]
+        return wanting if wanting and has_outbox(alias) else []
 
     def for_topic(self, topic: str) -> list[Handler]:
         """The handlers that a message of this topic is delivered to."""

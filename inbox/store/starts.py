@@ -1,50 +1,47 @@
 """The starts of new handlers: which of them wait for their past, and how far the outbox has handed it over."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import DatabaseTime
+from inbox.conf import outbox_keeps_history
 from inbox.models import HandlerStart, Receipt
 
 
-class Wanted(NamedTuple):
-    """A handler that wants what was published since an instant; None for all there is."""
-
-    handler: str
-    since: datetime | None
-
-
-def waiting_among(alias: str, wanted: Sequence[Wanted], *, has_past: bool) -> frozenset[str]:
+def waiting_among(alias: str, wanted: Mapping[str, datetime | None]) -> frozenset[str]:
     """The names of those that wait for their past. A handler that is seen for the first time is recorded.
 
-    It waits from then on if there is a past and it has no receipts here. With receipts it is not new.
+    It waits from then on if the outbox keeps history and it has no receipts here. With receipts it is not new, and without
+    history it has no past.
+
+    Args:
+        wanted: by its name, since when a handler wants what was published; None for all there is.
     """
     known = _known(alias, wanted)
-    if missing := [one for one in wanted if one.handler not in known]:
+    if missing := wanted.keys() - known.keys():
         with transaction.atomic(using=alias):
-            for one in missing:
-                _record(alias, one, has_past=has_past)
+            for handler in sorted(missing):
+                _record(alias, handler, wanted[handler])
         known = _known(alias, wanted)
-    return frozenset(one.handler for one in wanted if known.get(one.handler) is None)
+    return frozenset(handler for handler in wanted if known.get(handler) is None)
 
 
-def _known(alias: str, wanted: Sequence[Wanted]) -> dict[str, datetime | None]:
+def _known(alias: str, handlers: Collection[str]) -> dict[str, datetime | None]:
     """When the starts of the handlers that were seen before were complete."""
-    rows = HandlerStart.objects.using(alias).filter(handler__in=[one.handler for one in wanted])
-    return dict(rows.values_list("handler", "complete_at"))
+    return dict(HandlerStart.objects.using(alias).filter(handler__in=handlers).values_list("handler", "complete_at"))
 
 
-def _record(alias: str, wanted: Wanted, *, has_past: bool) -> None:
-    waits = has_past and not Receipt.objects.using(alias).filter(handler=wanted.handler).exists()
+def _record(alias: str, handler: str, since: datetime | None) -> None:
+    waits = outbox_keeps_history() and not Receipt.objects.using(alias).filter(handler=handler).exists()
     start = HandlerStart(
-        handler=wanted.handler,
-        since=wanted.since,
-        read_from=wanted.since,
+        handler=handler,
+        since=since,
+        read_from=since,
         asked_at=DatabaseTime(),
         complete_at=None if waits else DatabaseTime(),
     )

@@ -1,6 +1,6 @@
 """Give new handlers their past: hand the messages of history over to the inbox of the same database.
 
-A new handler waits for its past before it receives anything new (`inbox.starting`). The messages are stored in the order of
+A new handler waits for its past before it receives anything new (`inbox.local`). The messages are stored in the order of
 publishing, in batches. Each is one transaction with the position that it has reached, so a killed relay is continued by any
 other, and no message is handed over twice.
 
@@ -44,11 +44,11 @@ _MARGIN = timedelta(seconds=5)
 _POLL_SECONDS = 2.0
 _CLOCK_STEP = timedelta(seconds=2)
 """The database's clock may be set back by this much."""
-_STARTS = "inbox.starting.starts_on"
+_STARTS = "inbox.local.starts_on"
 
 
 class Starts(Protocol):
-    """The starts of the handlers of this process, see `inbox.starting.Starts`."""
+    """The starts of the handlers of this process, see `inbox.local.Starts`."""
 
     def waiting(self) -> Sequence[str]: ...
     def lock(self, handler: str) -> Any | None: ...

@@ -20,7 +20,6 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
 from inbox.models import HandlerStart, InboxMessage
-from inbox.receiving.past import waiting_among
 from inbox.store import starts
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
@@ -231,7 +230,7 @@ class TestLocally:
 
     def test_a_handler_that_waits_when_history_ends_loses_nothing_new(self, handles, settings):
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        assert waiting_among("default", [handler]) == {"new"}
+        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
         settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
         published()
 
@@ -241,7 +240,7 @@ class TestLocally:
 
     def test_status_lists_the_handlers_that_wait_for_their_past(self, handles):
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        assert waiting_among("default", [handler]) == {"new"}
+        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
 
         (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
 
@@ -253,7 +252,7 @@ class TestLocally:
         since = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
         handler = handles(the_effect, topic=TOPIC, name="new", start_from=since)
         words = "all messages of its topics in the outbox's history since 2026-03-01 12:30:00+00:00"
-        assert waiting_among("default", [handler]) == {"new"}
+        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
 
         with override_settings(OUTBOX={"BROKER_URL": "local://", "KEEP_HISTORY": None}):
             (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
@@ -362,7 +361,7 @@ class TestFromABroker:
         relay_all()
         OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
         new = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        waiting_among("default", [new])
+        starts.waiting_among("default", {new.name: new.starts_at})
         monkeypatch.setattr(backfilling, "read_past", read_while_others_publish)
         relay_all()
 
