@@ -34,7 +34,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import refunds
+from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, State
@@ -80,7 +80,7 @@ def receive_task(
     call = read_call(task, function, signature, (args, kwargs), options, sent_at=sent_at)
     policy = TaskPolicy(call, options)
     try:
-        refunds.settle(call.handler.using)
+        make_refunds(call.handler.using)
         received = policy.receive()
         return policy.returned if received is Outcome.HANDLED else _earlier_result(call, received)
     except ConcurrentDuplicate:

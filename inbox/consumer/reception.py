@@ -24,7 +24,7 @@ from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import refunds
+from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
@@ -108,7 +108,7 @@ class Reception:
     def probe(self, alias: str) -> float:
         """Seconds to pause a database, or 0 if it can store. Called before anything is received for it, and after an outage."""
         with suppress(DatabaseUnavailable):
-            refunds.settle(alias)
+            make_refunds(alias)
         if seconds := self._outages.ask(alias):
             return seconds
         try:

@@ -26,8 +26,7 @@ from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.operators.renaming import Unattended
 from inbox.outcome import Outcome
-from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.outages import Outages
+from inbox.receiving.outages import Outages, make_refunds
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
@@ -232,7 +231,7 @@ class Runner:
                 if self.stop.is_paused:
                     self._try_at.pop(alias, None)
                     continue
-                refunds.settle(alias)
+                make_refunds(alias)
                 self._sweep(alias, handlers)
                 claimed = self._claim(handlers, alias)
                 self._try_at.pop(alias, None)

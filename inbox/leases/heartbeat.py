@@ -5,7 +5,7 @@ There are several threads because an unresponsive server blocks its caller.
 Each lease is extended after a third of its duration, so two failures cost nothing, and never beyond the limit of its handler. A
 lost lease is logged and marked; its owner can settle nothing, and its next step is refused. If the store is unavailable, the
 extension is retried until the lease must have ended. When the process is asked to stop, each lease is extended at once, because
-its row then says so: see `receiving.crash_quarantine`.
+its row then says so: see `receiving.in_hand`.
 """
 
 import logging

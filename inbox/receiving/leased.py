@@ -24,7 +24,7 @@ from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, store_as_owner
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import refunds
+from inbox.receiving.outages import refund_later
 from inbox.receiving.outcomes import announce, failure_of, handled
 from inbox.receiving.reading import message_for, why_undecodable
 from inbox.store.claims import give_back
@@ -85,7 +85,7 @@ def run(lease: Lease, options: InboxOptions) -> Outcome:
                 committed(refund, alias)
         except DatabaseUnavailable:
             if refund is not None:
-                refunds.add(alias, refund)
+                refund_later(alias, refund)
             raise
     if not settled:
         logger.error(

@@ -3,11 +3,17 @@
 A database that does not answer, accepts no writes, or lacks a table is *unavailable*: its deliveries are neither acknowledged
 nor returned to the broker, and all its handlers pause. If the database can store but one handler's message could not be stored,
 only that handler pauses, unless the message can be deferred: see `consumer.reception`.
+
+An attempt that was counted but could not be made, because its database became unavailable, is *refunded* when the database is
+available again. The runner, or the next task, makes the refunds before it claims a message.
 """
 
+import logging
 import os
 import threading
 import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -18,8 +24,10 @@ from exactly_once.sql.schema import is_missing, why_unmigrated
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import ConcurrentDuplicate, NewRow
-from inbox.transactions.persistence import DatabaseUnavailable, why_not_stored
+from inbox.transactions.persistence import DatabaseUnavailable, committed, why_not_stored
 from inbox.transactions.sessions import end_session
+
+logger = logging.getLogger(__name__)
 
 _LARGER_THAN_A_PAGE = 10_000
 """In bytes. On a full disk small rows may still fit into existing pages; this one does not."""
@@ -103,3 +111,37 @@ def _try_to_store(alias: str) -> None:
     with transaction.atomic(using=alias):
         begin_fresh(alias, [row], LONGEST_LOCK_WAIT)
         transaction.set_rollback(True, using=alias)
+
+
+_refunds: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+"""By database, those that are pending. Each operation on them is atomic."""
+
+
+def refund_later(alias: str, refund: Callable[[], None]) -> None:
+    """Call `refund` when the database is available again."""
+    _refunds[alias].append(refund)
+
+
+def make_refunds(alias: str) -> None:
+    """Make the pending refunds of this database.
+
+    Raises:
+        DatabaseUnavailable: it is still unavailable, and the refunds stay pending.
+    """
+    pending = _refunds[alias]
+    while pending:
+        with suppress(IndexError):  # another thread makes the last one
+            _make(alias, pending, pending.popleft())
+
+
+def _make(alias: str, pending: deque[Callable[[], None]], refund: Callable[[], None]) -> None:
+    try:
+        committed(refund, alias)
+    except DatabaseUnavailable as outage:
+        pending.appendleft(refund)
+        outage.refused = False  # the next message is not the cause
+        raise
+    except Exception:
+        logger.exception(
+            "inbox: an attempt on %r could not be refunded; its message is due again after REDELIVERY_AFTER.", alias
+        )

@@ -40,9 +40,8 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import refunds
-from inbox.receiving.crash_quarantine import is_quarantined, quarantine
-from inbox.receiving.in_hand import in_hand
+from inbox.receiving.in_hand import in_hand, is_quarantined, quarantine
+from inbox.receiving.outages import refund_later
 from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, handled, store_failure
 from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for
@@ -154,7 +153,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     except DatabaseUnavailable as outage:
         refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
         if outage.refused or not is_reachable(handler.using):
-            refunds.add(handler.using, refund)
+            refund_later(handler.using, refund)
             raise
         # It is the lease store, or the database that the handler's `biz_id` queries, and other messages must not wait.
         committed(refund, handler.using)
@@ -232,7 +231,7 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
     except DatabaseUnavailable:
         if stored is not None:
-            refunds.add(handler.using, partial(claims.give_back, handler.using, stored))
+            refund_later(handler.using, partial(claims.give_back, handler.using, stored))
         raise
     except (ConcurrentDuplicate, KeyBusy):
         if single:

@@ -14,7 +14,7 @@ from inbox.leases.database import DatabaseLeases, lease_store
 from inbox.leases.stores import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.crash_quarantine import is_quarantined
+from inbox.receiving.in_hand import is_quarantined
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import claims

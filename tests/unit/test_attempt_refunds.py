@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.receiving.outages import make_refunds, refund_later
 from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.deliveries import at_once
 
@@ -26,18 +26,18 @@ def _frequent_thread_switches():
 
 
 def test_a_refund_is_made_once_and_only_for_its_own_database():
-    refunds, done = AttemptRefunds(), []
-    refunds.add("here", lambda: done.append("here"))
-    refunds.add("there", lambda: done.append("there"))
+    done = []
+    refund_later("here", lambda: done.append("here"))
+    refund_later("there", lambda: done.append("there"))
 
-    refunds.settle("here")
-    refunds.settle("here")
+    make_refunds("here")
+    make_refunds("here")
 
     assert done == ["here"]
 
 
 def test_refunds_stay_pending_while_the_database_is_unavailable():
-    refunds, done, is_unavailable = AttemptRefunds(), [], True
+    done, is_unavailable = [], True
 
     def refund(name):
         if is_unavailable:
@@ -45,21 +45,21 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
         done.append(name)
 
     for name in "ab":
-        refunds.add("here", lambda name=name: refund(name))
+        refund_later("here", lambda name=name: refund(name))
     with pytest.raises(DatabaseUnavailable):
-        refunds.settle("here")
+        make_refunds("here")
     is_unavailable = False
-    refunds.settle("here")
+    make_refunds("here")
 
     assert done == ["a", "b"]
 
 
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
-    refunds, done = AttemptRefunds(), []
-    refunds.add("here", lambda: 1 / 0)
-    refunds.add("here", lambda: done.append("next"))
+    done = []
+    refund_later("here", lambda: 1 / 0)
+    refund_later("here", lambda: done.append("next"))
 
-    refunds.settle("here")
+    make_refunds("here")
 
     assert done == ["next"]
     assert "could not be refunded" in caplog.text
@@ -67,7 +67,7 @@ def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
 def test_concurrent_threads_make_each_refund_once_and_lose_none():
-    refunds, done, lock = AttemptRefunds(), [], threading.Lock()
+    done, lock = [], threading.Lock()
     first_try = set(range(400))
 
     def refund(number):
@@ -79,16 +79,16 @@ def test_concurrent_threads_make_each_refund_once_and_lose_none():
 
     def add_refunds(first):
         for number in range(first, first + 100):
-            refunds.add("here", lambda number=number: refund(number))
+            refund_later("here", lambda number=number: refund(number))
             try:
-                refunds.settle("here")
+                make_refunds("here")
             except DatabaseUnavailable:
-                refunds.settle("there")
+                make_refunds("there")
 
     at_once([lambda first=first: add_refunds(first) for first in range(0, 400, 100)])
     while len(done) < 400:
         try:
-            refunds.settle("here")
+            make_refunds("here")
         except DatabaseUnavailable:
             continue
 
