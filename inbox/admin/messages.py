@@ -53,8 +53,8 @@ from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
+from inbox.operators.processes import consumers
 from inbox.states import DUE, SETTLED, State
-from inbox.store.heartbeats import consumers
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""

@@ -39,10 +39,9 @@ from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
 from inbox.operators.operations import groups
-from inbox.operators.processes import unattended, what_to_start
+from inbox.operators.processes import consumers, unattended, what_to_start
 from inbox.operators.purging import HISTORY
 from inbox.states import State
-from inbox.store.heartbeats import consumers
 
 _DAY = timedelta(days=1)
 _MOST_NAMED = 5

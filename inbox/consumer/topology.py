@@ -53,10 +53,6 @@ class Unusable(Exception):
     """A handler's queues cannot be used. The text has the reason and the remedy for an operator."""
 
 
-class Unordered(Unusable):
-    """A handler's queues on the broker cannot keep its order."""
-
-
 def queue_name(handler: Handler, options: InboxOptions) -> str:
     return broker.queue_name(f"{options.group}.{handler.name}", *handler.topics)
 
@@ -94,8 +90,8 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
     Each step uses its own channel, because a refusal closes the channel.
 
     Raises:
-        Unordered: the handler is ordered, and the existing queues cannot keep its order. They must not be received from.
-        Unusable: an argument of a queue limits how often a message is delivered, or the user may not declare or bind it.
+        Unusable: the queues must not be received from. The existing ones cannot keep the order of an ordered handler, an argument
+            limits how often a message is delivered, or the user may not declare or bind them.
     """
     with refused_for_handler_only(handler, options):
         if _is_partitioned(handler, options):
@@ -137,7 +133,7 @@ def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOp
     """A message for the operator if there are queues of when `handler` had one of its topics, or other partitions; else "".
 
     Raises:
-        Unordered: it is ordered, and its own queues must not be received from.
+        Unusable: it is ordered, and its own queues must not be received from.
     """
     if not speaks_amqp(options.broker_url):
         return ""
@@ -158,7 +154,7 @@ def _why_former(connection: kombu.Connection, handler: Handler, options: InboxOp
         f"{', '.join(found)}."
     )
     if handler.ordered:
-        raise Unordered(
+        raise Unusable(
             f"{queues} Messages that wait in them would be handled after later ones of their keys. Stop the relays, let the "
             f"old consumers run these queues empty, delete them, and the exchange {name!r} if there is one, and start again."
         )
@@ -257,7 +253,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             raise
         differing = _differing_arguments(connection, queue)
         if _SINGLE_ACTIVE in differing and _SINGLE_ACTIVE in queue.queue_arguments:
-            raise Unordered(
+            raise Unusable(
                 f"The queue {queue.name!r} cannot keep the order of its messages: it was declared without a single active "
                 "consumer, and the broker cannot change that. When it is empty, stop its consumers, delete it and start them "
                 "again. Messages that are published meanwhile wait in the outbox."
@@ -337,11 +333,11 @@ def _declare_hashing(connection: kombu.Connection, handler: Handler, options: In
     except (InvalidCommand, PreconditionFailed) as error:
         # From RabbitMQ 4 on, an unknown type is a failed precondition, too.
         if isinstance(error, PreconditionFailed) and "invalid exchange type" not in str(error):
-            raise Unordered(
+            raise Unusable(
                 f"The exchange {queue_name(handler, options)!r}, which distributes the keys of {handler.name} to its queues, "
                 f"exists with another type or other arguments ({describe(error)}). Delete it."
             ) from error
-        raise Unordered(
+        raise Unusable(
             f"The handler {handler.name} has partitions={handler.partitions}, but this broker has no consistent-hash exchange. "
             f"Run `rabbitmq-plugins enable {_PLUGIN}` on every node, or set partitions=1."
         ) from error

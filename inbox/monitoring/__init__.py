@@ -6,8 +6,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.operators import accounting
-from inbox.operators.processes import unattended
-from inbox.store.heartbeats import consumers
+from inbox.operators.processes import consumers, unattended
 
 
 def table_gauges(alias: str) -> TableGauges:

@@ -12,9 +12,9 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
+from inbox.operators.processes import consumers, running_handlers
 from inbox.states import DUE, State
 from inbox.store.due import stored_handlers
-from inbox.store.heartbeats import consumers, running_handlers
 
 
 def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:

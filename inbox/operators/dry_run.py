@@ -36,7 +36,7 @@ from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.handler_transaction import call
-from inbox.transactions.statements import controls_transaction, writes
+from inbox.transactions.sessions import controls_transaction, writes
 
 RUNNABLE = (State.DEAD, State.RETRYING)
 LONGEST = timedelta(seconds=30)

@@ -3,15 +3,33 @@
 from collections.abc import Sequence
 from typing import Any
 
+from django.db.models import QuerySet
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.broker import is_local
-from exactly_once.operators.heartbeat_table import ProcessKind
+from exactly_once.operators.heartbeat_table import HeartbeatTable, ProcessKind
 from exactly_once.plurals import number
+from exactly_once.process.heartbeat import FORGOTTEN_AFTER
+from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.store.heartbeats import consumers, running_handlers
+
+consumers = HeartbeatTable("inbox")
+
+
+def running_handlers(alias: str) -> set[str]:
+    """The names of the handlers on a database that a process runs, according to the heartbeats."""
+    return _handlers(consumers.rows(alias).filter(silent=False))
+
+
+def lately_running_handlers(alias: str) -> set[str]:
+    """The same, with those of processes that were killed within the last day or have stopped within the last hour."""
+    return _handlers(consumers.known(alias).filter(beat_at__gte=DatabaseTime(-FORGOTTEN_AFTER)))
+
+
+def _handlers(processes: QuerySet[Any]) -> set[str]:
+    return {name for names in processes.values_list("facts__handlers", flat=True) for name in names}
 
 
 def unattended(alias: str) -> list[str]:

@@ -22,7 +22,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions, inbox_options
 from inbox.handlers.registry import may_exist
 from inbox.models import InboxMessage, Receipt, Step
-from inbox.store.heartbeats import lately_running_handlers
+from inbox.operators.processes import lately_running_handlers
 
 _READ_ALL_SECONDS = 3600.0
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import may_exist, registry
 from inbox.operators.accounting import handlers_with_topics
+from inbox.operators.processes import running_handlers
 from inbox.store import due
-from inbox.store.heartbeats import running_handlers
 from inbox.transactions.persistence import committed
 
 logger = logging.getLogger(__name__)

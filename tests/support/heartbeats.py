@@ -8,7 +8,7 @@ from datetime import timedelta
 from exactly_once.models import Process
 from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
-from inbox.store.heartbeats import consumers
+from inbox.operators.processes import consumers
 from outbox.store.heartbeats import relays
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from psycopg import sql
 
-from inbox.transactions.statements import controls_transaction
+from inbox.transactions.sessions import controls_transaction
 
 POSTGRESQL = SimpleNamespace(vendor="postgresql", connection=None)
 SQLITE = SimpleNamespace(vendor="sqlite", connection=None)

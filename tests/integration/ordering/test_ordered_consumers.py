@@ -15,7 +15,7 @@ from django.db import OperationalError, transaction
 
 from inbox import Ordered
 from inbox.consumer import consumer as consumer_module
-from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
+from inbox.consumer.topology import Unusable, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -313,7 +313,7 @@ class TestPartitions:
         with kombu.Connection(rabbitmq_url) as connection:
             connection.default_channel.exchange_declare(queue_name(handler, options), "fanout", durable=True, auto_delete=False)
 
-        with pytest.raises(Unordered, match="Delete it"):
+        with pytest.raises(Unusable, match="Delete it"):
             declared(handler, options)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 1)])
@@ -325,7 +325,7 @@ class TestPartitions:
         registry.remove("changing")
         changed = handles(the_effect, ordered=Ordered(partitions=after), name="changing")
 
-        with pytest.raises(Unordered, match=r"another number of partitions: .* Stop the relays"):
+        with pytest.raises(Unusable, match=r"another number of partitions: .* Stop the relays"):
             declared(changed, options)
 
         with kombu.Connection(rabbitmq_url) as connection:
@@ -343,7 +343,7 @@ class TestPartitions:
         registry.remove("changing")
         changed = handles(the_effect, topic=["created", "cancelled"], ordered=ordered, name="changing")
 
-        with pytest.raises(Unordered, match=r"from when it had other topics, .*changing@created.* Stop the relays"):
+        with pytest.raises(Unusable, match=r"from when it had other topics, .*changing@created.* Stop the relays"):
             declared(changed, options)
 
         with kombu.Connection(rabbitmq_url) as connection:

@@ -6,7 +6,7 @@ import kombu
 import pytest
 
 from inbox.consumer.topology import queue_name
-from inbox.store.heartbeats import consumers
+from inbox.operators.processes import consumers
 from outbox.store.heartbeats import relays
 from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options
 

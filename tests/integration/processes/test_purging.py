@@ -20,10 +20,10 @@ from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.operators.housekeeping import Housekeeper
+from inbox.operators.processes import consumers
 from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.states import State
-from inbox.store.heartbeats import consumers
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent

@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import Mode, Request
-from inbox.store.heartbeats import consumers
+from inbox.operators.processes import consumers
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays
