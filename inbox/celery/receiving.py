@@ -196,10 +196,9 @@ class TaskPolicy(Policy):
     def _time(self) -> None:
         """Count the latencies of a task that was run."""
         request, seconds = self.call.task.request, monotonic() - self._began_at
-        if self.attempt == 1 and not request.retries:
-            due = maybe_iso8601(request.eta) or self.call.message.created_at
-            statistics.time_received(self.handler.using, self.handler.name, [(due, seconds)])
-        statistics.time_effects(self.handler.using, self.handler.name, [seconds])
+        is_first = self.attempt == 1 and not request.retries
+        due = maybe_iso8601(request.eta) or self.call.message.created_at if is_first else None
+        statistics.time_received(self.handler.using, self.handler.name, [(due, seconds, True)])
 
 
 def _celery_retries(task: Any, error: Exception) -> bool:

@@ -303,7 +303,9 @@ class Consumer:
             self._pool.report_overdue(self._options.STUCK_AFTER)
             if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
-            self._read_queue_lengths()
+            for subscription in self._open.values():
+                if (shedder := shedder_of(subscription.lane.handler)) is not None:
+                    shedder.record_lag(*self._length_of(subscription.queue))
 
     def _receive(self) -> None:
         if not self._speaks_amqp:
@@ -375,12 +377,6 @@ class Consumer:
         for subscription in self._open.values():
             if not self._time(partial(subscription.queue.queue_declare, passive=True)).consumer_count:
                 raise ConnectionError(f"the broker no longer has the subscription on the queue {subscription.queue.name!r}")
-
-    def _read_queue_lengths(self) -> None:
-        """Report the lengths of the queues to their shedders."""
-        for subscription in self._open.values():
-            if (shedder := shedder_of(subscription.lane.handler)) is not None:
-                shedder.record_lag(*self._length_of(subscription.queue))
 
     def _return_unstorable(self, now: float) -> None:
         """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.

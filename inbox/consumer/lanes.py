@@ -96,7 +96,11 @@ def prefetch_of(handler: Handler, options: InboxOptions) -> int:
 
 
 class Lane:
-    """The deliveries of one queue, in order. Not thread-safe: its owner holds a lock."""
+    """The deliveries of one queue, in order. Not thread-safe: its owner holds a lock.
+
+    Attributes:
+        slots: a worker that has run a load leaves the slot of the handler's `concurrency` that `take` took.
+    """
 
     def __init__(self, handler: Handler, queue: kombu.Queue | None = None) -> None:
         self.handler = handler
@@ -107,7 +111,7 @@ class Lane:
         self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
         # An ordered handler's messages are only stored here; its limits apply where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
-        self._slots = UNLIMITED if handler.ordered else slots_of(handler)
+        self.slots = UNLIMITED if handler.ordered else slots_of(handler)
         self._shedder = shedder_of(handler)
         self._is_running = False
         self._paused_until = self._backoff = 0.0
@@ -119,17 +123,17 @@ class Lane:
         self._waiting.append(delivery)
 
     def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
-        """The next load for a worker, which calls `leave_slot` after it; empty if none is ready.
+        """The next load for a worker, which leaves its slot after it; empty if none is ready.
 
         With `hurry`, do not wait for a batch to fill.
         """
-        if self.seconds_left(now, hurry=hurry) > 0 or not self._slots.take():
+        if self.seconds_left(now, hurry=hurry) > 0 or not self.slots.take():
             return []
         most = _fitting(self._waiting, min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
         if not most:
-            self._slots.leave()
+            self.slots.leave()
         self._is_running = bool(self.handler.ordered) and most > 0
         if self._backoff and most:
             # One worker retries a load that could not be finished; the next one only after another backoff.
@@ -139,7 +143,7 @@ class Lane:
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
-        if not self._ready or self._is_running or not self._slots.is_free:
+        if not self._ready or self._is_running or not self.slots.is_free:
             return inf
         unfilled = 0.0
         if not hurry and self._ready < self._most:
@@ -187,10 +191,6 @@ class Lane:
         self._replace(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._is_running = False
         self._backoff, self._paused_until = backoff, now + backoff
-
-    def leave_slot(self) -> None:
-        """A worker has run a load: free its slot of the handler's `concurrency`."""
-        self._slots.leave()
 
     def give_back_tokens(self, count: int) -> None:
         """Return the tokens of deliveries that were not handled; they take tokens again."""

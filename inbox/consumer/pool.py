@@ -274,7 +274,7 @@ class Pool:
             lane.give_back_tokens(len(left.load))
             raise
         finally:
-            lane.leave_slot()
+            lane.slots.leave()
 
     def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
         to_handle = self._reception.check(load)

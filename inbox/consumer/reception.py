@@ -338,17 +338,13 @@ class Reception:
 
 def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
     """Count the latencies of first deliveries. The effect of a stored message is timed where it is run."""
-    handler, now = part[0].handler, monotonic()
-    timed = [(one, outcome) for one, outcome in zip(part, outcomes, strict=True) if outcome in _TIMED and not one.redelivered]
-    if not timed:
-        return
-    received = []
-    for one, _ in timed:
-        envelope = one.arrival.envelope
-        received.append((envelope.deliver_at or envelope.created_at, now - one.at))
-    statistics.time_received(handler.using, handler.name, received)
-    if effects := [now - one.at for one, outcome in timed if outcome is Outcome.HANDLED]:
-        statistics.time_effects(handler.using, handler.name, effects)
+    handler, now, received = part[0].handler, monotonic(), []
+    for one, outcome in zip(part, outcomes, strict=True):
+        if outcome in _TIMED and not one.redelivered:
+            envelope = one.arrival.envelope
+            received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
+    if received:
+        statistics.time_received(handler.using, handler.name, received)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

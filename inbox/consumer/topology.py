@@ -90,8 +90,8 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
     Each step uses its own channel, because a refusal closes the channel.
 
     Raises:
-        Unusable: the queues must not be received from. The existing ones cannot keep the order of an ordered handler, an argument
-            limits how often a message is delivered, or the user may not declare or bind them.
+        Unusable: the queues must not be received from. The existing ones cannot keep the order of an ordered handler, an
+            argument limits how often a message is delivered, or the user may not declare or bind them.
     """
     with refused_for_handler_only(handler, options):
         if _is_partitioned(handler, options):

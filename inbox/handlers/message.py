@@ -3,17 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
-
-
-class StepTaker(Protocol):
-    """Stores the results of the steps of a message that runs under a lease."""
-
-    def take(self, name: str, function: Callable[[], Any], *, repeatable: bool) -> Any:
-        """See `Message.step`."""
-
-    async def atake(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool) -> Any:
-        """See `Message.astep`."""
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +37,7 @@ class Message:
     correlation_id: str
     causation_id: str
     fence: int = 0
-    _steps: StepTaker | None = field(default=None, repr=False, compare=False)
+    _steps: Any = field(default=None, repr=False, compare=False)
 
     def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:
         """Run a named step once for this message; returns the result of `function`, from now or from an earlier attempt.
@@ -74,7 +64,8 @@ class Message:
         """`step` for async handlers: awaits `function()` and returns its result."""
         return await self._under_a_lease(name).atake(name, function, repeatable=repeatable)
 
-    def _under_a_lease(self, step: str) -> StepTaker:
+    def _under_a_lease(self, step: str) -> Any:
+        """The `inbox.leases.steps.Steps` of this run."""
         if self._steps is None:
             raise RuntimeError(
                 f"The step {step!r} was not taken: this handler has no lease, so its result would not be stored. Steps are for "

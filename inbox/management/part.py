@@ -15,8 +15,7 @@ from exactly_once.process.life_sign import LifeSign, life_signs
 from inbox.conf import inbox_options
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
-from inbox.leases.database import lease_store
-from inbox.leases.stores import LeaseStoreUnavailable
+from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import TrailEntry
 from inbox.operators import accounting, pausing, purging
 from inbox.operators.dead_letters import letters

@@ -22,8 +22,7 @@ from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options
 from inbox.errors import NotEditable, TaskNotSent
-from inbox.leases.database import lease_store
-from inbox.leases.stores import LeaseStoreUnavailable
+from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next

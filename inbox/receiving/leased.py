@@ -19,9 +19,8 @@ from inbox.conf import InboxOptions
 from inbox.errors import LeaseLost
 from inbox.handlers.message import Message
 from inbox.leases import heartbeat
-from inbox.leases.database import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, store_as_owner
+from inbox.leases.stores import Lease, lease_store, store_as_owner
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.outages import refund_later

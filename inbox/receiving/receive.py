@@ -34,8 +34,7 @@ from inbox.conf import InboxOptions
 from inbox.errors import TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases.database import lease_store
-from inbox.leases.stores import Lease
+from inbox.leases.stores import Lease, lease_store
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import leased

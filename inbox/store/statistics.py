@@ -5,7 +5,7 @@ was counted; in any other process it is never written.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from datetime import datetime
 
 from exactly_once.operators.minutes import MinuteWriter
@@ -47,20 +47,22 @@ def count_duplicate(alias: str, handler: str, cause: DuplicateCause) -> None:
     tallies[alias].count(handler, COUNTED_AS.get(cause, "repeats"))
 
 
-def time_received(alias: str, handler: str, received: Iterable[tuple[datetime | None, float]]) -> None:
-    """Count how long after their due times messages were received, which was so many seconds ago; not if that is unknown."""
+def time_received(alias: str, handler: str, received: Collection[tuple[datetime | None, float, bool]]) -> None:
+    """Count how long after their due times messages were received, and how long after that their effects were committed.
+
+    Args:
+        received: for each its due time, or None if that is unknown; how many seconds ago it was received; and whether its
+            effect was committed just now.
+    """
     tally = tallies[alias]
     if (now := tally.now()) is not None:
-        tally.time(handler, "to_inbox", [(now - due).total_seconds() - ago for due, ago in received if due is not None])
-
-
-def time_effects(alias: str, handler: str, seconds: Iterable[float]) -> None:
-    """Count how long after they were received the effects of messages were committed."""
-    tallies[alias].time(handler, "to_effect", seconds)
+        tally.time(handler, "to_inbox", [(now - due).total_seconds() - ago for due, ago, _ in received if due is not None])
+    if effects := [ago for _, ago, has_effect in received if has_effect]:
+        tally.time(handler, "to_effect", effects)
 
 
 def time_stored_effect(alias: str, handler: str, received_at: datetime) -> None:
-    """Count the same of a stored message."""
+    """Count how long after it was received the effect of a stored message was committed."""
     tally = tallies[alias]
     if (now := tally.now()) is not None:
         tally.time(handler, "to_effect", [(now - received_at).total_seconds()])

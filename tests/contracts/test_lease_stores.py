@@ -10,8 +10,7 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from inbox import Lease as Terms
-from inbox.leases.database import DatabaseLeases, lease_store
-from inbox.leases.stores import Lease
+from inbox.leases.stores import DatabaseLeases, Lease, lease_store
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.in_hand import is_quarantined

@@ -24,7 +24,7 @@ SETTINGS = "tests.support.apps.hooked.settings"
 COMMAND = "inbox_outgoing_webhooks"
 INSERT = "inbox.outgoing_webhooks.fanning_out.insert"
 POST = "inbox.outgoing_webhooks.delivering.post"
-CONSUME = "inbox.leases.database.DatabaseLeases.consume"
+CONSUME = "inbox.leases.stores.DatabaseLeases.consume"
 SENDING = {
     "before the request": (f"before {POST}", 1),
     "between the answer and the commit": (f"before {CONSUME} once {POST}", 2),

@@ -12,7 +12,7 @@ from django.db import connections, transaction
 
 from inbox import Lease
 from inbox.handlers.handler import Handler
-from inbox.leases.database import lease_store
+from inbox.leases.stores import lease_store
 from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.receiving.reading import read

@@ -282,11 +282,11 @@ class TestConcurrency:
 
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0], [1], []]
         assert lane.seconds_left(0.0) == NEVER
-        lane.leave_slot()
+        lane.slots.leave()
         assert lane.seconds_left(0.0) == 0
         assert numbers(lane.take(0.0)) == [2]
-        lane.leave_slot()
-        lane.leave_slot()
+        lane.slots.leave()
+        lane.slots.leave()
 
     def test_a_lane_whose_tokens_another_thread_has_taken_takes_no_slot(self, monkeypatch):
         monkeypatch.setattr(Tokens, "wait_seconds", lambda tokens: 0.0)

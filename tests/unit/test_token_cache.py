@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inbox.limits.token_cache import TokenCache
+from inbox.limits.limiter import TokenCache
 from inbox.store.buckets import Leased, refill_and_take
 
 RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))

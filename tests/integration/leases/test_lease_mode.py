@@ -24,8 +24,7 @@ from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
-from inbox.leases.database import lease_store
-from inbox.leases.stores import LeaseStoreUnavailable
+from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators import decisions
 from inbox.operators.alerting import CONDITIONS
