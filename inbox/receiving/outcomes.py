@@ -2,7 +2,6 @@
 
 import logging
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,6 @@ from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
@@ -101,16 +99,6 @@ def unfit(error: DatabaseError) -> str:
     """The reason for storing only the body of a message; in ASCII, because the database may have refused a character."""
     text_of_error = describe(error).encode("ascii", "backslashreplace").decode()
     return f"The database refuses its values: {text_of_error}. Only its body is stored."
-
-
-def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    statistics.count_handled(handler.using, handler.name, len(messages))
-    if metrics.HANDLED.is_attached:
-        metrics.HANDLED.add(len(messages), handler.name)
-    for message in messages:
-        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
-        if signals.message_handled.receivers:
-            send(signals.message_handled, message=message, handler=handler.name)
 
 
 def duplicate(handler: Handler, row: NewRow) -> Outcome:

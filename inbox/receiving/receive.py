@@ -7,7 +7,7 @@ before the handler runs; a message that kills its process then runs out of attem
 acknowledged: their retries are visible in the database.
 
 *Stored messages* are retries, messages that were handed over, and those of the careful path. Each is claimed and read, and then
-run as a fresh delivery is. `leased` runs messages under a lease.
+run as a fresh delivery is.
 
 A run is one transaction for one message or many: begin, call, prove and commit, then settle. Fresh deliveries begin with the
 INSERT of their rows, by one statement, and the guard names those that are new. A stored message begins with the lock of its
@@ -18,43 +18,56 @@ Many messages are a batch that its handler takes at once, or single calls that s
 et al. 1984), to save round trips instead of disk writes. Any error rolls all of them back. Then the caller runs smaller parts,
 down to single messages, so that a poisoned message fails alone.
 
+Under a *lease* the handler runs outside any transaction, while its lease is extended. The lease store refuses its outcome once
+the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner whose lease has ended
+cannot overwrite the outcome of the next owner.
+
 Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
 """
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from django.db import connections
 
+from exactly_once.failures import NEVER_ENDED
+from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.faults import is_lost
+from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
+from inbox import metrics, signals
 from inbox.conf import InboxOptions
-from inbox.errors import TransactionEnded
+from inbox.errors import LeaseLost, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases.stores import Lease, lease_store
+from inbox.leases import heartbeat
+from inbox.leases.steps import Steps
+from inbox.leases.stores import Lease, lease_store, store_as_owner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving import leased
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand, is_quarantined, quarantine
-from inbox.receiving.outages import refund_later
-from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, handled, store_failure
+from inbox.receiving.outages import make_refunds, refund_later
+from inbox.receiving.outcomes import announce, defer_locked, duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.parking import open_claimed
-from inbox.receiving.reading import Unidentifiable, is_parked, message_for
+from inbox.receiving.reading import Unidentifiable, is_parked, message_for, why_undecodable
 from inbox.store import arrivals as fresh
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import ConcurrentDuplicate, Guard, KeyBusy, Successor
+from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
 from inbox.transactions.handler_transaction import Arrival, call, in_transaction, read_committed
 from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
+from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
 
 logger = logging.getLogger(__name__)
 
 _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
+_NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
 def receive(
@@ -82,7 +95,7 @@ def receive(
     held = None
     try:
         if handler.lease and not (first.unread and is_parked(first.row.biz_id)):
-            return [leased.receive(first, options, acknowledge=acknowledge)]
+            return [_receive_leased(first, options, acknowledge=acknowledge)]
         if (held := in_hand.take([arrival.row for arrival in arrivals])) is not None:
             if first.unread or first.row.redelivered:
                 return [_receive_carefully(handler, first, options)]
@@ -163,7 +176,17 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     with in_hand.running(stored):
         if not handler.lease:
             return (run(Policy(handler, options), [arrival], successor) or [Outcome.STORED])[0]
-        return leased.run(lease, options) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
+        return _run_leased(lease, options) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
+
+
+def handled(handler: Handler, messages: Sequence[Message]) -> None:
+    statistics.count_handled(handler.using, handler.name, len(messages))
+    if metrics.HANDLED.is_attached:
+        metrics.HANDLED.add(len(messages), handler.name)
+    for message in messages:
+        logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+        if signals.message_handled.receivers:
+            send(signals.message_handled, message=message, handler=handler.name)
 
 
 class Policy:
@@ -310,3 +333,96 @@ def _duplicate(policy: Policy, arrival: Arrival) -> Outcome:
     except DatabaseUnavailable:
         # The others are committed; running all of them again would count them as duplicates.
         return Outcome.DEFERRED
+
+
+def _receive_leased(arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None) -> Outcome:
+    """Process one delivery under a lease to its outcome.
+
+    If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
+    broker has the only copy until the run has ended.
+
+    Raises:
+        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; the message was not run.
+        ConcurrentDuplicate: another transaction is inserting its row.
+    """
+    drop_unusable_connections()
+    lease = lease_store(options).acquire(arrival)
+    if not isinstance(lease, Lease):
+        return lease or admit(arrival.handler, [arrival], options)[0]
+    if acknowledge is None or lease.pk is None:
+        return _run_leased(lease, options)
+    acknowledge()
+    try:
+        return _run_leased(lease, options)
+    except DatabaseUnavailable as outage:
+        # The broker does not deliver it again.
+        logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
+    except Exception:
+        logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
+    return Outcome.STORED
+
+
+def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
+    """Run a message under its lease.
+
+    Raises:
+        DatabaseUnavailable: the database or the lease store does not answer.
+    """
+    arrival, store, steps = lease.arrival, lease.store, Steps(lease)
+    handler, stored, alias = arrival.handler, arrival.stored, arrival.handler.using
+    with heartbeat.extending(lease):
+        ended = _attempt(lease, options, steps)
+        lease.settling = True
+        write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)
+        settled = False
+        try:
+            settled = not lease.lost and store_as_owner(lease, "its outcome", write)
+        finally:
+            if lease.interrupted and stored is not None and not settled:
+                refund_later(alias, partial(claims.give_back, alias, stored))
+    if not settled:
+        make_refunds(alias)
+        logger.error(
+            "%s: its lease ended before its run, so its outcome was not stored and it may run again. Make the duration and the "
+            "limit of its Lease longer than its longest run.",
+            lease,
+        )
+        store.leave(lease)
+        return Outcome.STORED
+    if isinstance(ended, Message):
+        handled(handler, [ended])
+        return Outcome.HANDLED
+    if steps.in_doubt:
+        # After the message was dead-lettered: it runs again only if an operator retries it.
+        store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
+    return announce(alias, arrival.row, ended)
+
+
+def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Failure:
+    """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
+    handler, arrival = lease.arrival.handler, lease.arrival
+    if lease.attempt > handler.retry.most_attempts(options.retry):
+        return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
+    if is_inside_a_transaction(handler.using):
+        raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
+    try:
+        message = arrival.message or message_for(arrival, options)
+    except Undecodable as error:
+        return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
+    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
+    changes = SessionChanges()
+    try:
+        with changes, autocommit(handler.using):
+            call(handler, [(message, arrival.envelope)])
+    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
+    except BaseException as error:  # noqa: BLE001
+        if is_lost(error) and not is_reachable(handler.using):
+            error = DatabaseUnavailable(describe(error))
+        # The step may learn of the lost lease only once the database answers again.
+        is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
+        lease.interrupted = is_outage and not steps.interrupted
+        return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
+    finally:
+        changes.end_sessions()
+    # The handler may have caught the interruption; the message must stop anyway.
+    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else message

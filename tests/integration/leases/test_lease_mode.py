@@ -30,7 +30,7 @@ from inbox.operators import decisions
 from inbox.operators.alerting import CONDITIONS
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.outcome import Outcome
-from inbox.receiving import leased as leased_receiving
+from inbox.receiving import receive as receiving
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.states import State
@@ -1199,7 +1199,7 @@ def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_a
     def fails(*given):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(leased_receiving, "run", fails)
+    monkeypatch.setattr(receiving, "_run_leased", fails)
 
     assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Outcome.STORED]
     assert (the_row().state, effects()) == (State.RUNNING, 0)
