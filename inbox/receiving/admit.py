@@ -123,15 +123,15 @@ def _store(handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wai
 
 
 def _insertion(handler: Handler, arrival: Arrival, shed: str = "") -> Insertion:
-    row, refused = arrival.row, arrival.refused
+    row, refused, why = arrival.row, arrival.refused, arrival.refused or shed
     state = State.DEAD if refused else State.SHED if shed else State.RECEIVED
     # A dead letter keeps its place in the order until an operator decides, unless the handler skips it.
     ordered = bool(handler.ordered and row.key) and not (refused and handler.skips_dead)
     values: Values = {
-        "due_after": None if refused or shed else 0.0,
+        "due_after": None if why else 0.0,
         "ordered": ordered,
         "quarantined": arrival.quarantined,
-        "last_error": printable(refused or shed, ERROR_LENGTH),
+        "last_error": why and printable(why, ERROR_LENGTH),
         "error_class": REFUSED if refused else "",
     }
     return Insertion(row, State.WAITING if ordered and state is State.RECEIVED else state, values)
