@@ -142,7 +142,7 @@ class TaskPolicy(Policy):
             # Its effect may be partial, so Celery must not run it again.
             super().settle_failure(arrival, error)
             headers = as_sent(self.call.task, *self.call.arguments())
-            committed(partial(tasks.store_signature, self.handler.using, arrival.row, headers), self.handler.using)
+            committed(self.handler.using, tasks.store_signature, arrival.row, headers)
         else:
             self._count_failure(error)
         raise error
@@ -166,8 +166,8 @@ class TaskPolicy(Policy):
 
     def _run_open_row(self) -> Outcome | None:
         """Run the stored row of this task; None if there is none, if it is not open, or if it is being run."""
-        claim = partial(tasks.claim_existing, self.handler.using, self.call.arrival.row, self.options.REDELIVERY_AFTER)
-        stored = committed(claim, self.handler.using)
+        row = self.call.arrival.row
+        stored = committed(self.handler.using, tasks.claim_existing, row, self.options.REDELIVERY_AFTER)
         if stored is None:
             return None
         if exhausted := fail_exhausted(self.handler, stored, self.options):
@@ -179,7 +179,7 @@ class TaskPolicy(Policy):
         ended = isinstance(error, TransactionEnded)
         if stored.state == State.RECEIVED and not ended:
             self._count_failure(error)
-            committed(partial(tasks.delete_failed, self.handler.using, stored), self.handler.using)
+            committed(self.handler.using, tasks.delete_failed, stored)
         elif ended or not _celery_retries(self.call.task, error):
             # It ended its transaction, or an operator had sent it again, who must see that it failed.
             failure = failure_of(self.handler, error, stored.attempts, self.options)
@@ -225,7 +225,7 @@ def _earlier_result(call: Call, received: Outcome) -> object:
     using, name, biz_id = call.handler.using, call.handler.name, call.message.biz_id
     earlier = None
     if received is not Outcome.DEFERRED:
-        earlier = committed(lambda: tasks.outcome(using, call.arrival.row), using)
+        earlier = committed(using, tasks.outcome, call.arrival.row)
     if earlier is None or earlier.state in DUE:
         raise ConcurrentDuplicate
     if earlier.state != State.DONE:

@@ -58,11 +58,7 @@ def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
     by_alias: defaultdict[str, dict[str, Handler]] = defaultdict(dict)
     for handler in handlers:
         by_alias[handler.using][handler.name] = handler
-    return [
-        named[name]
-        for alias, named in by_alias.items()
-        for name in committed(partial(due.due_handlers, alias, [*named]), alias)
-    ]
+    return [named[name] for alias, named in by_alias.items() for name in committed(alias, due.due_handlers, [*named])]
 
 
 def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
@@ -146,7 +142,7 @@ class Runner:
         if not asked:
             return
         wanted = {handler.name: handler.starts_at for handler in asked}
-        waiting = committed(partial(starts.waiting_among, alias, wanted), alias)
+        waiting = committed(alias, starts.waiting_among, wanted)
         self._started.update(handler.name for handler in asked if handler.name not in waiting)
         if waiting and self._starting[alias].is_due():
             logger.info(
@@ -154,7 +150,7 @@ class Runner:
                 "their queues.",
                 ", ".join(f"{one.name} gets {past_in_words(one.starts_at)}" for one in asked if one.name in waiting),
             )
-            if unknown := waiting & committed(partial(starts.without_relay, alias), alias):
+            if unknown := waiting & committed(alias, starts.without_relay):
                 logger.warning(
                     "consumer: no relay has begun to hand over the past of %s. If none does, restart outbox_relay with the "
                     "code that has them.",
@@ -171,7 +167,7 @@ class Runner:
             if monotonic() - self._paused_read_at.get(alias, -inf) < _PAUSED_SECONDS:
                 return
             self._paused_read_at[alias] = monotonic()
-        self._paused[alias] = committed(partial(due.paused_handlers, alias), alias)
+        self._paused[alias] = committed(alias, due.paused_handlers)
         self._read_starting(alias)
 
     def ring(self) -> None:
@@ -285,7 +281,7 @@ class Runner:
             stored = successor.message
             if self.stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
-                committed(partial(claims.give_back, handler.using, stored), handler.using)
+                committed(handler.using, claims.give_back, stored)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
@@ -348,12 +344,12 @@ class Runner:
             self._swept_at[alias] = monotonic()
         if self.unattended:
             self.unattended.read_running(alias)
-        for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
+        for dead_lettered in committed(alias, claims.dead_letter_abandoned):
             announce_abandoned(alias, dead_lettered)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:
-        released = committed(lambda: ordering.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
+        released = committed(alias, ordering.release_stuck, passing, self._swept_up_to.get(alias))
         self._swept_up_to[alias] = released.up_to
         if released.stuck:
             logger.error(

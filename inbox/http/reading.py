@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from exactly_once.failures import DEFERRED
@@ -85,7 +85,7 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
     """running → done. A repeated acknowledgement of the same lease is accepted."""
 
     def settle(stored: InboxMessage, arrival: Arrival) -> bool:
-        done = committed(partial(leases.consume, handler.using, stored.pk, stored.fence, arrival.order), handler.using)
+        done = committed(handler.using, leases.consume, stored.pk, stored.fence, arrival.order)
         if done and stored.state == State.RUNNING:
             handled(handler, [message_for(arrival, options)])
             statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
@@ -98,7 +98,7 @@ def extend(handler: Handler, names: Sequence[str], lease: timedelta) -> dict[str
     """running → running, until `lease` from now."""
 
     def settle(stored: InboxMessage, arrival: Arrival) -> bool:
-        return committed(partial(leases.extend, handler.using, stored.pk, stored.fence, lease), handler.using)
+        return committed(handler.using, leases.extend, stored.pk, stored.fence, lease)
 
     return _settle_each(handler, names, settle)
 
@@ -110,8 +110,7 @@ def release(
 
     def settle(stored: InboxMessage, arrival: Arrival) -> bool:
         failure = _failure(handler, stored, delay, error, options)
-        free = partial(leases.free, handler.using, stored.pk, stored.fence, failure, arrival.leaves(failure))
-        freed = committed(free, handler.using)
+        freed = committed(handler.using, leases.free, stored.pk, stored.fence, failure, arrival.leaves(failure))
         if freed and stored.state == State.RUNNING:
             announce(handler.using, stored, failure)
         return freed
@@ -120,7 +119,7 @@ def release(
 
 
 def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
-    return committed(partial(claims.claim_due, handler.using, [handler.name], options.REDELIVERY_AFTER), handler.using)
+    return committed(handler.using, claims.claim_due, [handler.name], options.REDELIVERY_AFTER)
 
 
 def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> Leased | None:
@@ -133,11 +132,10 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
         return None
     alias = handler.using
-    grant = partial(leases.lease_stored, alias, stored, lease, arrival.exclusive_key)
     try:
-        granted = committed(grant, alias)
+        granted = committed(alias, leases.lease_stored, stored, lease, arrival.exclusive_key)
     except KeyBusy:
-        committed(partial(claims.give_back, alias, stored, _KEY_BUSY_BACKOFF), alias)
+        committed(alias, claims.give_back, stored, _KEY_BUSY_BACKOFF)
         return None
     except ConcurrentDuplicate:
         defer_locked(handler, stored)
@@ -163,17 +161,15 @@ def _settle_each(handler: Handler, names: Sequence[str], settle: Callable[[Inbox
     settled: dict[str, bool] = {}
     for name in names:
         pk, fence = map(int, name.split("."))
-        stored = committed(partial(_find, handler, pk, fence), handler.using)
+        stored = committed(handler.using, _find, handler.name, pk, fence)
         settled[name] = stored is not None and settle(stored, stored_arrival(handler, stored))
     _write_statistics(handler.using)
     return settled
 
 
-def _find(handler: Handler, pk: int, fence: int) -> InboxMessage | None:
+def _find(alias: str, handler: str, pk: int, fence: int) -> InboxMessage | None:
     """The row, if no later lease was granted. Its handler is compared, because a lease is not a secret."""
-    found: InboxMessage | None = (
-        InboxMessage.objects.using(handler.using).filter(pk=pk, handler=handler.name, fence=fence).first()
-    )
+    found: InboxMessage | None = InboxMessage.objects.using(alias).filter(pk=pk, handler=handler, fence=fence).first()
     return found
 
 

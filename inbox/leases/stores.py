@@ -13,10 +13,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from django.utils.module_loading import import_string
@@ -170,18 +169,18 @@ class DatabaseLeases:
     def acquire(self, arrival: Arrival) -> Lease | None:
         began_at, alias, lasts = monotonic(), arrival.handler.using, _with_random_microseconds(arrival.terms.duration)
         tries = itertools.count()
-        granted = committed(lambda: self._grant(arrival, lasts, is_retry=next(tries) > 0), alias)
+        granted = committed(alias, self._grant, arrival, lasts, tries)
         if granted is None:
             return None
         lease = Lease(
             store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
         )
         if granted.fence > 1:
-            lease.steps = committed(lambda: leases.steps_of(alias, granted.row), alias)
+            lease.steps = committed(alias, leases.steps_of, granted.row)
         return lease
 
-    def _grant(self, arrival: Arrival, lasts: timedelta, *, is_retry: bool) -> leases.Granted | None:
-        alias, stored = arrival.handler.using, arrival.stored
+    def _grant(self, alias: str, arrival: Arrival, lasts: timedelta, tries: Iterator[int]) -> leases.Granted | None:
+        stored, is_retry = arrival.stored, next(tries) > 0
         if stored is not None:
             return leases.lease_stored(alias, stored, lasts, arrival.exclusive_key)
         fresh = leases.lease_fresh(alias, arrival.row, lasts, self._duplicate_timeout)
@@ -221,7 +220,7 @@ def _with_random_microseconds(lease: timedelta) -> timedelta:
 def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:
     """Write as the owner of the lease, which is on a row."""
     alias = lease.arrival.handler.using
-    return committed(partial(write, alias, lease.pk, lease.fence, *given), alias)
+    return committed(alias, write, lease.pk, lease.fence, *given)
 
 
 # Imported by name: its library is optional.

@@ -6,7 +6,6 @@ the queue of that name collects a copy of every message.
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from inbox.handlers.handler import Handler
@@ -79,8 +78,8 @@ class Unattended:
         """
         if alias in self._without_code:
             return
-        stored = committed(partial(due.orphans, alias, [handler.name for handler in (*handlers, *registry.all())]), alias)
-        self._without_code[alias] = committed(partial(names_without_code, alias), alias)
+        stored = committed(alias, due.orphans, [handler.name for handler in (*handlers, *registry.all())])
+        self._without_code[alias] = committed(alias, names_without_code)
         self.read_running(alias)
         for problem in warnings_of_new_names(self._without_code[alias]):
             logger.warning("runner: %s", problem)
@@ -99,7 +98,7 @@ class Unattended:
             DatabaseUnavailable: they stay as they were read before.
         """
         if names := self._without_code.get(alias):
-            running = committed(partial(running_handlers, alias), alias)
+            running = committed(alias, running_handlers)
             self._names[alias] = [old for old in names if old.name not in running or registry.get(old.name)]
 
 

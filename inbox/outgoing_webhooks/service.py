@@ -84,7 +84,7 @@ class _Window:
     def _read(self) -> None:
         self._turns, self._read_at = inf, monotonic()
         try:
-            endpoints = committed(self._next_due, self._alias)
+            endpoints = committed(self._alias, self._next_due)
         except DatabaseUnavailable as error:
             if self._errors.is_due():
                 logger.warning("webhooks: the endpoints on %r cannot be read; they are read again: %s", self._alias, error)
@@ -97,9 +97,9 @@ class _Window:
         self._after = endpoints[-1].name if len(endpoints) == _FEW else ""
         self._turns = len(endpoints)
 
-    def _next_due(self) -> list[Endpoint]:
-        resume_due(self._alias)
-        return next_due(self._alias, self._after, _FEW) or (next_due(self._alias, "", _FEW) if self._after else [])
+    def _next_due(self, alias: str) -> list[Endpoint]:
+        resume_due(alias)
+        return next_due(alias, self._after, _FEW) or (next_due(alias, "", _FEW) if self._after else [])
 
 
 def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS, stop: StopRequest | None = None) -> None:

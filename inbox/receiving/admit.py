@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 from django.db import DatabaseError, transaction
 
@@ -65,7 +64,7 @@ def admit(
             in smaller parts. A single delivery of an unordered handler is refused even without its values.
     """
     try:
-        became = committed(partial(_store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT), handler.using)
+        became = committed(handler.using, _store, handler, arrivals, shed, options.DUPLICATE_TIMEOUT)
     except DatabaseUnavailable:
         raise
     except ConcurrentDuplicate as error:
@@ -110,14 +109,14 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     transaction.on_commit(announce, using=handler.using, robust=True)
 
 
-def _store(handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta) -> list[Admitted]:
+def _store(alias: str, handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta) -> list[Admitted]:
     order: Sequence[int] = range(len(arrivals))
     if not handler.ordered:
         # Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered handler are
         # inserted as they came; one transaction at a time inserts those of a queue.
         order = sorted(order, key=lambda index: arrivals[index].row.biz_id)
-    with ordering.deciding(handler.using, longest_wait):
-        stored = admitting.admit(handler.using, [_insertion(handler, arrivals[index], shed) for index in order])
+    with ordering.deciding(alias, longest_wait):
+        stored = admitting.admit(alias, [_insertion(handler, arrivals[index], shed) for index in order])
     by_index = dict(zip(order, stored, strict=True))
     return [by_index[index] for index in range(len(arrivals))]
 

@@ -15,6 +15,7 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
@@ -113,13 +114,13 @@ def _try_to_store(alias: str) -> None:
         transaction.set_rollback(True, using=alias)
 
 
-_refunds: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+_refunds: defaultdict[str, deque[tuple[Any, ...]]] = defaultdict(deque)
 """By database, those that are pending. Each operation on them is atomic."""
 
 
-def refund_later(alias: str, refund: Callable[[], None]) -> None:
-    """Call `refund` when the database is available again."""
-    _refunds[alias].append(refund)
+def refund_later(alias: str, refund: Callable[..., None], *given: object) -> None:
+    """Call `refund(alias, *given)` when the database is available again."""
+    _refunds[alias].append((refund, *given))
 
 
 def make_refunds(alias: str) -> None:
@@ -134,9 +135,9 @@ def make_refunds(alias: str) -> None:
             _make(alias, pending, pending.popleft())
 
 
-def _make(alias: str, pending: deque[Callable[[], None]], refund: Callable[[], None]) -> None:
+def _make(alias: str, pending: deque[tuple[Any, ...]], refund: tuple[Any, ...]) -> None:
     try:
-        committed(refund, alias)
+        committed(alias, *refund)
     except DatabaseUnavailable as outage:
         pending.appendleft(refund)
         outage.refused = False  # the next message is not the cause

@@ -37,16 +37,12 @@ _NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or release
 def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
     if failure.is_stored:
         return announce(handler.using, row, failure)
-
-    def write() -> bool:
-        return arrivals.store_failed(handler.using, row, failure, options.DUPLICATE_TIMEOUT)
-
     try:
-        new = committed(write, handler.using)
+        new = committed(handler.using, arrivals.store_failed, row, failure, options.DUPLICATE_TIMEOUT)
     except DatabaseError as error:
         # The values of its row are the cause; the new row has only the body.
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
-        new = committed(write, handler.using)
+        new = committed(handler.using, arrivals.store_failed, row, failure, options.DUPLICATE_TIMEOUT)
     if not new:
         return duplicate(handler, row)
     return announce(handler.using, row, failure)
@@ -55,12 +51,12 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
     leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
     try:
-        ours = committed(lambda: claims.fail_stored(handler.using, stored, failure, leaves=leaves), handler.using)
+        ours = committed(handler.using, claims.fail_stored, stored, failure, leaves=leaves)
     except ConcurrentDuplicate:
         logger.warning("%s: message %s failed, which is not stored: %s", handler.name, stored.message_id, failure.error)
         return defer_locked(handler, stored)
     if not ours:
-        committed(lambda: claims.record_error(handler.using, stored, failure), handler.using)
+        committed(handler.using, claims.record_error, stored, failure)
         return _dead_letter(handler.using, stored.pk, stored) or Outcome.DUPLICATE
     return announce(handler.using, stored, failure)
 
@@ -102,7 +98,7 @@ def unfit(error: DatabaseError) -> str:
 
 
 def duplicate(handler: Handler, row: NewRow) -> Outcome:
-    return _duplicate_of(handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row), handler.using))
+    return _duplicate_of(handler, row, committed(handler.using, arrivals.count_duplicate, row))
 
 
 def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Outcome:
@@ -130,7 +126,7 @@ def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Out
 
 
 def _dead_letter(alias: str, pk: int, row: NewRow | InboxMessage) -> Outcome | None:
-    if not committed(lambda: claims.dead_letter_abandoned(alias, pk), alias):
+    if not committed(alias, claims.dead_letter_abandoned, pk):
         return None
     return announce_abandoned(alias, row)
 
@@ -225,7 +221,7 @@ def _age(handler: Handler, row: int | None) -> timedelta:
     if row is None:
         return timedelta()
     try:
-        return committed(lambda: claims.age(handler.using, row), handler.using)
+        return committed(handler.using, claims.age, row)
     except (DatabaseUnavailable, DatabaseError, InterfaceError) as failed:
         logger.debug("%s: the age of row %d is unknown: %s", handler.name, row, describe(failed))
         return timedelta()

@@ -61,16 +61,15 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
         DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     row, alias = parked_row(handler, arrival.envelope, redelivered=arrival.row.redelivered), handler.using
-    store = partial(arrivals.store_due, alias, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
     try:
-        stored = committed(store, alias)
+        stored = committed(alias, arrivals.store_due, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
     except ConcurrentDuplicate:
         return Outcome.DEFERRED
     if stored:
         in_hand.after(arrival.row, partial(_make_due, handler, row))
         return Outcome.STORED
     # Another copy of it has been stored.
-    earlier = committed(partial(arrivals.count_duplicate, alias, row), alias)
+    earlier = committed(alias, arrivals.count_duplicate, row)
     if earlier is None:
         return Outcome.DEFERRED
     announce_duplicate(handler, arrival.row, earlier)
@@ -98,10 +97,10 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         biz_id = identify(handler, message_of(arrival.envelope, options, needs_id=False))
     except Undecodable as error:
         return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
-    ours = committed(partial(claims.identify, handler.using, stored, {"biz_id": biz_id}), handler.using)
+    ours = committed(handler.using, claims.identify, stored, {"biz_id": biz_id})
     if ours is False:
         reason = f"its biz-id is {biz_id}, which another message already has"
-        committed(lambda: claims.skip_duplicate(handler.using, stored, reason), handler.using)
+        committed(handler.using, claims.skip_duplicate, stored, reason)
     return replace(arrival, row=replace(arrival.row, biz_id=biz_id)) if ours else Outcome.DUPLICATE
 
 
@@ -140,9 +139,9 @@ def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -
     earlier: Earlier | None = None
     try:
         if not in_hand.holds(arrival.row):
-            if committed(partial(claims.identify_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using):
+            if committed(handler.using, claims.identify_parked, stored, arrival.row, _LOCK_WAIT):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
-            earlier = committed(partial(claims.count_parked, handler.using, stored, arrival.row, _LOCK_WAIT), handler.using)
+            earlier = committed(handler.using, claims.count_parked, stored, arrival.row, _LOCK_WAIT)
     except ConcurrentDuplicate:
         pass
     except DatabaseError as error:
@@ -158,7 +157,7 @@ def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -
 def _defer(handler: Handler, stored: InboxMessage) -> Outcome:
     """Its message is still being handled: try again after about as long as it has waited already."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
-    committed(partial(claims.give_back, handler.using, stored, waited * random.uniform(0.7, 1)), handler.using)
+    committed(handler.using, claims.give_back, stored, waited * random.uniform(0.7, 1))
     return Outcome.STORED
 
 

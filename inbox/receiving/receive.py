@@ -125,9 +125,8 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
     quarantined = quarantine.take(options.REDELIVERY_AFTER)
-    claim = partial(claims.claim_due, alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
     try:
-        stored = committed(claim, alias)
+        stored = committed(alias, claims.claim_due, list(known), options.REDELIVERY_AFTER, quarantined=quarantined)
     finally:
         if stored is None or not is_quarantined(stored):
             quarantine.leave()
@@ -143,7 +142,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
     try:
         outcome = _run_claimed(handler, stored, options, successor)
     except KeyBusy:
-        committed(partial(claims.give_back, handler.using, stored, _KEY_BUSY_BACKOFF), handler.using)
+        committed(handler.using, claims.give_back, stored, _KEY_BUSY_BACKOFF)
         return Outcome.STORED
     except ConcurrentDuplicate:
         return defer_locked(handler, stored)
@@ -163,12 +162,11 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     except Unidentifiable as error:
         return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
     except DatabaseUnavailable as outage:
-        refund = partial(claims.give_back, handler.using, stored, _UNAVAILABLE_BACKOFF)
         if outage.refused or not is_reachable(handler.using):
-            refund_later(handler.using, refund)
+            refund_later(handler.using, claims.give_back, stored, _UNAVAILABLE_BACKOFF)
             raise
         # It is the lease store, or the database that the handler's `biz_id` queries, and other messages must not wait.
-        committed(refund, handler.using)
+        committed(handler.using, claims.give_back, stored, _UNAVAILABLE_BACKOFF)
         logger.warning("%s: message %s is deferred: %s", handler.name, stored.message_id, outage)
         return Outcome.STORED
     if isinstance(arrival, Outcome):
@@ -253,7 +251,7 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
     except DatabaseUnavailable:
         if stored is not None:
-            refund_later(handler.using, partial(claims.give_back, handler.using, stored))
+            refund_later(handler.using, claims.give_back, stored)
         raise
     except (ConcurrentDuplicate, KeyBusy):
         if single:
@@ -379,7 +377,7 @@ def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
             settled = not lease.lost and store_as_owner(lease, "its outcome", write)
         finally:
             if lease.interrupted and stored is not None and not settled:
-                refund_later(alias, partial(claims.give_back, alias, stored))
+                refund_later(alias, claims.give_back, stored)
     if not settled:
         make_refunds(alias)
         logger.error(

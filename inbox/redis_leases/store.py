@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import redis
@@ -151,7 +150,7 @@ class RedisLeases:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
         alias, pk = lease.arrival.handler.using, lease.pk
         if extended and stopping and pk is not None:
-            committed(lambda: rows.show_stopping(alias, pk), alias)
+            committed(alias, rows.show_stopping, pk)
         return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
@@ -161,17 +160,17 @@ class RedisLeases:
         answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.arrival.row.handler)
         if answer == _DONE and has_row == ["1"]:
             arrival = lease.arrival
-            finish = partial(rows.finish_external, arrival.handler.using, arrival.row, arrival.order)
-            committed(partial(finish, delivered=arrival.stored is None), arrival.handler.using)
+            is_delivered = arrival.stored is None
+            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, delivered=is_delivered)
         return bool(answer == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         if self._as_owner(scripts.FREE, lease, failure.attempts)[0] != _DONE:
             return False
         arrival = lease.arrival
-        store = partial(
-            rows.fail_external,
+        lease.pk = committed(
             arrival.handler.using,
+            rows.fail_external,
             arrival.row,
             failure,
             fence=lease.fence,
@@ -179,14 +178,13 @@ class RedisLeases:
             duplicate_timeout=self._options.DUPLICATE_TIMEOUT,
             leaves=arrival.leaves(failure),
         )
-        lease.pk = committed(store, arrival.handler.using)
         return True
 
     def forget(self, lease: Lease, step: str) -> None:
         self._as_owner(scripts.FORGET, lease, step)
         alias, pk = lease.arrival.handler.using, lease.pk
         if pk is not None:
-            committed(lambda: leases.forget_begun(alias, pk, lease.fence, step), alias)
+            committed(alias, leases.forget_begun, pk, lease.fence, step)
 
     def leave(self, lease: Lease) -> None:
         if lease.pk is None:
@@ -240,14 +238,14 @@ class RedisLeases:
             _announce_duplicate(arrival, cause, conflicting=conflicting)
         else:
             alias = arrival.handler.using
-            committed(partial(rows.finish_external, alias, arrival.row, arrival.order, uncounted=1), alias)
+            committed(alias, rows.finish_external, arrival.row, arrival.order, uncounted=1)
         return Outcome.DUPLICATE
 
     def _held(self, arrival: Arrival, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
         """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
         if arrival.stored is not None:
             alias = arrival.handler.using
-            committed(partial(rows.defer_to_lease_end, alias, arrival.stored, remaining), alias)
+            committed(alias, rows.defer_to_lease_end, arrival.stored, remaining)
             return Outcome.STORED
         if not self._store_external(arrival, remaining, attempts, **held):
             return None
@@ -265,18 +263,17 @@ class RedisLeases:
     def _store_external(self, arrival: Arrival, until: timedelta, attempts: int, **held: Any) -> bool:
         """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
         alias, longest_wait = arrival.handler.using, self._options.DUPLICATE_TIMEOUT
-        store = partial(rows.store_external, alias, arrival.row, longest_wait, until=until, attempts=attempts, **held)
-        return committed(store, alias)
+        row = arrival.row
+        return committed(alias, rows.store_external, row, longest_wait, until=until, attempts=attempts, **held)
 
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:
         alias, pk = lease.arrival.handler.using, stored.pk
         lease.pk = pk
         duration, exclusive_key = lease.arrival.terms.duration, lease.arrival.exclusive_key
-        show = partial(leases.lease_stored, alias, stored, duration, exclusive_key, fence=lease.fence)
         try:
             if stored.fence > 1:
-                lease.steps = committed(partial(leases.steps_of, alias, pk), alias) | lease.steps
-            if committed(show, alias):
+                lease.steps = committed(alias, leases.steps_of, pk) | lease.steps
+            if committed(alias, leases.lease_stored, stored, duration, exclusive_key, fence=lease.fence):
                 return lease
         except (KeyBusy, ConcurrentDuplicate, DatabaseUnavailable):
             self._as_owner(scripts.FREE, lease, lease.attempt - 1)
@@ -365,13 +362,13 @@ class RedisLeases:
         name = self._key("leases")
         for _ in range(_MAX_TRIES):
             found, report = self._call(scripts.READ_INCARNATION, [self._key("state")], [uuid.uuid4().hex])
-            known, since = committed(lambda: rows.recorded_incarnation(alias, name, found), alias)  # noqa: B023 - called at once
+            known, since = committed(alias, rows.recorded_incarnation, name, found)
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
                     self._reports.setdefault(found, self._read_report(report))
                 return _KnownState(known, since)
-            if committed(lambda: rows.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
+            if committed(alias, rows.record_loss, name, known=known, found=found):
                 logger.error(
                     "lease store %s: Redis has lost data. Messages that were created before now and have no row in the "
                     "database become dead letters when they are delivered again. Check whether each has been "

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -22,6 +22,7 @@ from inbox.transactions.sessions import end_session
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 TRIES_AT_ONCE = 5
@@ -140,8 +141,8 @@ def why_not_stored(error: BaseException, alias: str) -> str:
     return reason
 
 
-def committed(write: Callable[[], _T], alias: str) -> _T:
-    """Store an outcome in its own commit.
+def committed(alias: str, write: Callable[Concatenate[str, _P], _T], *given: _P.args, **named: _P.kwargs) -> _T:
+    """Call a function of the store, which gets the alias first, as a transaction of the inbox, in its own commit.
 
     Raises:
         DatabaseUnavailable: it could not be stored, so nothing is decided.
@@ -150,7 +151,7 @@ def committed(write: Callable[[], _T], alias: str) -> _T:
 
     def attempt() -> _T:
         with statements_of_ours:
-            return write()
+            return write(alias, *given, **named)
 
     try:
         return run_with_reruns(alias, attempt)

@@ -27,8 +27,8 @@ def _frequent_thread_switches():
 
 def test_a_refund_is_made_once_and_only_for_its_own_database():
     done = []
-    refund_later("here", lambda: done.append("here"))
-    refund_later("there", lambda: done.append("there"))
+    refund_later("here", lambda alias: done.append("here"))
+    refund_later("there", lambda alias: done.append("there"))
 
     make_refunds("here")
     make_refunds("here")
@@ -45,7 +45,7 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
         done.append(name)
 
     for name in "ab":
-        refund_later("here", lambda name=name: refund(name))
+        refund_later("here", lambda alias, name=name: refund(name))
     with pytest.raises(DatabaseUnavailable):
         make_refunds("here")
     is_unavailable = False
@@ -56,8 +56,8 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
 
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
     done = []
-    refund_later("here", lambda: 1 / 0)
-    refund_later("here", lambda: done.append("next"))
+    refund_later("here", lambda alias: 1 / 0)
+    refund_later("here", lambda alias: done.append("next"))
 
     make_refunds("here")
 
@@ -79,7 +79,7 @@ def test_concurrent_threads_make_each_refund_once_and_lose_none():
 
     def add_refunds(first):
         for number in range(first, first + 100):
-            refund_later("here", lambda number=number: refund(number))
+            refund_later("here", lambda alias, number=number: refund(number))
             try:
                 make_refunds("here")
             except DatabaseUnavailable:
