@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import inf
+from operator import attrgetter
 
 from django.db import DatabaseError
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.deadlines import Deadlines
 from exactly_once.process.loop import EXIT_SILENT
 from inbox.errors import HandlerTimeout
 
@@ -44,49 +45,8 @@ class _Run:
     interrupted: bool = False
 
 
-class _Monitor:
-    """The thread that enforces the timeouts of all runs in this process."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._runs: set[_Run] = set()
-        self._thread: threading.Thread | None = None
-        self._wakes_at = inf
-
-    def watch(self, run: _Run) -> None:
-        with self._changed:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="handler-timeouts", daemon=True)
-                self._thread.start()
-            if run.ends_at < self._wakes_at:
-                self._changed.notify()
-            # Last: the monitor must not interrupt this thread while it holds the lock.
-            self._runs.add(run)
-
-    def unwatch(self, run: _Run) -> None:
-        """After this, the monitor raises nothing in the run's thread.
-
-        This does not wait for a lock: the exception may be raised at any instruction, also right after a lock was acquired.
-        """
-        if not run.claimed.acquire(blocking=False):
-            while not run.interrupted:
-                time.sleep(0)
-            _raise_in(run.thread, None)
-        self._runs.discard(run)
-
-    def _work(self) -> None:
-        with self._changed:
-            while True:
-                now = monotonic()
-                runs = list(self._runs)
-                for run in runs:
-                    if now >= run.ends_at:
-                        self._end(run, now)
-                self._wakes_at = min((run.ends_at for run in runs), default=inf)
-                self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)
-
-    @staticmethod
-    def _end(run: _Run, now: float) -> None:
+def _end(runs: list[_Run]) -> None:
+    for run in runs:
         if run.interrupted:
             logger.critical(
                 "handler %s: its timeout of %.1f s has passed and it cannot be interrupted. The process ends; its messages are "
@@ -96,10 +56,22 @@ class _Monitor:
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or 2)
             os._exit(EXIT_SILENT)
-        run.ends_at = now + max(run.seconds, _SHORTEST_GRACE_SECONDS)
+        run.ends_at = monotonic() + max(run.seconds, _SHORTEST_GRACE_SECONDS)
         if run.claimed.acquire(blocking=False):
             _raise_in(run.thread, HandlerTimeout)
             run.interrupted = True
+
+
+def _unwatch(run: _Run) -> None:
+    """After this, the monitor raises nothing in the run's thread.
+
+    This does not wait for a lock: the exception may be raised at any instruction, also right after a lock was acquired.
+    """
+    if not run.claimed.acquire(blocking=False):
+        while not run.interrupted:
+            time.sleep(0)
+        _raise_in(run.thread, None)
+    _monitor.remove(run)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -107,7 +79,7 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
 
 
-_monitor = _Monitor()
+_monitor: Deadlines[_Run] = Deadlines("handler-timeouts", attrgetter("ends_at"), _end)
 
 
 @contextmanager
@@ -124,7 +96,7 @@ def bounded(what: str, limit: timedelta, *, cancels_itself: bool = False) -> Ite
     interrupts_at = began_at + seconds + (_CANCEL_GRACE_SECONDS if cancels_itself else 0)
     run = _Run(what=what, thread=threading.get_ident(), seconds=seconds, ends_at=interrupts_at)
     try:
-        _monitor.watch(run)
+        _monitor.add(run)
         yield
     except HandlerTimeout as error:
         raise HandlerTimeout(what, limit) from error
@@ -135,7 +107,7 @@ def bounded(what: str, limit: timedelta, *, cancels_itself: bool = False) -> Ite
         raise
     finally:
         try:
-            _monitor.unwatch(run)
+            _unwatch(run)
         except HandlerTimeout:
             # The exception is raised once; it was raised between the end of the handler and here.
-            _monitor.unwatch(run)
+            _unwatch(run)

@@ -74,7 +74,7 @@ def spin(seconds):
 
 def runs_of_this_thread():
     """The runs of this thread that the alarm watches; to be called with its lock held."""
-    return [run for run in timeouts._monitor._runs if run.thread == threading.get_ident()]
+    return [run for run in timeouts._monitor._items if run.thread == threading.get_ident()]
 
 
 def reach_the_timeout():
