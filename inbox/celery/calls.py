@@ -27,7 +27,6 @@ from inbox.receiving.reading import outside_window, row_of
 from inbox.transactions.handler_transaction import Arrival
 
 _NOT_JSON = "text/plain"
-_TRACEPARENT = "traceparent"
 _SIGNATURE = "signature"
 NO_RESULT = "null"
 """The result of a task that returns None, as JSON."""
@@ -114,7 +113,7 @@ def read_call(
         deliver_at=due,
         correlation_id=message.correlation_id,
         causation_id=message.causation_id,
-        traceparent=fit(str(message.headers.get(_TRACEPARENT) or "")),
+        traceparent=fit(str(message.headers.get("traceparent") or "")),
         content_type=content_type,
         body=body,
     )

@@ -137,7 +137,9 @@ class TaskPolicy(Policy):
 
     def settle_failure(self, arrival: Arrival, error: BaseException) -> NoReturn:
         if arrival.stored is not None:
-            self._settle_stored_failure(arrival.stored, error)
+            # An error that ends the process counts as an attempt, or its task would be redelivered forever.
+            if isinstance(error, Exception):
+                self._settle_stored_failure(arrival.stored, error)
         elif isinstance(error, TransactionEnded):
             # Its effect may be partial, so Celery must not run it again.
             super().settle_failure(arrival, error)
@@ -147,19 +149,17 @@ class TaskPolicy(Policy):
             self._count_failure(error)
         raise error
 
-    def _settle_stored_failure(self, stored: InboxMessage, error: BaseException) -> None:
-        # An error that ends the process counts as an attempt, or its task would be redelivered forever.
-        if isinstance(error, Exception):
-            try:
-                self._decide(stored, error)
-            except DatabaseUnavailable as outage:
-                logger.warning(
-                    "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery "
-                    "of its business id runs it.",
-                    self.handler.name,
-                    self.call.message.id,
-                    describe(outage),
-                )
+    def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
+        try:
+            self._decide(stored, error)
+        except DatabaseUnavailable as outage:
+            logger.warning(
+                "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery of its "
+                "business id runs it.",
+                self.handler.name,
+                self.call.message.id,
+                describe(outage),
+            )
 
     def settle_duplicate(self, arrival: Arrival) -> Outcome:
         return (None if arrival.stored else self._run_open_row()) or super().settle_duplicate(arrival)

@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.
 _UNLIMITED = 1_000_000_000
-_HASH_EXCHANGE_TYPE = "x-consistent-hash"
 _PLUGIN = "rabbitmq_consistent_hash_exchange"
 _EQUAL_WEIGHT = "1"
-_QUEUE_DECLARE = spec.Queue.Declare
 _SINGLE_ACTIVE = "x-single-active-consumer"
 _TYPE, _LIMIT = "x-queue-type", "x-delivery-limit"
 _LIMITS_BY_DEFAULT, _DEFAULT_LIMIT = 4, 20
@@ -248,7 +246,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
         with connection.channel() as channel:
             queue(channel).declare()
     except PreconditionFailed as error:
-        if error.method_sig != _QUEUE_DECLARE:
+        if error.method_sig != spec.Queue.Declare:
             # Waiting for an answer also reads the close of another channel, whose consumer exceeded `consumer_timeout`.
             raise
         differing = _differing_arguments(connection, queue)
@@ -384,5 +382,5 @@ def _topic_exchange(options: InboxOptions) -> kombu.Exchange:
 def _hashing_exchange(handler: Handler, options: InboxOptions) -> kombu.Exchange:
     """Messages without a key in this header all go to one queue."""
     return kombu.Exchange(
-        queue_name(handler, options), _HASH_EXCHANGE_TYPE, durable=True, arguments={"hash-header": ORDERING_KEY_HEADER}
+        queue_name(handler, options), "x-consistent-hash", durable=True, arguments={"hash-header": ORDERING_KEY_HEADER}
     )

@@ -21,8 +21,6 @@ from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
 
-_EXIT_FORKED = 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Handler:
@@ -117,7 +115,7 @@ class Handler:
         finally:
             if os.getpid() != process:
                 # A forked child process must not continue as a worker on the parent's connections.
-                os._exit(_EXIT_FORKED)
+                os._exit(1)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
         given = list(messages) if self.batch or self.all_of else messages[0]

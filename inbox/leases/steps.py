@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -103,7 +102,7 @@ class Steps:
             return
         if isinstance(error, RetryLater | Reject):
             # These exceptions declare that the step has not happened.
-            store_as_owner(self._lease, f"the step {name!r}", partial(self._lease.store.forget, self._lease, name))
+            store_as_owner(self._lease, f"the step {name!r}", self._lease.store.forget, name)
             self._lease.steps.pop(name, None)
             return
         raise self._interrupt(
@@ -125,8 +124,7 @@ class Steps:
         return json.loads(result)
 
     def _remember(self, name: str, result: str | None) -> None:
-        remember = partial(self._lease.store.remember, self._lease, name, result)
-        if not store_as_owner(self._lease, f"the step {name!r}", remember):
+        if not store_as_owner(self._lease, f"the step {name!r}", self._lease.store.remember, name, result):
             self._lease.lost = True
             was = "was not taken" if result is None else "was taken, but its result is not stored"
             raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another run may have begun.")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from django.utils.module_loading import import_string
 
@@ -32,6 +32,7 @@ from inbox.transactions.persistence import DatabaseUnavailable, committed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_P = ParamSpec("_P")
 
 EXTENSIONS_PER_LEASE = 3
 
@@ -92,8 +93,10 @@ class Lease:
         return self.lost or monotonic() >= self.ends_at
 
 
-def store_as_owner(lease: Lease, what: str, write: Callable[[], T]) -> T:
-    """Call `write`; while the store is unavailable, retry until the lease has ended.
+def store_as_owner(
+    lease: Lease, what: str, write: Callable[Concatenate[Lease, _P], T], *given: _P.args, **named: _P.kwargs
+) -> T:
+    """Call a method of its store, which gets the lease first; while the store is unavailable, retry until the lease has ended.
 
     Raises:
         DatabaseUnavailable: the store was unavailable for longer.
@@ -101,7 +104,7 @@ def store_as_owner(lease: Lease, what: str, write: Callable[[], T]) -> T:
     pause = Pause()
     while True:
         try:
-            return write()
+            return write(lease, *given, **named)
         except DatabaseUnavailable as outage:
             lease.without_store = True
             if lease.is_over:
@@ -167,7 +170,9 @@ class DatabaseLeases:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
     def acquire(self, arrival: Arrival) -> Lease | None:
-        began_at, alias, lasts = monotonic(), arrival.handler.using, _with_random_microseconds(arrival.terms.duration)
+        began_at, alias = monotonic(), arrival.handler.using
+        # A duration that identifies the lease: its owner recognizes it if the answer to its request was lost.
+        lasts = arrival.terms.duration + timedelta(microseconds=random.randrange(1, 100_000))
         tries = itertools.count()
         granted = committed(alias, self._grant, arrival, lasts, tries)
         if granted is None:
@@ -210,11 +215,6 @@ class DatabaseLeases:
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         return {}
-
-
-def _with_random_microseconds(lease: timedelta) -> timedelta:
-    """A duration that identifies the lease: its owner recognizes it if the answer to its request was lost."""
-    return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
 def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:

@@ -371,10 +371,12 @@ def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
     with heartbeat.extending(lease):
         ended = _attempt(lease, options, steps)
         lease.settling = True
-        write = partial(store.free, lease, ended) if isinstance(ended, Failure) else partial(store.consume, lease)
         settled = False
         try:
-            settled = not lease.lost and store_as_owner(lease, "its outcome", write)
+            if isinstance(ended, Failure):
+                settled = not lease.lost and store_as_owner(lease, "its outcome", store.free, ended)
+            else:
+                settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume)
         finally:
             if lease.interrupted and stored is not None and not settled:
                 refund_later(alias, claims.give_back, stored)
@@ -392,7 +394,7 @@ def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
         return Outcome.HANDLED
     if steps.in_doubt:
         # After the message was dead-lettered: it runs again only if an operator retries it.
-        store_as_owner(lease, "its outcome", partial(store.forget, lease, steps.in_doubt))
+        store_as_owner(lease, "its outcome", store.forget, steps.in_doubt)
     return announce(alias, arrival.row, ended)
 
 
