@@ -30,8 +30,7 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
 from inbox.store import starts
 from inbox.store.rows import ConcurrentDuplicate
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 

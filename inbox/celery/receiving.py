@@ -40,8 +40,7 @@ from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, State
 from inbox.store import statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

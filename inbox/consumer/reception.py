@@ -32,8 +32,7 @@ from inbox.receiving.receive import receive
 from inbox.store import statistics
 from inbox.store.dialect import TABLE
 from inbox.store.rows import ConcurrentDuplicate
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
 from inbox.store.rows import OrderedKey, Successor
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

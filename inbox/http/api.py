@@ -21,7 +21,7 @@ from inbox.http import reading
 from inbox.http.reading import Leased
 from inbox.http.subscribing import subscription
 from inbox.http.waiting import places_for, until_found
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 
 _BODY_LIMIT_BYTES = 1024 * 1024
 """Of requests, which contain no messages."""

@@ -30,8 +30,7 @@ from inbox.receiving.receive import handled
 from inbox.states import State
 from inbox.store import claims, leases, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import committed
+from inbox.transactions.running import Arrival, committed
 
 logger = logging.getLogger(__name__)
 

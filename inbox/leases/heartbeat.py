@@ -19,7 +19,7 @@ from django.db import connections
 from exactly_once.process.clock import monotonic
 from exactly_once.process.deadlines import Deadlines
 from inbox.leases.stores import EXTENSIONS_PER_LEASE, Lease, LeaseStore
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from inbox.conf import IN_THE_DATABASE, InboxOptions
 from inbox.outcome import Outcome
 from inbox.store import leases
 from inbox.store.rows import Failure, NewRow
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

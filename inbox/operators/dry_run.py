@@ -35,7 +35,7 @@ from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
 from inbox.store.rows import Failure, business_id
-from inbox.transactions.handler_transaction import call
+from inbox.transactions.running import call
 from inbox.transactions.sessions import controls_transaction, writes
 
 RUNNABLE = (State.DEAD, State.RETRYING)

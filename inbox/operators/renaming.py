@@ -13,7 +13,7 @@ from inbox.handlers.registry import may_exist, registry
 from inbox.operators.accounting import handlers_with_topics
 from inbox.operators.processes import running_handlers
 from inbox.store import due
-from inbox.transactions.persistence import committed
+from inbox.transactions.running import committed
 
 logger = logging.getLogger(__name__)
 

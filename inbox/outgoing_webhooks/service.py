@@ -22,7 +22,7 @@ from inbox.handlers.handler import Handler
 from inbox.outgoing_webhooks.delivering import handler_of
 from inbox.outgoing_webhooks.endpoints import next_due, resume_due
 from inbox.outgoing_webhooks.models import Endpoint
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

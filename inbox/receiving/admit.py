@@ -33,8 +33,7 @@ from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
 from inbox.store.inserting import Insertion, Values
 from inbox.store.rows import ConcurrentDuplicate, undecoded
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

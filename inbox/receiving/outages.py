@@ -25,7 +25,7 @@ from exactly_once.sql.schema import is_missing, why_unmigrated
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import ConcurrentDuplicate, NewRow
-from inbox.transactions.persistence import DatabaseUnavailable, committed, why_not_stored
+from inbox.transactions.running import DatabaseUnavailable, committed, why_not_stored
 from inbox.transactions.sessions import end_session
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from inbox.states import State
 from inbox.store import arrivals, claims, dialect, rows, statistics
 from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
+from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

@@ -44,8 +44,7 @@ from inbox.receiving.reading import (
 from inbox.states import State
 from inbox.store import arrivals, claims, rows
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import committed
+from inbox.transactions.running import Arrival, committed
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""

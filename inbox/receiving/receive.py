@@ -59,8 +59,15 @@ from inbox.store import arrivals as fresh
 from inbox.store import claims, statistics
 from inbox.store.dialect import is_reachable
 from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
-from inbox.transactions.handler_transaction import Arrival, call, in_transaction, read_committed
-from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
+from inbox.transactions.running import (
+    Arrival,
+    DatabaseUnavailable,
+    call,
+    committed,
+    in_transaction,
+    read_committed,
+    run_with_reruns,
+)
 from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
 
 logger = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from inbox.redis_leases import rows, scripts
 from inbox.states import State
 from inbox.store import leases
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
-from inbox.transactions.handler_transaction import Arrival
-from inbox.transactions.persistence import DatabaseUnavailable, committed
+from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 

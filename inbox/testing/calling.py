@@ -20,7 +20,7 @@ from inbox.receiving.reading import read
 from inbox.store import arrivals, receipts
 from inbox.testing.messages import envelope_of, make_message, through_json
 from inbox.testing.observing import registered
-from inbox.transactions.handler_transaction import in_transaction
+from inbox.transactions.running import in_transaction
 
 
 def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes: Any) -> Any:

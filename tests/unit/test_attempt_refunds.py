@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from inbox.receiving.outages import make_refunds, refund_later
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 from tests.support.deliveries import at_once
 
 

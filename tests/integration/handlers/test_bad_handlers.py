@@ -29,7 +29,7 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store import sentinel
-from inbox.transactions import handler_transaction
+from inbox.transactions import running
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (
     A_WHILE,
@@ -621,7 +621,7 @@ def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, han
     """If this fails, something other than the sentinel keeps the messages, and the test above proves little."""
     monkeypatch.setattr(sentinel, "finish", lambda *args, **kwargs: None)
     # The second check, which detects those that Django rolls back without running the on_commit hooks.
-    monkeypatch.setattr(handler_transaction, "refuse_if_uncommitted", lambda alias: None)
+    monkeypatch.setattr(running, "refuse_if_uncommitted", lambda alias: None)
 
     received = deliver(handles(bad_handler.handle))
 

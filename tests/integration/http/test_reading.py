@@ -34,7 +34,7 @@ from inbox.states import State
 from inbox.store import leases
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 from outbox import publish
 from outbox.testing import run_relay
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row

@@ -17,7 +17,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB

@@ -33,7 +33,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import admitting, claims, dialect, due, failures, inserting, ordering, sentinel
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages

@@ -28,7 +28,7 @@ from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel
 from inbox.store.rows import Successor
-from inbox.transactions.persistence import DatabaseUnavailable
+from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect

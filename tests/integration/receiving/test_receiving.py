@@ -34,7 +34,7 @@ from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import DUE, State
 from inbox.store import arrivals, claims, rows
-from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
+from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique

@@ -30,7 +30,7 @@ def acknowledges_before_the_commit() -> None:
 def has_no_sentinel() -> None:
     """The transaction of the handler is committed without a check that it still can be."""
     patch("inbox.store.sentinel.finish", lambda original: lambda *args, **kwargs: None)
-    patch("inbox.transactions.handler_transaction.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
+    patch("inbox.transactions.running.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
 
 
 def settles_before_the_confirm() -> None:
