@@ -192,25 +192,28 @@ def _idempotent(base: type | None) -> type:
     return type(base.__name__, (IdempotentTask, base), {"__module__": base.__module__})
 
 
-def _set_retry_options(task: type[IdempotentTask], retry: Retry) -> None:
-    """Set Celery's options on the class that it has made for a function; the class may already name the errors to retry."""
-    for option, value in _celery_options(retry).items():
-        if option not in {"autoretry_for", "dont_autoretry_for"} or not hasattr(task, option):
-            setattr(task, option, value)
-        elif option == "dont_autoretry_for" and retry.dead_on:
-            setattr(task, option, (*getattr(task, option), *retry.dead_on))
+def _set_retry_options(task: Any, retry: Retry) -> None:
+    """Set Celery's options, as closely as Celery can retry by `retry`, on the class that it has made for a function.
+
+    The class may already name the errors to retry.
+    """
+    policy = retry.over(inbox_options().retry)
+    base, cap = (math.ceil(delay.total_seconds()) for delay in (policy.base, policy.cap))
+    task.max_retries, task.default_retry_delay, task.retry_backoff_max = policy.max_attempts - 1, base, cap
+    task.retry_backoff = False if retry.backoff.factor == _CONSTANT else base
+    task.autoretry_for = getattr(task, "autoretry_for", (Exception,))
+    excepted = getattr(task, "dont_autoretry_for", (Reject,))
+    task.dont_autoretry_for = (*excepted, *retry.dead_on) if retry.dead_on else excepted
 
 
-def _refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
+def _refuse_impossible(name: str, retry: Retry, others: Iterable[str]) -> None:
     """Refuse a `retry` of the task `name` that Celery cannot apply, or that contradicts its `others`.
 
     Raises:
         TypeError: it is not a Retry.
         ValueError: its factor is neither 1 nor 2, it has `retry_on`, or one of `others` is an equivalent option of Celery.
     """
-    if not isinstance(retry, Retry):
-        require_value("retry", retry, Retry, "Retry(max_attempts=5)")
-        return
+    require_value("retry", retry, Retry, "Retry(max_attempts=5)")
     factor = retry.backoff.factor
     if factor not in {None, _CONSTANT, _DOUBLED}:
         raise ValueError(
@@ -224,21 +227,6 @@ def _refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
         )
     if equivalent := sorted(_EQUIVALENT & {*others}):
         raise ValueError(f"The task {name} has both retry= and {', '.join(equivalent)}, which conflict: remove one of them.")
-
-
-def _celery_options(retry: Retry) -> dict[str, Any]:
-    """The attributes of a task that Celery retries by `retry`, as closely as Celery can."""
-    policy = retry.over(inbox_options().retry)
-    base, cap = (math.ceil(delay.total_seconds()) for delay in (policy.base, policy.cap))
-    constant = retry.backoff.factor == _CONSTANT
-    return {
-        "autoretry_for": (Exception,),
-        "dont_autoretry_for": (Reject, *retry.dead_on),
-        "max_retries": policy.max_attempts - 1,
-        "default_retry_delay": base,
-        "retry_backoff": False if constant else base,
-        "retry_backoff_max": cap,
-    }
 
 
 def _with_base_of_app(task: type) -> type:

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import async_to_sync
@@ -79,16 +79,19 @@ def registering(
     kept = kept_name(name, renamed_from)
     _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
     require_start(start_from)
-    options: dict[str, Any] = {
-        "timeout": timeout,
-        "retry": retry or AS_THE_SETTINGS,
-        "ordered": _as_ordered(ordered),
-        "rate_limit": None if rate_limit is None else per_second("rate_limit", rate_limit),
-        "concurrency": concurrency,
-        "shed": shed,
-        "start_from": start_from,
+    make = partial(
+        Handler,
+        topics=tuple(topics),
+        using=using,
+        timeout=timeout,
+        retry=retry or AS_THE_SETTINGS,
+        ordered=_as_ordered(ordered),
+        rate_limit=None if rate_limit is None else per_second("rate_limit", rate_limit),
+        concurrency=concurrency,
+        shed=shed,
+        start_from=start_from,
         **more,
-    }
+    )
 
     def decorate(function: Function) -> Function:
         refuse_generator(function)
@@ -102,14 +105,7 @@ def registering(
         handler_name = kept or default_name(function)
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
-        handler = Handler(
-            name=handler_name,
-            topics=tuple(topics),
-            function=runnable,
-            biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id,
-            using=using,
-            **options,
-        )
+        handler = make(name=handler_name, function=runnable, biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id)
         if reason := why_contradictory(handler):
             raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
         registry.add(handler)
