@@ -123,20 +123,13 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             raise exc
         return super().retry(args, kwargs, exc, *further, **options)
 
-    def map(self, it: Any) -> NoReturn:
-        self._refuse_many_calls("map")
-
-    def starmap(self, it: Any) -> NoReturn:
-        self._refuse_many_calls("starmap")
-
-    def chunks(self, it: Any, n: int) -> NoReturn:
-        self._refuse_many_calls("chunks")
-
-    def _refuse_many_calls(self, method: str) -> NoReturn:
+    def _refuse_many_calls(self, *given: Any) -> NoReturn:
         raise NotCallable(
-            f"{self.name}.{method}() would call the function many times within one of Celery's own tasks, without "
-            "deduplication. Use a group of signatures: each has its own message."
+            f"map(), starmap() and chunks() of {self.name} would call the function many times within one of Celery's own "
+            "tasks, without deduplication. Use a group of signatures: each has its own message."
         )
+
+    map = starmap = chunks = _refuse_many_calls
 
 
 def idempotent_task(

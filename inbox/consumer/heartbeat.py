@@ -76,26 +76,23 @@ class Heartbeats:
         try:
             while not self._end:
                 drop_unusable_connections()
-                self._send(alias, writer)
+                activity = self._activity()
+                writer.send(
+                    monotonic(),
+                    done=activity.received + activity.ran,
+                    waits_for=activity.waits_for,
+                    facts={
+                        "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
+                        "received": activity.received,
+                        "ran": activity.ran,
+                    },
+                    broker_seconds=activity.broker_seconds,
+                )
                 self._end.wait(AFTER_FAILURE_SECONDS if writer.is_failing else HEARTBEAT_SECONDS)
             activity = self._activity()
             writer.close(received=activity.received, ran=activity.ran)
         finally:
             connections.close_all()
-
-    def _send(self, alias: str, writer: HeartbeatWriter) -> None:
-        activity = self._activity()
-        writer.send(
-            monotonic(),
-            done=activity.received + activity.ran,
-            waits_for=activity.waits_for,
-            facts={
-                "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
-                "received": activity.received,
-                "ran": activity.ran,
-            },
-            broker_seconds=activity.broker_seconds,
-        )
 
 
 class RunnerHeartbeats:
