@@ -145,7 +145,7 @@ class Supervision(SessionChanges):
     def __init__(self, handler: Handler) -> None:
         super().__init__()
         self._handler = handler
-        self._watched: list[tuple[list[Any], Any]] = []
+        self._open: Sequence[tuple[Any, int, int]] = ()
 
     def __enter__(self) -> None:
         handler = self._handler
@@ -155,48 +155,44 @@ class Supervision(SessionChanges):
                 cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
         self._open = _open_blocks()
         for connection, *_ in self._open:
-            watch = self._refuse_transaction_control if connection.alias == handler.using else self._warn_of_writes
-            connection.execute_wrappers.append(watch)
-            self._watched.append((connection.execute_wrappers, watch))
+            connection.execute_wrappers.append(self._watch)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for wrappers, watch in self._watched:
-            wrappers.remove(watch)
+        for connection, *_ in self._open:
+            connection.execute_wrappers.remove(self._watch)
         _close_left_open(self._open, error)
         if self.names and error is None:
             self.undo(self._handler.using)
 
-    def _refuse_transaction_control(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        connection = context["connection"]
+    def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        connection, handler = context["connection"], self._handler
         text = text_of(sql, connection)
-        if statement := controls_transaction(text, connection):
+        if connection.alias != handler.using:
+            self._warn_of_write(text, connection.alias)
+        elif statement := controls_transaction(text, connection):
             raise TransactionControl(
-                f"The handler {self._handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
+                f"The handler {handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         self.record(text, connection.alias)
-        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
+        if not metrics.LOCKING_SECONDS.is_attached or connection.alias != handler.using or not locks(text):
             return execute(sql, params, many, context)
         began_at = monotonic()
         try:
             return execute(sql, params, many, context)
         finally:
-            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, self._handler.name)
+            metrics.LOCKING_SECONDS.observe(monotonic() - began_at, handler.name)
 
-    def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        connection = context["connection"]
-        text = text_of(sql, connection)
-        write = self._handler.name, connection.alias
-        if writes(text) and write not in _reported:
-            _reported.add(write)
+    def _warn_of_write(self, text: str, alias: str) -> None:
+        handler = self._handler
+        if writes(text) and (handler.name, alias) not in _reported:
+            _reported.add((handler.name, alias))
             logger.warning(
                 "%s: the handler writes to the database %r, outside its transaction on %r. This write may happen twice, or "
                 "without the other effects. If it is the only effect, set using=%r. If not, publish a message on %r and write "
                 "in a handler of that message with using=%r. This is reported once.",
-                *(*write, self._handler.using, connection.alias, self._handler.using, connection.alias),
+                *(handler.name, alias, handler.using, alias, handler.using, alias),
             )
-        self.record(text, connection.alias)
-        return execute(sql, params, many, context)
 
 
 def is_inside_a_transaction(alias: str) -> bool:
