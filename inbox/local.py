@@ -19,7 +19,7 @@ from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingM
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
-from inbox.consumer.lanes import LOAD_BYTES
+from inbox.consumer.lanes import fitting
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
@@ -166,16 +166,9 @@ class LocalTransport(Transport):
 
 def _in_parts(messages: Sequence[OutgoingMessage]) -> Iterator[Sequence[OutgoingMessage]]:
     """Split the messages, in order, into parts for one statement each, by the size of their bodies."""
-    part: list[OutgoingMessage] = []
-    size = 0
-    for message in messages:
-        size += len(message.envelope.body)
-        if part and size > LOAD_BYTES:
-            yield part
-            part, size = [], len(message.envelope.body)
-        part.append(message)
-    if part:
-        yield part
+    while count := fitting(len(message.envelope.body) for message in messages):
+        yield messages[:count]
+        messages = messages[count:]
 
 
 def starts_on(alias: str, *, is_local: bool) -> "Starts | None":

@@ -3,7 +3,7 @@
 A lane knows how many its handler takes at a time: one message, a batch, a group commit, or all that are waiting.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -129,7 +129,7 @@ class Lane:
         """
         if self.seconds_left(now, hurry=hurry) > 0 or not self.slots.take():
             return []
-        most = _fitting(self._waiting, min(self._most, self._ready))
+        most = fitting(delivery.size for delivery in self._waiting[: min(self._most, self._ready)])
         if self._limiter is not None:
             most = self._limiter.take(most)
         if not most:
@@ -157,8 +157,8 @@ class Lane:
         """
         if not self._is_shedding or now < self._paused_until:
             return []
-        unchecked = self._waiting[self._checked :]
-        return self._remove(self._checked, _fitting(unchecked, min(CHECKED_AT_ONCE, len(unchecked))))
+        unchecked = self._waiting[self._checked : self._checked + CHECKED_AT_ONCE]
+        return self._remove(self._checked, fitting(delivery.size for delivery in unchecked))
 
     def put_checked(self, checked: list[Delivery]) -> None:
         """Put checked deliveries that are not dropped before the others."""
@@ -231,11 +231,12 @@ class Lane:
         return removed
 
 
-def _fitting(waiting: Sequence[Delivery], most: int) -> int:
-    """How many of the first `most` fit into one load: at least one, of any size."""
-    size = 0
-    for count, delivery in enumerate(waiting[:most]):
-        size += delivery.size
-        if count and size > LOAD_BYTES:
-            return count
-    return most
+def fitting(sizes: Iterable[int]) -> int:
+    """How many bodies of these sizes fit into one load: at least one, of any size."""
+    count = total = 0
+    for size in sizes:
+        total += size
+        if count and total > LOAD_BYTES:
+            break
+        count += 1
+    return count

@@ -7,6 +7,7 @@ import pytest
 from exactly_once.transport import OutgoingMessage
 from exactly_once.wire.envelope import Envelope
 from inbox import local
+from inbox.consumer import lanes
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from inbox import local
     ],
 )
 def test_parts_keep_the_order_and_are_bounded_by_bytes(sizes, parts, monkeypatch):
-    monkeypatch.setattr(local, "LOAD_BYTES", 10)
+    monkeypatch.setattr(lanes, "LOAD_BYTES", 10)
     messages = [
         OutgoingMessage(position=position, envelope=Envelope(id=str(position), topic="t", body=b"x" * size))
         for position, size in enumerate(sizes)
