@@ -94,13 +94,13 @@ class Reception:
             Unanswered: see `receive`; it includes the others.
         """
         handler = load[0].handler
-        shed: dict[str, list[Delivery]] = {}
+        shedder, shed = shedder_of(handler), defaultdict[str, list[Delivery]](list)
         to_handle: list[Delivery] = []
         for one in self._read_all(handler, load):
-            if reason := self._why_shed(handler, one.arrival):
-                shed.setdefault(reason, []).append(one)
-            else:
-                to_handle.append(one)
+            arrival, reason = one.arrival, ""
+            if shedder is not None and shedder.is_shedding and not (arrival.refused or arrival.unread):
+                reason = shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
+            (shed[reason] if reason else to_handle).append(one)
         self._run_all(handler, deque((some, partial(self._shed, reason)) for reason, some in shed.items()), to_handle)
         return to_handle
 
@@ -170,12 +170,6 @@ class Reception:
 
     def _shed(self, reason: str, part: list[Delivery]) -> list[Outcome]:
         return admit(part[0].handler, [one.arrival for one in part], self._options, shed=reason)
-
-    def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
-        shedder = shedder_of(handler)
-        if shedder is None or not shedder.is_shedding or arrival.refused or arrival.unread:
-            return ""
-        return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
     def _run_part(self, part: list[Delivery], run: _Run) -> bool:
         """Run a part and answer its deliveries. False: it must be run in smaller parts.
