@@ -100,20 +100,10 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
         self.run = run
 
-    def apply_async(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        task_id: str | None = None,
-        producer: Any = None,
-        link: Any = None,
-        link_error: Any = None,
-        shadow: str | None = None,
-        **options: Any,
-    ) -> Any:
+    def apply_async(self, *given: Any, **options: Any) -> Any:
         """Celery's method, with the time of the call as a header; retries keep the first time."""
         options["headers"] = {_SENT_AT: utcnow().isoformat(), **(options.get("headers") or {})}
-        return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+        return super().apply_async(*given, **options)
 
     def retry(self, args: Any = None, kwargs: Any = None, exc: Any = None, *further: Any, **options: Any) -> Any:
         """Celery's method, but a refusal is never retried, whatever `autoretry_for` says."""
