@@ -53,6 +53,9 @@ _OVERDUE = timedelta(seconds=0.2)
 _SWEEP_SECONDS = 1.0
 _SWEEPING_SHARE = 20
 """Sweeping and catching up each take at most one part in this many of the time (1/20)."""
+_SWEEPING_ALL_SHARE = 100
+"""The same for sweeps of all overdue messages. Such a sweep passes over the dead versions of all messages that were made ready
+since the last vacuum, and no message is made ready meanwhile."""
 
 
 class Timer:
@@ -83,8 +86,8 @@ class Timer:
         self._ask_for_lease_at = 0.0
         self._turns = Turns("timer", _UNEXPECTED, database=Outage("the database", log=database_log))
         self._unwritable = UnwritableRows(alias, "timer")
-        self._table = self._new_table()
-        self._load_at = self._sweep_at = self._may_catch_up_at = self._quiet_at = 0.0
+        self._forget()
+        self._load_at = self._sweep_at = self._sweep_all_at = self._may_catch_up_at = self._quiet_at = 0.0
         self._catch_up_at = math.inf
         self._room = 0
         self._ask_for_room_at = 0.0
@@ -102,7 +105,8 @@ class Timer:
                     self._was_rung()
         finally:
             self._watchdog.leave()
-            self._give_up_lease()
+            if self._lease is not None and self._holds:
+                self._lease.release()
             connections[self._alias].close()
 
     def _was_rung(self) -> None:
@@ -134,16 +138,9 @@ class Timer:
             self._ask_for_lease_at = now + (_RENEW_SECONDS if self._holds else _LEASE.total_seconds() / 3)
         return self._holds
 
-    def _give_up_lease(self) -> None:
-        if self._lease is not None and self._holds:
-            self._lease.release()
-
-    def _new_table(self) -> Timetable:
-        return Timetable(slots=self._options.WHEEL.SLOTS, tick=self._options.WHEEL.TICK.total_seconds(), now=monotonic())
-
     def _forget(self) -> None:
         """Discard the wheel; the next turn fills it again."""
-        self._table = self._new_table()
+        self._table = Timetable(slots=self._options.WHEEL.SLOTS, tick=self._options.WHEEL.TICK.total_seconds(), now=monotonic())
         self._load_at = self._sweep_at = 0.0
 
     def _load(self) -> None:
@@ -166,11 +163,17 @@ class Timer:
         self._may_catch_up_at = now + _SWEEPING_SHARE * (now - began_at)
 
     def _sweep(self) -> None:
-        """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step."""
+        """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step.
+
+        All of them, if that takes at most one part in `_SWEEPING_ALL_SHARE` of the time; otherwise mostly the recent ones.
+        """
         began_at = monotonic()
+        since = None if began_at >= self._sweep_all_at else self._options.horizon
         due_topics = {topic: Offset("", 0, 0) for topic in self._table.due_topics}
-        found = scheduling.upcoming(self._alias, due_topics, -_OVERDUE, OF_A_TOPIC)
+        found = scheduling.upcoming(self._alias, due_topics, -_OVERDUE, OF_A_TOPIC, since=since)
         now = monotonic()
+        if since is None:
+            self._sweep_all_at = now + _SWEEPING_ALL_SHARE * (now - began_at)
         self._table.take_overdue(found, now)
         is_quiet = self.bell.is_connected and now >= self._quiet_at
         every = self._options.poll_seconds(connected=True) if is_quiet else _SWEEP_SECONDS

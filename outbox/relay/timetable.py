@@ -87,7 +87,7 @@ class Timetable:
         self.take(found, now)
 
     def take(self, found: Iterable[Upcoming], now: float) -> None:
-        """Take the rows that are not held yet. Their seconds were computed before `now`, so none of them is early."""
+        """Take the rows that are not held yet."""
         newest = self._newest[-1][1]
         for one in found:
             newest = max(newest, one.position)
@@ -95,7 +95,7 @@ class Timetable:
                 self._topic_of[one.position] = one.topic
                 self._place_of[one.position] = one.place
                 self._in_hand[one.topic] += 1
-                self._put(one.position, now + one.seconds)
+                self._put(one.position, one.due)
         self._newest.append((now, newest))
         while self._newest[1][0] <= now - _IN_FLIGHT_SECONDS:
             self._newest.popleft()

@@ -68,8 +68,3 @@ class TimingWheel(Generic[Entry]):
             return None
         size = len(self._slots)
         return next(ticks for ticks in range(1, size + 1) if self._slots[(self._hand + ticks) % size])
-
-    def clear(self) -> None:
-        for slot in self._slots:
-            slot.clear()
-        self._slot_of.clear()

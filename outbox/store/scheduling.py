@@ -7,11 +7,12 @@ from the last to the first: the last row of each topic is live, the first ones m
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
@@ -30,6 +31,8 @@ _TOPICS = (
     f"UNION ALL SELECT (SELECT m.topic FROM {{live}} m WHERE {_SCHEDULED} AND m.topic < topics.topic {_LAST_FIRST}) "
     "FROM topics WHERE topics.topic IS NOT NULL) "
 )
+_TAKEN = "UNION ALL SELECT NULL, NULL, NULL, EXTRACT(epoch FROM clock_timestamp() - statement_timestamp())::float8, NULL"
+"""A last row without a position, on PostgreSQL: the seconds that the query has taken."""
 
 
 class Offset(NamedTuple):
@@ -44,27 +47,51 @@ class Upcoming(NamedTuple):
     """A scheduled message.
 
     Attributes:
-        seconds: until it is due by the database's clock; negative if it is overdue.
+        due: when it is due by the database's clock, as an instant of this process's monotonic clock: a moment late.
         place: where the database has stored this version of the row (`ctid`); "" on SQLite.
     """
 
     position: int
     topic: str
     at: str
-    seconds: float
+    due: float
     place: str
 
 
-def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
-    """The messages due `within` this time from now: of each topic those after its offset, or the first `each` without one."""
+def upcoming(
+    alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int, *, since: timedelta | None = None
+) -> list[Upcoming]:
+    """The messages due `within` this time from now: of each topic those after its offset, or the first `each` without one.
+
+    Args:
+        since: read those without an offset from this time ago; PostgreSQL passes over the dead versions of all earlier ones.
+    """
     connection = connections[alias]
-    if is_postgresql(connection):
-        return _upcoming(connection, offsets, within, each)
     with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            earliest = f"{now(connection)} - interval '{since.total_seconds()} seconds'" if since else "'-infinity'"
+            cursor.execute(
+                f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), "
+                f"{_seconds(connection)}, CAST(m.ctid AS text) FROM topics "
+                "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
+                f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
+                f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
+                f"AND (m.available_at, m.id) > (COALESCE(start.at, {earliest}), COALESCE(start.id, 0)) "
+                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(start.most, %s)"
+                f") m WHERE topics.topic IS NOT NULL {_TAKEN}",
+                [
+                    list(offsets),
+                    [offset.at or "-infinity" for offset in offsets.values()],
+                    array_of(offset.position for offset in offsets.values()),
+                    array_of(offset.limit for offset in offsets.values()),
+                    within.total_seconds(),
+                    each,
+                ],
+            )
+            return _fetched(cursor)
         cursor.execute(f"{_TOPICS.format(live=TABLE)} SELECT topic FROM topics WHERE topic IS NOT NULL")
-        topics = [topic for (topic,) in cursor.fetchall()]
         found: list[Upcoming] = []
-        for topic in topics:
+        for (topic,) in cursor.fetchall():
             at, position, limit = offsets.get(topic, Offset("", 0, each))
             cursor.execute(
                 f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m "
@@ -72,31 +99,8 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each:
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
                 [topic, at, position, within.total_seconds(), limit],
             )
-            found += map(Upcoming._make, cursor.fetchall())
+            found += _fetched(cursor)
     return found
-
-
-def _upcoming(connection: BaseDatabaseWrapper, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), "
-            f"{_seconds(connection)}, CAST(m.ctid AS text) FROM topics "
-            "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
-            f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
-            f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
-            "AND (m.available_at, m.id) > (COALESCE(start.at, '-infinity'), COALESCE(start.id, 0)) "
-            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(start.most, %s)) m "
-            "WHERE topics.topic IS NOT NULL",
-            [
-                list(offsets),
-                [offset.at or "-infinity" for offset in offsets.values()],
-                array_of(offset.position for offset in offsets.values()),
-                array_of(offset.limit for offset in offsets.values()),
-                within.total_seconds(),
-                each,
-            ],
-        )
-        return list(map(Upcoming._make, cursor.fetchall()))
 
 
 def newly_scheduled(
@@ -112,10 +116,10 @@ def newly_scheduled(
             f"SELECT * FROM ({message} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {now_after(connection)} "
             # In a CASE, as in `_is_due`: the missing ones are read by their positions.
             f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {message} WHERE m.id {among} "
-            f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END",
+            f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END {_TAKEN if is_postgresql(connection) else ''}",
             [within.total_seconds(), -since.total_seconds(), after, limit, positions, within.total_seconds()],
         )
-        return list(map(Upcoming._make, cursor.fetchall()))
+        return _fetched(cursor)
 
 
 def fire(alias: str, messages: Mapping[int, str], unwritable: UnwritableRows | None = None) -> set[int]:
@@ -163,8 +167,7 @@ def count_secondary_ready(alias: str, limit: int) -> int:
         secondary = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")
-        count: int = cursor.fetchone()[0]
-    return count
+        return int(cursor.fetchone()[0])
 
 
 def _is_due(connection: BaseDatabaseWrapper) -> str:
@@ -172,9 +175,16 @@ def _is_due(connection: BaseDatabaseWrapper) -> str:
     return f"CASE WHEN state = 'scheduled' THEN available_at <= {now(connection)} ELSE false END"
 
 
+def _fetched(cursor: Any) -> list[Upcoming]:
+    """The rows of a query. Reading and converting many of them takes long, and must not make all of them late."""
+    answered, rows = monotonic(), cursor.fetchall()
+    began_at = answered - sum(row[3] for row in rows if row[0] is None)
+    return [Upcoming(row[0], row[1], row[2], began_at + row[3], row[4]) for row in rows if row[0] is not None]
+
+
 def _seconds(connection: BaseDatabaseWrapper) -> str:
     """Seconds until a message is due. `-infinity` and text that is not an instant, on SQLite, count as overdue."""
     if is_postgresql(connection):
-        long_ago = f"{now(connection)} - interval '1 day'"
-        return f"CAST(EXTRACT(epoch FROM GREATEST(m.available_at, {long_ago}) - {now(connection)}) AS float8)"
+        at = now(connection)
+        return f"CAST(EXTRACT(epoch FROM GREATEST(m.available_at, {at} - interval '1 day') - {at}) AS float8)"
     return f"COALESCE((julianday(m.available_at) - julianday({now(connection)})) * 86400.0, -1.0)"

@@ -467,5 +467,4 @@ def _blames_a_destination(error: Exception) -> bool:
 
 def _code_of(error: Exception) -> int:
     """AMQP's reply code; 0 when the broker gave none."""
-    code: int | None = getattr(error, "code", None)
-    return code or 0
+    return int(getattr(error, "code", None) or 0)

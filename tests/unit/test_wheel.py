@@ -71,7 +71,7 @@ def test_the_timetable_forgets_topics_that_have_no_entries(monkeypatch):
     monkeypatch.setattr("outbox.relay.timetable._MANY_TOPICS", 10)
     table = Timetable(slots=8, tick=0.01, now=0.0)
     for number in range(100):
-        table.read_on([Upcoming(number, f"topic-{number}", "2026-01-01", 0.0, "")], now=float(number))
+        table.read_on([Upcoming(number, f"topic-{number}", "2026-01-01", float(number), "")], now=float(number))
         table.advance(float(number))
         table.fired(table.next_due(10), {number})
 

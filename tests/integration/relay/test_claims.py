@@ -766,6 +766,30 @@ class TestPinnedVacuumHorizon:
 
         assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
 
+    def pages_by_sweep(self, since):
+        """The pages read by each sweep of the timer. Before each, 500 more messages that were due a minute ago become ready."""
+        costs = []
+        for _ in range(20):
+            filled("scheduled", 500, due="now() - interval '1 minute'")
+            scheduled = OutboxMessage.objects.filter(state=State.SCHEDULED, available_at__lt=DatabaseTime())
+            scheduling.fire("default", dict.fromkeys(scheduled.values_list("pk", flat=True), ""))
+            sweep = partial(scheduling.upcoming, "default", {}, -timedelta(seconds=0.2), 500, since=since)
+            with transaction.atomic():
+                costs.append(sum(map(pages_of, measured(sweep))))
+        return costs
+
+    def test_pages_read_per_sweep_of_recent_messages_do_not_grow_with_those_made_ready(self, pinned):
+        filled("scheduled", 1, due="now() + interval '1 hour'")
+        costs = self.pages_by_sweep(timedelta(seconds=5))
+
+        assert median(costs[-5:]) < 1.5 * median(costs[5:10]), costs
+
+    def test_pages_read_per_sweep_of_all_messages_grow_with_those_made_ready(self, pinned):
+        filled("scheduled", 1, due="now() + interval '1 hour'")
+        costs = self.pages_by_sweep(None)
+
+        assert median(costs[-5:]) > 1.5 * median(costs[5:10]), costs
+
     @pytest.mark.parametrize("kind", ["prioritised", "delayed", "retried"])
     def test_pages_read_per_pass_grow_without_floors_with_the_number_of_messages(self, pinned, kind):
         costs = self.pages_by_pass(40, with_floors=False, write=getattr(self, kind))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from exactly_once.models import Lease
 from exactly_once.process.clock import monotonic
@@ -19,6 +19,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
 from outbox.states import State
+from outbox.store import scheduling
 from outbox.store.scheduling import Upcoming
 from tests.support.relaying import TOPIC, in_threads, published, quick, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -120,7 +121,7 @@ class TestScheduledMessages:
     def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
         cancelled, deferred, advanced, unchanged = messages = [published(delay=10 * SOON) for _ in range(4)]
-        timer._table.take([Upcoming(message.position, TOPIC, "", 3.0, "") for message in messages], monotonic())
+        timer._table.take([Upcoming(message.position, TOPIC, "", monotonic() + 3.0, "") for message in messages], monotonic())
         assert cancel(cancelled.id)
         assert reschedule(deferred.id, delay=HOUR)
         assert reschedule(advanced.id, delay=timedelta(seconds=0.01))
@@ -142,7 +143,7 @@ class TestScheduledMessages:
     def test_message_is_not_early_when_the_database_clock_steps_back(self):
         timer = a_timer()
         message = published(delay=SOON)
-        timer._table.take([Upcoming(message.position, TOPIC, "", 0.0, "")], monotonic())  # by its own clock it is due
+        timer._table.take([Upcoming(message.position, TOPIC, "", monotonic(), "")], monotonic())  # by its own clock it is due
 
         wait_until(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
@@ -150,7 +151,7 @@ class TestScheduledMessages:
     def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
         timer = a_timer()
         message = published(delay=HOUR)
-        timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0, "")], monotonic())
+        timer._table.take([Upcoming(message.position, TOPIC, "", monotonic() + 3600.0, "")], monotonic())
         set_columns(message, available_at=DatabaseTime(-HOUR))
         timer._sweep_at = 0.0
 
@@ -235,6 +236,46 @@ def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
     first._ask_for_lease_at = 0.0
     first._turn()
     assert not first._holds
+
+
+# SQLite reads within this process.
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: scheduling.upcoming("default", {}, 2 * HOUR, 10),
+        lambda: scheduling.newly_scheduled("default", 0, [], HOUR, 2 * HOUR, 10),
+    ],
+)
+def test_messages_that_are_read_slowly_are_not_late_by_that(read):
+    before = monotonic()
+    message = published(delay=HOUR)
+    after = monotonic()
+
+    def slowly(execute, sql, *rest):
+        return execute(sql.replace("SELECT m.id", "SELECT (SELECT m.id FROM pg_sleep(3))", 1), *rest)
+
+    with connection.execute_wrapper(slowly):
+        [found] = read()
+    assert monotonic() > after + 3
+    assert found.position == message.position
+    assert before <= found.due - HOUR.total_seconds() < after + 1
+
+
+# SQLite has no dead rows, so each of its sweeps reads all messages.
+def test_message_overdue_for_longer_than_the_horizon_waits_for_the_next_sweep_of_all_messages():
+    timer = a_timer()
+    timer._turn()
+    recent, old = published(delay=HOUR), published(delay=HOUR)
+    set_columns(recent, available_at=DatabaseTime(-timedelta(seconds=2)))
+    set_columns(old, available_at=DatabaseTime(-HOUR))
+    timer._load_at = timer._sweep_all_at = math.inf
+    timer._sweep_at = 0.0
+    timer._turn()
+    assert (state_of(recent), state_of(old)) == (State.READY, State.SCHEDULED)
+
+    timer._sweep_at = timer._sweep_all_at = 0.0
+    timer._turn()
+    assert is_ready(old)
 
 
 # SQLite locks no rows.
