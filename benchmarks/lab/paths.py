@@ -25,7 +25,7 @@ from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
 from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery
-from inbox.consumer.reception import Reception, envelope_of
+from inbox.consumer.reception import Answers, Reception, envelope_of
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -106,9 +106,9 @@ class _Handled:
         """Leave no row behind, which a consumer of this database would count."""
         InboxMessage.objects.filter(handler=self.handler.name).delete()
 
-    def _answer(self, delivery: object, outcome: Outcome) -> None:
-        if outcome not in {Outcome.HANDLED, Outcome.STORED}:
-            raise AssertionError(f"the outcome of a delivery is {outcome}")
+    def _answer(self, answers: Answers) -> None:
+        if outcomes := {outcome for _, outcome in answers} - {Outcome.HANDLED, Outcome.STORED}:
+            raise AssertionError(f"the outcomes of deliveries are {outcomes}")
 
     def _delivery(self) -> Any:
         envelope = Envelope(

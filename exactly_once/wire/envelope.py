@@ -12,8 +12,9 @@ import base64
 import binascii
 import json
 import math
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
@@ -158,18 +159,15 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         routing_key: the topic of a message without a CloudEvents type.
     """
     attributes, own_headers = _divided(headers)
-    otherwise = {
-        "id": properties.get("message_id"),
-        "type": routing_key,
-        "time": properties.get("timestamp"),
-        "correlationid": properties.get("correlation_id"),
-    }
-    for name, value in otherwise.items():
-        if (given := attributes.get(name)) is None or not str(given).strip():
-            attributes[name] = value
     content_type = str(properties.get("content_type") or JSON)
     fields = {"content_type": content_type if fits(content_type) else fit(content_type), "body": body, "headers": own_headers}
-    return _described(attributes, fields)
+    otherwise = [
+        ("id", properties.get("message_id")),
+        ("type", routing_key),
+        ("time", properties.get("timestamp")),
+        ("correlationid", properties.get("correlation_id")),
+    ]
+    return _described([*otherwise, *attributes.items()], fields)
 
 
 def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
@@ -187,7 +185,7 @@ def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
     headers = {name: value for name, value in envelope.headers.items() if name != COMPRESSION}
     content_type = fit(str(event.get("datacontenttype") or JSON))
     fields = {**envelope._asdict(), "body": _data(event), "content_type": content_type, "headers": headers}
-    return _described(event, fields)
+    return _described(event.items(), fields)
 
 
 def is_structured(envelope: Envelope) -> bool:
@@ -220,22 +218,26 @@ _FIELDS = {
 }
 """By attribute, the field of an `Envelope`."""
 _INSTANTS = ("time", "deliverat")
+_REPLAY = "replay"
+_ATTRIBUTES = {f"{_COLON}{name}": name for name in (*_FIELDS, "specversion", _REPLAY)}
+"""By header, the attribute."""
+_is_name = re.compile(rf"[ -~]{{,{NAME_LENGTH - 1}}}[!-~]").fullmatch
+"""As `fits`, and not blank."""
 
 
-def _described(attributes: Mapping[str, Any], otherwise: Mapping[str, Any]) -> Envelope:
-    """The envelope that the attributes describe; `otherwise` has its other fields, also those of blank attributes."""
+def _described(attributes: Iterable[tuple[str, Any]], otherwise: Mapping[str, Any]) -> Envelope:
+    """The envelope that the attributes describe; the last one of a name that is not blank counts. `otherwise` has its other
+    fields, also those of blank attributes.
+    """
     fields = {"id": "", "topic": "", **otherwise}
-    for name, field in _FIELDS.items():
-        value = attributes.get(name)
-        if value is None or not str(value).strip():
-            continue
-        if name in _INSTANTS:
-            fields[field] = _parse_time(value)
-        else:
-            text = str(value)
-            fields[field] = text if fits(text) else fit(text)
-    if attributes.get("replay"):
-        fields["replayed"] = True
+    for name, value in attributes:
+        if (field := _FIELDS.get(name)) is None:
+            if name == _REPLAY and value:
+                fields["replayed"] = True
+        elif name not in _INSTANTS and type(value) is str and _is_name(value):
+            fields[field] = value
+        elif value is not None and str(value).strip():
+            fields[field] = _parse_time(value) if name in _INSTANTS else fit(str(value))
     return Envelope(**fields)
 
 
@@ -248,7 +250,9 @@ def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Head
     own: dict[str, HeaderValue] = {}
     for given, value in headers.items():
         name = str(given)
-        if name.startswith((_COLON, _UNDERSCORE)):
+        if name in _ATTRIBUTES:
+            attributes[_ATTRIBUTES[name]] = value
+        elif name.startswith((_COLON, _UNDERSCORE)):
             attribute = name[len(_COLON) :]
             attributes[attribute] = headers.get(_COLON + attribute, value)
         elif not name.startswith(_BY_BROKER):

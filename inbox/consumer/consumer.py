@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import kombu
 from amqp.exceptions import ChannelError
@@ -37,7 +37,7 @@ from inbox.consumer.channels import Acks, receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Pool
-from inbox.consumer.reception import Reception
+from inbox.consumer.reception import Answers, Reception
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import Policies, Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
@@ -63,8 +63,7 @@ _MOST_NAMES = 20
 _NOT_RECEIVED = "Until then no message is received for it."
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Acknowledge a delivery, or run it `again`; not before `at` (monotonic)."""
 
     delivery: Delivery
@@ -115,7 +114,7 @@ class Consumer:
         self._round_trip: float | None = None
         self._open: dict[Acks, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
-        self._reception = Reception(options, self._runner, self._put_answer)
+        self._reception = Reception(options, self._runner, self._put_answers)
         self._pool = Pool(
             self._runner,
             size=options.CONCURRENCY,
@@ -346,16 +345,18 @@ class Consumer:
     def _unanswered(self) -> int:
         return sum(map(len, self._open))
 
-    def _put_answer(self, delivery: Delivery, received: Outcome) -> None:
+    def _put_answers(self, answers: Answers) -> None:
         """Called by the workers. A delivery without an answer stays here, because the broker counts each redelivery."""
-        delay = 0.0
-        if received is Outcome.DEFERRED:
-            delay = _DEFERRED_SECONDS
-        elif received is Outcome.UNSTORED:
-            shortest, longest = _UNSTORED_SECONDS
-            # As long as it has been here: the delay doubles.
-            delay = min(max(monotonic() - delivery.at, shortest), longest)
-        self._answers.append(Answer(delivery, again=delay > 0, at=monotonic() + delay))
+        now = monotonic()
+        for delivery, received in answers:
+            delay = 0.0
+            if received is Outcome.DEFERRED:
+                delay = _DEFERRED_SECONDS
+            elif received is Outcome.UNSTORED:
+                shortest, longest = _UNSTORED_SECONDS
+                # As long as it has been here: the delay doubles.
+                delay = min(max(now - delivery.at, shortest), longest)
+            self._answers.append(Answer(delivery, again=delay > 0, at=now + delay))
         # Not for each answer: the connection's thread takes several at its next tick, or when a worker is idle.
         if len(self._answers) >= _WAKE_UP_ANSWERS:
             self._answered.ring()

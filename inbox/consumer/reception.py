@@ -41,6 +41,7 @@ _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} tha
 _TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
 _UNREADABLE_SECONDS = 1.0
+Answers = Sequence[tuple[Delivery, Outcome]]
 _Run = Callable[[list[Delivery]], list[Outcome] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 
@@ -50,10 +51,10 @@ class Reception:
 
     Args:
         runner: runs the messages that are stored here, and shares the record of databases that cannot store.
-        answer: records the outcome of a delivery.
+        answer: records the outcomes of deliveries.
     """
 
-    def __init__(self, options: InboxOptions, runner: Runner, answer: Callable[[Delivery, Outcome], None]) -> None:
+    def __init__(self, options: InboxOptions, runner: Runner, answer: Callable[[Answers], None]) -> None:
         self._options = options
         self._runner = runner
         self._answer = answer
@@ -187,11 +188,12 @@ class Reception:
         with self._counting:
             self.received.update(outcomes)
         _time(part, outcomes)
-        for one, received in zip(part, outcomes, strict=True):
-            if handler.ordered and received is Outcome.STORED:
+        for one, received in zip(part, outcomes, strict=True) if handler.ordered else ():
+            if received is Outcome.STORED:
                 self._check_order(one)
-            if not one.is_acknowledged:
-                self._answer(one, received)
+        # Under a lease, a delivery is alone.
+        if not part[0].is_acknowledged:
+            self._answer(list(zip(part, outcomes, strict=True)))
         return True
 
     def _run(self, part: list[Delivery], run: _Run) -> list[Outcome] | None:
@@ -245,7 +247,7 @@ class Reception:
     def _acknowledge(self, one: Delivery) -> None:
         """Acknowledge before the handler has ended."""
         one.is_acknowledged = True
-        self._answer(one, Outcome.STORED)
+        self._answer([(one, Outcome.STORED)])
 
     def _deferred(self, one: Delivery) -> Outcome:
         """Store a delivery whose concurrent duplicate is being handled. If that fails, it is tried again shortly."""
@@ -295,7 +297,7 @@ class Reception:
             )
         with self._counting:
             self.received[Outcome.UNSTORED] += 1
-        self._answer(delivery, Outcome.UNSTORED)
+        self._answer([(delivery, Outcome.UNSTORED)])
         return True
 
     def _unanswered(self, handler: Handler, left: Iterable[Delivery], outage: DatabaseUnavailable) -> Unanswered:

@@ -279,6 +279,7 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
     if not biz_id:
         biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
     return NewRow(
+        *carried_of(envelope),
         handler=handler.name,
         topic=envelope.topic if envelope.topic in handler.topics else handler.topics[0],
         biz_id=biz_id,
@@ -288,7 +289,6 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         headers=headers_as_json(envelope.headers),
         replayed=envelope.replayed,
         redelivered=redelivered,
-        **dict(zip(CARRIED, carried_of(envelope), strict=True)),
     )
 
 

@@ -1,8 +1,9 @@
 """Inserting messages: the columns of a row, and the one statement that inserts receipts and the messages of new ones.
 
-On PostgreSQL a load of any size is one statement with the same text, so it is prepared: the rows are one JSON document, because
-a parameter for each value would cost more than the INSERT, and their bodies one array. The fast path has a single row and gives
-its values as parameters. SQLite saves no round trips and gets one statement for each row.
+On PostgreSQL a load of any size is one statement with the same text, so it is prepared. A parameter for each value would cost
+more than the INSERT, so each column is one text, split by the statement; the bodies are one array, and what differs from a
+default is one JSON document. The fast path has a single row and gives its values as parameters. SQLite saves no round trips and
+gets one statement for each row.
 
 The rows are numbered in the order in which they are given. Rows that exist already are left out.
 """
@@ -10,10 +11,11 @@ The rows are numbered in the order in which they are given. Rows that exist alre
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
 
 from django.db import connections, transaction
 
@@ -69,15 +71,11 @@ class Insertion(NamedTuple):
 _OPTIONAL = {name: hint.__metadata__ for name, hint in get_type_hints(Values, include_extras=True).items()}
 """Type and default of each of the `Values`. A source gives NULL for the default."""
 _TEXTS = [column for column in COLUMNS if column != "body"]
-_texts_of = attrgetter(*_TEXTS)
 _NOT_STORED = {"leads", "due_after", "attempt"}
-_DOCUMENT = {
-    **{column: "text" if COLUMNS[column] == "jsonb" else COLUMNS[column] for column in _TEXTS},
-    "state": "varchar",
-    **{column: kind for column, (kind, _) in _OPTIONAL.items()},
-    "entry": "text",
-}
-"""The values of a row in a JSON document: all but the body, with PostgreSQL's types; and the reason in its trail entry."""
+_DOCUMENT = {"state": "varchar", **{column: kind for column, (kind, _) in _OPTIONAL.items()}, "entry": "text"}
+"""The values of a row in a JSON document, with PostgreSQL's types: what `Values` says, and the reason in its trail entry."""
+_SEPARATOR = "\x1f"
+"""Between the values of a column. A name has no control characters, and JSON escapes them."""
 
 
 def _inserted_with(column: str) -> str:
@@ -114,7 +112,7 @@ _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id"
 _PRECEDES = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
 _BECAME = (
     f"CASE WHEN COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({_PRECEDES}) THEN 'received' "
-    "ELSE source.state END AS became"
+    "ELSE source.state END"
 )
 
 
@@ -124,40 +122,52 @@ def _values_of_one(given: Mapping[str, str]) -> str:
     return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
 
 
-_LONGEST_WAIT = "coalesce($1, current_setting('lock_timeout'))"
-# One round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout. The aggregates ensure
-# that all receipts are inserted before that. A row is returned also if none is inserted. Receipts are numbered before they are
-# inserted, so that of two copies only the first has the id of a receipt.
-_MANY_TEXT = (
-    f"{BOUND.replace('%s', _LONGEST_WAIT)}, "
-    "source AS (SELECT * FROM ROWS FROM (json_to_recordset($2) AS "
-    f"({', '.join(f'{column} {kind}' for column, kind in _DOCUMENT.items())}), unnest($3)) "
-    f"WITH ORDINALITY AS source({', '.join(_DOCUMENT)}, body, number)), "
-    f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {_BECAME} "
-    "FROM (SELECT * FROM source ORDER BY number) AS source), "
-    f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
-    f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
-    "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
-    f"message AS ({_insert('postgresql', 'new AS given')})%s "
-    f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
-    "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
-    "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
-)
+_LOAD_TYPES = [*["text"] * (2 + len(_TEXTS)), "bytea[]", "json", "text"]
+_BODIES, _DOCUMENTS, _PROCESS = (f"${len(_TEXTS) + number}" for number in (3, 4, 5))
+_SOURCE = ", ".join(f"unnest(string_to_array(${number}, $2))" for number, _ in enumerate(_TEXTS, 3))
+_SOURCE += f", unnest({_BODIES}), json_to_recordset({_DOCUMENTS}) AS ({', '.join(map(' '.join, _DOCUMENT.items()))})"
+# A single empty text is split into nothing, and therefore NULL. A missing instant is Python's None.
+_READ = {column: f"coalesce({column}, '')" for column in _TEXTS} | {"created_at": "nullif(created_at, 'None')::timestamptz"}
 _ENTRIES = (
-    f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), $4, entry FROM new "
+    f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), {_PROCESS}, entry FROM new "
     "WHERE entry IS NOT NULL)"
 )
-_TYPES_OF_MANY = ["text", "json", "bytea[]"]
-# They read the table, which a load may fill: see PreparedStatement.
-_MANY = PreparedStatement("inbox_insert", _TYPES_OF_MANY, _MANY_TEXT % "", most_runs=PLANNED_SINGLY)
-_MANY_RECORDED = PreparedStatement(
-    "inbox_insert_recorded", [*_TYPES_OF_MANY, "text"], _MANY_TEXT % _ENTRIES, most_runs=PLANNED_SINGLY
-)
+
+
+def _many(became: str, entries: str = "") -> str:
+    """Insert a load in one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
+
+    The aggregates ensure that all receipts are inserted before that. A row is returned also if none is inserted. Receipts are
+    numbered before they are inserted, so that of two copies only the first has the id of a receipt.
+
+    Args:
+        became: the state that a row gets.
+        entries: writes the entries of the trail.
+    """
+    return BOUND.replace("%s", "coalesce($1, current_setting('lock_timeout'))") + (
+        f", source AS (SELECT {', '.join(f'{value} AS {column}' for column, value in _READ.items())}, "
+        f"body, {', '.join(_DOCUMENT)}, number "
+        f"FROM ROWS FROM ({_SOURCE}) WITH ORDINALITY AS source({', '.join([*COLUMNS, *_DOCUMENT])}, number)), "
+        f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {became} AS became "
+        "FROM (SELECT * FROM source ORDER BY number) AS source), "
+        f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
+        f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
+        "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
+        f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
+        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
+        "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
+        "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
+    )
+
+
+_MANY = PreparedStatement("inbox_insert", _LOAD_TYPES, _many("source.state"))
+# These read the table, which a load may fill: see PreparedStatement.
+_MANY_ORDERED = PreparedStatement("inbox_insert_ordered", _LOAD_TYPES, _many(_BECAME), most_runs=PLANNED_SINGLY)
+_MANY_RECORDED = PreparedStatement("inbox_insert_recorded", _LOAD_TYPES, _many(_BECAME, _ENTRIES), most_runs=PLANNED_SINGLY)
 _RECEIPT_ON_SQLITE = f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, {NOW['sqlite']}) {_ONCE}"
 _GIVEN_ON_SQLITE = dict.fromkeys(["id", *COLUMNS, "state", *_OPTIONAL], "%s")
-_MESSAGE_ON_SQLITE = (
-    _insert("sqlite", f"(SELECT source.*, {_BECAME} FROM {_values_of_one(_GIVEN_ON_SQLITE)}) AS given") + " RETURNING state"
-)
+_GIVEN_ALONE = f"(SELECT source.*, {_BECAME} AS became FROM {_values_of_one(_GIVEN_ON_SQLITE)}) AS given"
+_MESSAGE_ON_SQLITE = f"{_insert('sqlite', _GIVEN_ALONE)} RETURNING state"
 _copied_of = attrgetter(*_COPIED.split(", "))
 _ONE_ROW = dict.fromkeys(("attempts", "fence", "due_after", "result")).keys()
 """The `Values` that the statement for a single row takes."""
@@ -213,10 +223,13 @@ def insert_many(
             given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
             ((pk, transaction_id, _),) = _ONE.execute(connection, given).rows
             return ({}, "") if pk is None else ({row.biz_id: (int(pk), state)}, transaction_id)
-        documents = [_document(insertion, entries.get(index)) for index, insertion in enumerate(insertions)]
-        bodies = [insertion.row.body for insertion in insertions]
-        given = [bound, json.dumps(documents, default=datetime.isoformat), bodies, *([this_process()] if entries else [])]
-        ((ids, biz_ids, states, transaction_id, _),) = run(_MANY_RECORDED if entries else _MANY, connection, given)
+        *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
+        texts = [*names, [*map(str, created)]]
+        mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR
+        documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
+        given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
+        statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in values else _MANY
+        ((ids, biz_ids, states, transaction_id, _),) = run(statement, connection, given)
     return dict(zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 
@@ -244,9 +257,3 @@ def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
         if is_every or (reason and values.get("error_class") != DEFERRED):
             entries[index] = reason
     return entries
-
-
-def _document(insertion: Insertion, entry: str | None) -> dict[str, Any]:
-    """The row in the JSON document, without its body."""
-    row, state, values = insertion
-    return {**dict(zip(_TEXTS, _texts_of(row), strict=True)), "state": state, "entry": entry, **values}

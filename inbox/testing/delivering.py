@@ -12,7 +12,7 @@ from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
 from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import Delivery, Unanswered, size_of
-from inbox.consumer.reception import Reception
+from inbox.consumer.reception import Answers, Reception
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -109,11 +109,12 @@ def receive(
     }
     left: dict[Outcome, list[Message]] = {Outcome.DEFERRED: [], Outcome.UNSTORED: []}
 
-    def answer(delivery: Delivery, received: Outcome) -> None:
-        if received in left:
-            left[received].append(deliveries[delivery])
-        else:
-            acknowledged()
+    def answer(answers: Answers) -> None:
+        for delivery, received in answers:
+            if received in left:
+                left[received].append(deliveries[delivery])
+            else:
+                acknowledged()
 
     try:
         Reception(inbox_options(), Runner(inbox_options()), answer).receive([*deliveries])

@@ -29,9 +29,12 @@ def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
 def receive_load(load, given=OPTIONS, *, by=Reception.receive):
     """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
     answers = {}
-    reception = Reception(
-        given, Runner(given), lambda delivery, received: answers.setdefault(id(delivery), []).append(received)
-    )
+
+    def answer(outcomes):
+        for delivery, received in outcomes:
+            answers.setdefault(id(delivery), []).append(received)
+
+    reception = Reception(given, Runner(given), answer)
     by(reception, load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"
     assert sum(reception.received.values()) == len(answers)

@@ -462,7 +462,7 @@ MUTATIONS = {
     "dead does not block its key": (
         BLOCK,
         lambda patch: (
-            change(patch, inserting, "_MANY", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, inserting, "_MANY_ORDERED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, inserting, "_MANY_RECORDED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, ordering, "_PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, ordering, "_CLAIM_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),

@@ -188,7 +188,7 @@ class TestAWrongInbox:
     def test_acknowledgement_before_the_commit_loses_the_effect(self, handles, monkeypatch):
         def receive_too_late(reception, load):
             for delivery in load:
-                reception._answer(delivery, Outcome.HANDLED)
+                reception._answer([(delivery, Outcome.HANDLED)])
             receive(reception, load)
 
         receive = Reception.receive
