@@ -30,13 +30,13 @@ UNTIMED = 500
 """Effects that are committed before the clock starts."""
 
 REMEMBERED = 20_000
-"""Messages that were handled over the last month."""
+"""Messages that were handled over the last six days. Housekeeping would delete older ones while the clock runs."""
 
 HISTORY = """
 WITH past AS (
     SELECT nextval('inbox_receipt_id_seq') AS id, %(past)s || n AS biz_id, 'customer-' || n %% 1000 AS key,
         gen_random_uuid() AS message_id, encode(sha256(%(body)s), 'hex') AS digest,
-        now() - (%(count)s - n) * interval '2 minutes' AS at
+        now() - (%(count)s - n) * interval '25 seconds' AS at
     FROM generate_series(1, %(count)s) n
 ), receipts AS (
     INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at)
