@@ -41,6 +41,11 @@ _SELDOM_AT_MOST = 5
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
 
+_KEEPING_PLANS = {"enable_seqscan": "off", "enable_sort": "off", "jit": "off", "plan_cache_mode": "force_generic_plan"}
+KEEP_PLANS = ", ".join(f"set_config('{name}', '{value}', true)" for name, value in _KEEPING_PLANS.items())
+"""To be selected, for the transaction. The plans of its prepared statements are kept, and are right whatever the size of the
+table, if only one index has the rows in the order that a statement wants: neither a sequential scan nor a sort replaces it."""
+
 
 class StatementLost(OperationalError):
     """The prepared statements of this connection differ from those recorded. The transaction has failed; run it again."""
@@ -158,16 +163,16 @@ class PreparedStatement:
                 _raise_if_lost(error, [self], at_hand)
                 raise
 
-    def execute_and_fetch(
+    def commit_and_fetch(
         self,
         connection: BaseDatabaseWrapper,
         parameters: Sequence[Any],
         following: PreparedStatement,
         its_parameters: Sequence[Any],
-    ) -> tuple[int, list[tuple[Any, ...]]]:
-        """Run it, then `following`, in one round trip: the number of rows that it wrote, and what `following` returns."""
-        written, found = _run(connection, [(self, parameters), (following, its_parameters)])
-        return written.command_tuples or 0, _rows_of(connection, found)
+    ) -> list[tuple[Any, ...]]:
+        """As `execute_and_commit`, with a second statement before the commit: what `following` returns."""
+        _, found = _run(connection, [(self, parameters), (following, its_parameters)], commit=True)
+        return _rows_of(connection, found)
 
     def _prepared(self, raw: Any, at_hand: _AtHand, parameters: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of libpq for one more run; prepare it if necessary."""

@@ -61,6 +61,7 @@ class Pool:
         self._lanes = list(lanes)
         self._runner = runner
         runner.on_ring = self._wake
+        runner.keeps_others_waiting = self._keeps_others_waiting
         self._reception: Any = reception  # without one there are no lanes
         self._on_idle = on_idle
         self._changed = threading.Condition()
@@ -205,6 +206,12 @@ class Pool:
         """May a thread have a load of this handler in hand? Once the handler is paused, no thread takes another one."""
         with self._changed:
             return self._storing.is_alive() or any(one.load[0].handler is handler for one in self._running.values())
+
+    def _keeps_others_waiting(self, handler: Handler) -> bool:
+        """Are there deliveries that should be received before more stored messages of this handler are run?"""
+        # Those of an ordered handler are stored behind the messages that are stored.
+        lanes = [lane for lane in self._lanes if lane and not (handler.ordered and lane.handler is handler)]
+        return any(not self._runner.is_paused(lane.handler) for lane in lanes)
 
     def _wake(self) -> None:
         with self._changed:

@@ -26,7 +26,7 @@ from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.operators.renaming import Unattended
 from inbox.outcome import Outcome
-from inbox.receiving.outages import Outages, make_refunds
+from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
@@ -108,6 +108,7 @@ class Runner:
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
         self.on_ring: Callable[[], object] = _do_nothing
+        self.keeps_others_waiting: Callable[[Handler], bool] = lambda handler: False
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -269,11 +270,16 @@ class Runner:
             slots.leave()
 
     def _run_with_successors(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run the message, then for a short time its successors in the order of its key. Each saves a search and a commit."""
+        """Run the message, then for a short time its successors. Each saves a search and a commit."""
         ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
+
+        def in_turn() -> list[str] | None:
+            if monotonic() >= until or self.stop or self.is_paused(handler):
+                return None
+            return [] if self.keeps_others_waiting(handler) else [*self._ready_beside(handler), handler.name]
+
         while True:
-            more = handler.rate_limit is None and monotonic() < until and not (self.stop or self.is_paused(handler))
-            successor = Successor(self._options.REDELIVERY_AFTER) if more else None
+            successor = Successor(self._options.REDELIVERY_AFTER, in_turn) if handler.rate_limit is None else None
             became = run_stored(handler, stored, self._options, successor)
             ran += 1
             if successor is None or successor.message is None or became is not Outcome.HANDLED:
@@ -281,8 +287,18 @@ class Runner:
             stored = successor.message
             if self.stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
-                committed(handler.using, claims.give_back, stored)
+                refund_later(handler.using, claims.give_back, stored)
+                make_refunds(handler.using)
                 return ran
+
+    def _ready_beside(self, handler: Handler) -> list[str]:
+        """The other handlers of its database that may run a stored message now."""
+        others = [one for one in self._handlers() if one.using == handler.using and not one.pulled and one.name != handler.name]
+        return [
+            one.name
+            for one in others
+            if slots_of(one).is_free and not ((limiter := limiter_of(one)) and limiter.wait_seconds() > _SHORTEST_POLL_SECONDS)
+        ]
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""

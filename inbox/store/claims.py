@@ -18,8 +18,8 @@ from django.db.models import F, Q
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import DatabaseTime, now_after
-from exactly_once.sql.prepared_statements import PreparedStatement
+from exactly_once.sql.now import NOW_AFTER, DatabaseTime
+from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
@@ -39,7 +39,7 @@ from inbox.store.dialect import (
     run,
 )
 from inbox.store.failures import ABANDON_AS, as_written, fail
-from inbox.store.ordering import deciding, order_to_promote, promote_behind, run_lock
+from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
 from inbox.store.rows import (
     ABANDONED,
     COLUMNS,
@@ -66,6 +66,19 @@ _COLUMNS = columns_of("m")
 _SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
 
+def _claim(name: str, also: str = "") -> PreparedStatement:
+    # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
+    return PreparedStatement(
+        name,
+        ["json", "float8"],
+        f"WITH due AS MATERIALIZED ({due.first_due('postgresql', also).replace('%s', '$1')}) "
+        f"{due.CLAIM.format(after=NOW_AFTER['postgresql'] % '$2')} FROM due WHERE m.id = due.id AND m.{IS_OPEN} "
+        f"RETURNING {_COLUMNS}",
+    )
+
+
+_CLAIM = _claim("inbox_claim")
+_CLAIM_UNQUARANTINED = _claim("inbox_claim_unquarantined", due.NOT_QUARANTINED)
 # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
 _BEGIN = PreparedStatement(
     "inbox_begin_stored",
@@ -97,21 +110,20 @@ def claim_due(
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection.vendor, quarantined=quarantined), json.dumps([*handlers])
-    written = f"attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)}"
-    lasts = redelivery_after.total_seconds()
+    wanted, lasts = json.dumps([*handlers]), redelivery_after.total_seconds()
     if is_postgresql(connection):
-        # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        sql = (
-            f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due "
-            f"WHERE m.id = due.id AND m.{IS_OPEN} RETURNING {_COLUMNS}"
-        )
-        claimed = next((message_of(alias, row) for row in fetch(connection, sql, [wanted, lasts])), None)
+        statement = _CLAIM if quarantined else _CLAIM_UNQUARANTINED
+        if is_usable(connection) and not connection.in_atomic_block:
+            rows = statement.fetch_after(connection, f"SELECT {KEEP_PLANS}", [wanted, str(lasts)])
+        else:
+            rows = fetch(connection, *statement.as_text([wanted, lasts]))
+        claimed = next((message_of(alias, row) for row in rows), None)
     # An UPDATE of no row would still take the write lock.
     elif not due.due_handlers(alias, handlers):
         return None
     else:
-        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+        found = due.first_due("sqlite", "" if quarantined else due.NOT_QUARANTINED)
+        sql = f"{due.CLAIM.format(after=NOW_AFTER['sqlite'])} WHERE id = ({found}) RETURNING *"
         claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, wanted])), None)
     if claimed is not None and claimed.stopping:
         # It exempts this attempt from the crash quarantine, and not the next.
@@ -153,7 +165,11 @@ def begin_stored(
     proof, ordered, isolation, has_run_lock = found
     if not has_run_lock:
         raise KeyBusy
-    order = order_to_promote(alias, exclusive_key, isolation) if exclusive_key is not None and ordered else None
+    order = exclusive_key if ordered else None
+    if not sees_every_commit(isolation):
+        if order is not None:
+            promote_after_commit(alias, order)
+        order = successor = None
     return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state, begun=(0,))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
 
 from django.db import connections
 
@@ -31,7 +30,7 @@ MOST_COUNTED = 1_000
 _TRIED, _LAST_TRIED = 16, 4
 """Rows of runs longer than `REDELIVERY_AFTER` are locked and due longest: at most one for each worker of all processes."""
 _FOLLOWING = f"OFFSET {_TRIED} + {_TRIED} * floor(random() * 16)::int"
-_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
+NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
@@ -49,17 +48,20 @@ _UNPAUSED = {
 """`_WANTED` without the handlers that an operator has paused."""
 
 
-@cache
-def first_due(vendor: str, *, quarantined: bool) -> str:
+CLAIM = f"UPDATE {TABLE} AS m SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {{after}}"
+"""Of rows that `first_due` has locked. Unless it ends before, the attempt is due again then."""
+
+
+def first_due(vendor: str, also: str = "") -> str:
     """A query for the id of one due message: the one due longest, of the first handler that has any.
 
     Its parameter is the handlers, a JSON array. Paused handlers are left out. On PostgreSQL the row is locked, and a few rows
     that other transactions have locked are skipped.
 
     Args:
-        quarantined: also messages whose last attempt began and never ended.
+        also: a further condition.
     """
-    also, wanted = "" if quarantined else _NOT_QUARANTINED, _UNPAUSED[vendor]
+    wanted = _UNPAUSED[vendor]
     if vendor != "postgresql":
         return f"SELECT id FROM (SELECT ({_longest_due(vendor, also)}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
     first = _longest_due(vendor, also, most=_TRIED)

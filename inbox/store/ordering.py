@@ -20,6 +20,7 @@ that, the key makes no progress until `release_stuck` finds it.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +32,12 @@ from django.db import connections, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import NOW_AFTER
-from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
+from exactly_once.sql.now import NOW, NOW_AFTER
+from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, message_of, run
+from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, run
+from inbox.store.due import CLAIM, first_due
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 
@@ -46,9 +48,14 @@ OPEN = f"ordered AND NOT (state IN ('done', 'skipped', 'shed')) AND {IS_OPEN}"
 """True for rows with a place in the order, as in the index `inbox_order`."""
 GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
-    "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true)"
+    "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true), "
+    f"CASE WHEN {{ends}} THEN concat({KEEP_PLANS}, set_config('DateStyle', 'ISO', true), "
+    "set_config('client_encoding', 'UTF8', true)) END"
 )
-"""For the RETURNING of the statement that settles a row: hold its gate, and limit how long a frozen process may hold it."""
+"""For the RETURNING of the statement that settles a row: hold its gate, and limit how long a frozen process may hold it.
+
+If `FOLLOW` ends the transaction, also the settings of that: of its plan, and of its answer, which is read after the commit.
+"""
 PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = (
@@ -61,11 +68,14 @@ LOCK_TIMEOUT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
 
-def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey | None) -> list[Any]:
-    """The parameters of `GATE`: the lock and the limit, which would remain set inside a test's transaction. None: no gate."""
-    if order is None:
-        return [None, None]
-    return [_gate(*order), f"{_MAX_IDLE_MS}ms" if is_outermost(connection) else None]
+def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey | None, *, is_followed: bool) -> list[Any]:
+    """The parameters of `GATE`: the lock, the limit, and does `FOLLOW` end the transaction? Without an order there is no gate.
+
+    No setting is left in a caller's transaction.
+    """
+    ends = is_outermost(connection)
+    gate = [None, None] if order is None else [_gate(*order), f"{_MAX_IDLE_MS}ms" if ends else None]
+    return [*gate, is_followed and ends]
 
 
 def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
@@ -87,11 +97,17 @@ def promote_next(alias: str, handler: str, key: str) -> int | None:
     Call it under the gate, in the transaction that settled a row of the key or took its place.
     """
     connection = connections[alias]
-    if is_postgresql(connection):
-        promoted = _promote(connection, _PROMOTE_HEAD, [handler, key, 0, 0.0])
-    else:
-        promoted = next(iter(fetch(connection, f"{_PROMOTE_ON_SQLITE} RETURNING id", [0, 0.0, handler, key])), None)
-    return _recorded(alias, promoted[0]) if promoted else None
+    while True:
+        if is_postgresql(connection):
+            found = run(PROMOTE_HEAD, connection, [handler, key])
+        else:
+            found = fetch(connection, _PROMOTE_ON_SQLITE, [handler, key])
+        ((state, promoted),) = found or [(None, None)]
+        if promoted is None and state == State.WAITING:
+            continue  # an operator has skipped it between our read and our write
+        if promoted is not None:
+            record(alias, [promoted], was=State.WAITING, matters=PROMOTE.recorded)
+        return None if promoted is None else int(promoted)
 
 
 def promote_behind(alias: str, order: OrderedKey | None) -> None:
@@ -101,78 +117,54 @@ def promote_behind(alias: str, order: OrderedKey | None) -> None:
         promote_next(alias, *order)
 
 
-def claim_next(
-    alias: str, handler: str, key: str, claimed_for: timedelta, found: list[tuple[Any, ...]] | None = None
-) -> InboxMessage | None:
-    """As `promote_next`, but claim it at once, as `claim_due` does: its attempt is counted, and it is due after that time.
-
-    Args:
-        found: what `settle_and_claim` found.
-    """
-    connection = connections[alias]
-    claim = [1, claimed_for.total_seconds()]
-    if is_postgresql(connection):
-        promoted = _promote(connection, _CLAIM_HEAD, [handler, key, *claim], found)
-        claimed = message_of(alias, promoted) if promoted else None
-    else:
-        sql = f"{_PROMOTE_ON_SQLITE} RETURNING *"
-        claimed = next(iter(InboxMessage.objects.using(alias).raw(sql, [*claim, handler, key])), None)
-    if claimed is not None:
-        _recorded(alias, claimed.pk)
-    return claimed
+def for_follow(order: OrderedKey | None, claimed_for: timedelta, in_turn: Sequence[str]) -> list[Any]:
+    """The parameters of `FOLLOW`."""
+    return [*(order or (None, None)), claimed_for.total_seconds(), json.dumps(in_turn)]
 
 
-def settle_and_claim(
-    connection: BaseDatabaseWrapper, settle: PreparedStatement, given: Sequence[Any], order: OrderedKey, claimed_for: timedelta
-) -> tuple[int, list[tuple[Any, ...]]]:
-    """Settle a row, which acquires its gate, and claim the next, in one round trip: rows settled, and `found` for `claim_next`.
-
-    PostgreSQL runs the claim after it has settled the row, and with a new snapshot. Call it only if statements are prepared.
-    """
-    return settle.execute_and_fetch(connection, given, _CLAIM_HEAD, [order.handler, order.key, 1, claimed_for.total_seconds()])
+def promote_after_commit(alias: str, order: OrderedKey) -> None:
+    """Promote its head in a transaction of its own. If the process crashes before, `release_stuck` makes it."""
+    transaction.on_commit(partial(_promote_in_own_transaction, alias, order), using=alias, robust=True)
 
 
-def _recorded(alias: str, promoted: int) -> int:
-    record(alias, [promoted], was=State.WAITING, matters=PROMOTE.recorded)
-    return promoted
-
-
-def _promote(
-    connection: BaseDatabaseWrapper, statement: PreparedStatement, given: list[Any], found: list[tuple[Any, ...]] | None = None
-) -> Sequence[Any] | None:
-    """What the statement returns of the promoted row; it may have `found` it already."""
-    while True:
-        if found is None:
-            found = run(statement, connection, given)
-        ((state, *promoted),) = found or [("", None)]
-        found = None
-        if promoted[0] is not None:
-            return promoted
-        if state != State.WAITING:
-            return None
-        # An operator has skipped it between our read and our write; read again.
-
-
-def _head_statement(name: str, returned: str) -> PreparedStatement:
-    """It promotes the head of a key if it is waiting. Its row: the head's state, and columns of the promoted row or NULL."""
-    promote = _PROMOTE.format(attempts="$3", due=NOW_AFTER["postgresql"] % "$4")
-    return PreparedStatement(
-        name,
-        ["text", "text", "int", "float8"],
-        f"WITH head AS MATERIALIZED ({_HEAD.format('$1', '$2')}), promoted AS ({promote} FROM head "
-        # CASE prevents an index of all waiting rows: see the sentinel.
-        f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
-        f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {returned}) "
-        "SELECT head.state, promoted.* FROM head LEFT JOIN promoted ON true",
-    )
-
-
-_PROMOTE_HEAD = _head_statement("inbox_promote", f"{TABLE}.id")
-_CLAIM_HEAD = _head_statement("inbox_promote_claimed", columns_of(TABLE))
-_PROMOTE_ON_SQLITE = (
-    f"{_PROMOTE.format(attempts='%s', due=NOW_AFTER['sqlite'])} "
-    f"WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')}))"
+_HEAD_PROMOTED = (
+    f"WITH head AS MATERIALIZED ({_HEAD.format('$1', '$2')}), "
+    "promoted AS ({promote} FROM head "
+    # CASE prevents an index of all waiting rows: see the sentinel.
+    f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
+    f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {{returned}})"
 )
+PROMOTE_HEAD = PreparedStatement(
+    "inbox_promote",
+    ["text", "text"],
+    _HEAD_PROMOTED.format(promote=_PROMOTE.format(attempts=0, due=NOW["postgresql"]), returned=f"{TABLE}.id")
+    + " SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true",
+)
+_PROMOTE_ON_SQLITE = (
+    f"{_PROMOTE.format(attempts=0, due=NOW['sqlite'])} "
+    f"WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')})) RETURNING state, id"
+)
+_CLAIMED_FOR = NOW_AFTER["postgresql"] % "$3"
+_EXEMPT = "AND NOT stopping AND (attempts = 0 OR state = 'retrying')"
+"""Nothing of a message is to be written besides its claim, and it is not quarantined."""
+FOLLOW = PreparedStatement(
+    "inbox_follow",
+    ["text", "text", "float8", "json"],
+    _HEAD_PROMOTED.format(promote=_PROMOTE.format(attempts=1, due=_CLAIMED_FOR), returned=columns_of(TABLE))
+    + f", due AS MATERIALIZED ({first_due('postgresql', _EXEMPT).replace('%s', '$4')}), "
+    f"claimed AS ({CLAIM.format(after=_CLAIMED_FOR)} FROM due WHERE m.id = due.id AND m.{IS_OPEN} "
+    # Not EXISTS: a scalar is read first, and then nothing is searched for.
+    "AND (SELECT state FROM head) IS DISTINCT FROM 'waiting' AND m.handler = $4->>-1 "
+    f"RETURNING {columns_of('m')}) "
+    "SELECT (SELECT state FROM head), following.* FROM (SELECT) one "
+    "LEFT JOIN (SELECT * FROM promoted UNION ALL SELECT * FROM claimed) following ON true",
+)
+"""Promote the head of a key if it is waiting, and claim it. Else claim a due message of the last of the given handlers, if no
+other one has any.
+
+Its one row: the state of the head, and the columns of the claimed row, or NULL. If the head is waiting and nothing was claimed,
+an operator has skipped it between the read and the write of the statement.
+"""
 
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
@@ -186,16 +178,9 @@ def run_lock(order: OrderedKey) -> int:
     return _lock_number("run", *order)
 
 
-def order_to_promote(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | None:
-    """The order in which the sentinel must promote; None if that is done after the commit.
-
-    A transaction that is not READ COMMITTED does not see rows that were added while its handler ran. If the process crashes
-    before the promotion, `release_stuck` makes it.
-    """
-    if isolation in {"", _READ_COMMITTED}:
-        return order
-    transaction.on_commit(partial(_promote_in_own_transaction, alias, order), using=alias, robust=True)
-    return None
+def sees_every_commit(isolation: str) -> bool:
+    """Does a statement see rows that were added while its transaction was open? "" is SQLite."""
+    return isolation in {"", _READ_COMMITTED}
 
 
 @contextmanager
@@ -249,7 +234,7 @@ def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) 
     heads = _heads(alias, after or OrderedKey("", ""))
     stuck = [order for order, _, state in heads if state == State.WAITING]
     dead = [(order, row) for order, row, state in heads if state == State.DEAD and order.handler in passing]
-    normal = not stuck or _sees_every_commit(alias)
+    normal = not stuck or _is_read_committed(alias)
     # Otherwise a key is promoted just after the commit, and `_heads` may have read in between.
     return Released(
         stuck=sum(_promote_in_own_transaction(alias, order) is not None for order in stuck) * normal,
@@ -294,12 +279,12 @@ def _remove_from_order(alias: str, order: OrderedKey, row: int) -> bool:
         return bool(passed)
 
 
-def _sees_every_commit(alias: str) -> bool:
+def _is_read_committed(alias: str) -> bool:
     connection = connections[alias]
     if not is_postgresql(connection):
         return True
     with transaction.atomic(using=alias):
-        return fetch(connection, "SHOW transaction_isolation") == [(_READ_COMMITTED,)]
+        return all(sees_every_commit(isolation) for (isolation,) in fetch(connection, "SHOW transaction_isolation"))
 
 
 def _gate(handler: str, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -169,14 +170,20 @@ def undecoded(row: NewRow) -> NewRow:
 
 @dataclass(slots=True)
 class Successor:
-    """The next message in the order of the one that is being run, claimed to be run at once.
+    """The message that is run after the one that is being run, claimed in the transaction that settles that one.
+
+    It is the next one in its order. If there is none, it is one of its handler that is due.
 
     Attributes:
         claimed_for: the time after which it is due again, if its process has died.
-        message: it, with its attempt counted, once the other message is done; None if none follows.
+        in_turn: called when the other message is settled; returns names of handlers, the last of them that of the message. One
+            that is due is claimed only if none of the other handlers has any. Without names, only the next one in the order is
+            claimed; None claims nothing.
+        message: it, with its attempt counted, once the other message is done; None if there is none.
     """
 
     claimed_for: timedelta
+    in_turn: Callable[[], Sequence[str] | None]
     message: InboxMessage | None = None
 
 

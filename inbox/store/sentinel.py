@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, DataError, InterfaceError, transaction
+from django.db import DatabaseError, InterfaceError, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
@@ -18,9 +18,9 @@ from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, run
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, message_of, run
 from inbox.store.failures import ABANDON_AS
-from inbox.store.ordering import GATE, claim_next, for_gate, promote_next, settle_and_claim
+from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import record
 
@@ -33,6 +33,7 @@ _EMPTY = {"postgresql": "''", "sqlite": "x''"}
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = f"{IS_OPEN} AND CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _DIVISION_BY_ZERO = "22012"
+_INSUFFICIENT_PRIVILEGE = "42501"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
 _PROVE_ONE = PreparedStatement(
@@ -58,9 +59,10 @@ def written(vendor: str, *, keep: str, attempts: str = "attempts", result: str =
 
 _FINISH = PreparedStatement(
     "inbox_finish",
-    ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text"],
-    f"UPDATE {TABLE} SET {written('postgresql', keep='$4', attempts='$2', result='coalesce($5, result)')} "
-    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7')}",
+    ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text", "boolean"],
+    f"WITH done AS (UPDATE {TABLE} SET {written('postgresql', keep='$4', attempts='$2', result='coalesce($5, result)')} "
+    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7', ends='$8')}) "
+    "SELECT 1 / count(*) FROM done",
 )
 _FINISH_ON_SQLITE = (
     f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} "
@@ -74,7 +76,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
     Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
     PostgreSQL refuses to read in a transaction that can no longer commit.
 
-    If a row has a place in an order, the next row is promoted, and claimed for the successor; that is not part of the proof.
+    If a row has a place in an order, the next row is promoted. The successor is claimed. That is not part of the proof.
 
     Args:
         result: the handler's result as JSON, if it must be stored.
@@ -86,7 +88,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         django.db.Error: the commit failed, or the database is unavailable. If the session was lost, the commit may have
             succeeded.
     """
-    connection, following = guard.connection, None
+    connection = guard.connection
     if connection.closed_in_transaction:
         raise TransactionBroken(
             "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
@@ -95,45 +97,45 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
     refuse_if_ended(guard)
     try:
         if commit:
-            hit = _prove_and_commit(connection, guard)
-        elif _is_followed(connection, guard, result):
-            hit, following = _finish_and_claim(connection, guard, attempts)
-        else:
-            hit = _finish(connection, guard, attempts, result)
+            _finish_and_commit(connection, guard, attempts, result)
+        elif _finish(connection, guard, attempts, result) != len(guard.rows):
+            raise TransactionEnded(ENDED)
     except (DatabaseError, InterfaceError) as error:
+        if sqlstate_of(error) == _DIVISION_BY_ZERO and (not commit or _is_open(connection)):
+            raise TransactionEnded(ENDED) from error
         if is_outage(error) or is_collision(error) or (commit and not is_in_transaction(connection)):
             raise
-        if sqlstate_of(error) == UNDEFINED_TABLE:
-            cause = "It changed search_path, so the inbox's table is not found. Restore search_path before returning."
-        else:
-            cause = (
-                "It caught a database error without a savepoint. Let the error propagate, or wrap the statement that may fail "
-                "in its own `with transaction.atomic():`."
-            )
         raise TransactionBroken(
-            f"The handler returned, but its transaction can no longer commit ({describe(error)}). {cause}"
+            f"The handler returned, but its transaction can no longer commit ({describe(error)}). {_remedy(error)}"
         ) from error
-    if hit != len(guard.rows):
-        raise TransactionEnded(ENDED)
     if not commit:
-        _record_and_promote(guard, following)
+        record(connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
+        if guard.order is not None:
+            promote_next(connection.alias, *guard.order)
 
 
-def _record_and_promote(guard: Guard, following: list[tuple[Any, ...]] | None) -> None:
-    record(guard.connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
-    if guard.order is not None:
-        if guard.successor is None:
-            promote_next(guard.connection.alias, *guard.order)
-        else:
-            guard.successor.message = claim_next(guard.connection.alias, *guard.order, guard.successor.claimed_for, following)
+def _remedy(error: Exception) -> str:
+    if sqlstate_of(error) == UNDEFINED_TABLE:
+        return "It changed search_path, so the inbox's table is not found. Restore search_path before returning."
+    if sqlstate_of(error) == _INSUFFICIENT_PRIVILEGE:
+        return "If it changed its role, grant that role the privileges of the inbox's tables, or restore it before returning."
+    return (
+        "It caught a database error without a savepoint. Let the error propagate, or wrap the statement that may fail in its "
+        "own `with transaction.atomic():`."
+    )
+
+
+def _is_open(connection: BaseDatabaseWrapper) -> bool:
+    """Was the COMMIT not reached? A handler that has turned autocommit on leaves no transaction."""
+    raw: Any = connection.connection
+    return is_in_transaction(connection) or raw.autocommit
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
     """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
     connection = guard.connection
     return (
-        guard.is_settled
-        and result == guard.result
+        (result == guard.result if guard.is_settled else guard.was != "")
         and not (FINISH.recorded or inbox_options().records_all)
         and is_outermost(connection)
         and connection.commit_on_exit
@@ -142,9 +144,11 @@ def can_commit(guard: Guard, result: str | None) -> bool:
 
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
-    """How many rows were hit."""
+    """How many rows were hit. It divides by zero if none was, where `_FINISH` does."""
     if guard.is_settled and result == guard.result:
-        return _count_ours(connection, guard)
+        connection.validate_no_broken_transaction()
+        ours = f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}"
+        return len(fetch(connection, ours, [list(guard.rows)]))
     if guard.is_settled:
         return len(run(_WRITE_RESULT, connection, [guard.rows[0], result]))
     if is_postgresql(connection):
@@ -153,47 +157,38 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
 
 
-def _given(guard: Guard, row: int, attempts: int, result: str | None) -> list[Any]:
+def _given(guard: Guard, row: int, attempts: int, result: str | None, *, is_followed: bool = False) -> list[Any]:
     """The parameters of `_FINISH`."""
-    keep = inbox_options().keeps_all_bodies
-    return [row, attempts, guard.transaction, keep, result, *for_gate(guard.connection, guard.order)]
+    gate = for_gate(guard.connection, guard.order, is_followed=is_followed)
+    return [row, attempts, guard.transaction, inbox_options().keeps_all_bodies, result, *gate]
 
 
-def _is_followed(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> bool:
-    """May the next row of the order be claimed in the same round trip? Not if the trail has an entry in between."""
-    is_claimed = guard.order is not None and guard.successor is not None
-    return (
-        is_claimed and result == guard.result and not (FINISH.recorded or inbox_options().records_all) and is_usable(connection)
-    )
-
-
-def _finish_and_claim(connection: BaseDatabaseWrapper, guard: Guard, attempts: int) -> tuple[int, list[tuple[Any, ...]]]:
-    """How many rows were hit, and what was claimed, which the caller rolls back if that is not this row."""
-    assert guard.order is not None  # noqa: S101 - see _is_followed
-    assert guard.successor is not None  # noqa: S101
+def _finish_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> None:
     connection.validate_no_broken_transaction()
-    given = _given(guard, guard.rows[0], attempts, None)
-    return settle_and_claim(connection, _FINISH, given, guard.order, guard.successor.claimed_for)
+    if len(guard.rows) > 1:
+        _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+    elif guard.is_settled:
+        _PROVE_ONE.execute_and_commit(connection, guard.rows)
+    else:
+        _settle_and_commit(connection, guard, attempts, result)
 
 
-def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
-    connection.validate_no_broken_transaction()
-    try:
-        if len(guard.rows) == 1:
-            _PROVE_ONE.execute_and_commit(connection, guard.rows)
-        else:
-            _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
-    except DataError as error:
-        if sqlstate_of(error) == _DIVISION_BY_ZERO and is_in_transaction(connection):
-            return 0
-        raise
-    return len(guard.rows)
-
-
-def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
-    """How many rows this transaction has inserted."""
-    connection.validate_no_broken_transaction()
-    return len(fetch(connection, f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)]))
+def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> None:
+    order, successor = guard.order, guard.successor
+    in_turn = None if successor is None else successor.in_turn()
+    given = _given(guard, guard.rows[0], attempts, result, is_followed=in_turn is not None)
+    if successor is not None and in_turn is not None:
+        claim = for_follow(order, successor.claimed_for, in_turn)
+        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim)
+        successor.message = None if row[0] is None else message_of(connection.alias, row)
+    elif order is not None:
+        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, PROMOTE_HEAD, [*order]) or [(None, None)]
+    else:
+        _FINISH.execute_and_commit(connection, given)
+        return
+    if order is not None and head == State.WAITING and row[0] is None:
+        # An operator has skipped it between the read and the write. Leaving `atomic()` commits this, too.
+        promote_behind(connection.alias, order)
 
 
 def is_rolled_back(guard: Guard) -> bool:

@@ -26,7 +26,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY
 from exactly_once.sql.now import NOW_AFTER, now
-from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_usable
+from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
 from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
@@ -268,10 +268,7 @@ _LOOK_PREPARED = PreparedStatement(
     ["int[]", "bigint[]", "timestamptz"],
     _look("SELECT * FROM unnest($1, $2)", "$3", LIVE_PART, _NOW),
 )
-_SETTINGS = {"enable_seqscan": "off", "enable_sort": "off", "jit": "off", "plan_cache_mode": "force_generic_plan"}
-_KEEP_PLANS = "SELECT " + ", ".join(f"set_config('{name}', '{value}', true)" for name, value in _SETTINGS.items())
-"""For the transaction. The plans of its prepared statements are kept, and are right whatever the size of the table: only one
-index has the rows in the order that a statement wants, and neither a sequential scan nor a sort may replace it."""
+_KEEP_PLANS = f"SELECT {KEEP_PLANS}"
 _READ_PREPARED = PreparedStatement(
     "outbox_read",
     ["int[]", "bigint[]", "bigint", "bigint"],

@@ -48,7 +48,7 @@ OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
     admitting: ["hold_gates", "insert_many", "_headless", "admit"],
-    sentinel: ["promote_next", "claim_next", "finish"],
+    sentinel: ["promote_next", "finish"],
     claims: ["begin_stored", "fail_stored", "give_back"],
     ordering: ["hold_gates", "promote_next"],
     decisions: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
@@ -450,9 +450,8 @@ MUTATIONS = {
     "done does not promote the next": (
         BLOCK,
         lambda patch: (
-            patch.setattr(sentinel, "settle_and_claim", lambda on, settle, given, *order: (settle.execute(on, given).hit, [])),
+            patch.setattr(sentinel, "can_commit", lambda guard, result: False),
             patch.setattr(sentinel, "promote_next", do_nothing),
-            patch.setattr(sentinel, "claim_next", do_nothing),
         ),
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
@@ -464,8 +463,9 @@ MUTATIONS = {
         lambda patch: (
             change(patch, inserting, "_MANY_ORDERED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, inserting, "_MANY_RECORDED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
-            change(patch, ordering, "_PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
-            change(patch, ordering, "_CLAIM_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, ordering, "PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, sentinel, "PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, sentinel, "FOLLOW", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
         ),
     ),
     "out of order runs concurrently": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +14,6 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
-from django.test.utils import CaptureQueriesContext
 
 from exactly_once.process.clock import utcnow
 from inbox import Ordered, RetryLater
@@ -27,7 +26,6 @@ from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel
-from inbox.store.rows import Successor
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support.aliases import the_default_at
@@ -267,20 +265,6 @@ class TestFailingHead:
 
         assert states("a1", "a2", "a3", "b1", "b2") == ["retrying", "waiting", "waiting", "done", "done"]
         assert in_the_order_of_their_effects() == ["b1", "b2"]
-
-    @everywhere
-    @pytest.mark.parametrize("watched", [False, True], ids=["prepared", "plain"])
-    def test_successor_that_is_claimed_with_its_predecessor_equals_its_row(self, handles, watched):
-        handler = handles(the_effect, ordered=True)
-        named(handler, "a", "b")
-        successor = Successor(timedelta(minutes=1))
-        with CaptureQueriesContext(connection) if watched else nullcontext():
-            assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
-
-        assert (successor.message.biz_id, successor.message.attempts) == ("b", 1)
-        row = InboxMessage.objects.get(biz_id="b")
-        for field in InboxMessage._meta.concrete_fields:
-            assert getattr(successor.message, field.attname) == getattr(row, field.attname), field.name
 
     def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
         behaviour = Failing("a1")
@@ -624,10 +608,11 @@ def paused(monkeypatch, module, name, *, after=True):
 
 
 class TestConcurrency:
+    @override_settings(INBOX={"TRAIL": "all"})  # so that the next one is promoted by a statement of its own
     def test_message_that_arrives_while_the_head_commits_is_promoted(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, sentinel, "claim_next") as (leaving, go), InAThread(drain):
+        with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
             assert leaving.wait(A_WHILE)
             with InAThread(lambda: named(handler, "a2", given=options(DUPLICATE_TIMEOUT=timedelta(minutes=1)))):
                 wait_until(gates_waited_for)

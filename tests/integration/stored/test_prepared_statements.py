@@ -421,16 +421,16 @@ def test_transaction_takes_three_round_trips(handles, pipelines):
     assert pipelines == [(b"BEGIN", b"inbox_begin"), (b"inbox_prove", b"COMMIT")]
 
 
-def test_ordered_message_is_settled_and_the_next_one_claimed_in_one_round_trip(handles, pipelines, monkeypatch):
+def test_ordered_message_is_settled_the_next_one_claimed_and_both_committed_in_one_round_trip(handles, pipelines, monkeypatch):
     monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
-    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish", b"inbox_promote_claimed")]
+    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish", b"inbox_follow", b"COMMIT")]
     assert effects() == 3
 
 
-@pytest.mark.parametrize("missing", ["inbox_finish", "inbox_promote_claimed"])
+@pytest.mark.parametrize("missing", ["inbox_finish", "inbox_follow"])
 def test_either_statement_of_a_round_trip_is_prepared_again_when_it_is_missing(handles, missing, monkeypatch):
     monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
     calls = []

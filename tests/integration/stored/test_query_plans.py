@@ -9,11 +9,15 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.sql.prepared_statements import KEEP_PLANS
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.outcome import Outcome
 from inbox.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.receiving.reading import read
+from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import arrivals, claims, ordering, sentinel
+from inbox.store.rows import Successor
 from inbox.testing import deliver, make_message
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
@@ -92,7 +96,7 @@ def finish_of_a_stored_row(row):
     arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
     sentinel.finish(claims.begin_stored("default", stored), stored.attempts)
-    return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL)")
+    return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL, false)")
 
 
 @pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_several_fresh_rows, finish_of_a_stored_row])
@@ -112,7 +116,7 @@ def test_next_message_of_a_key_is_found_by_the_order_index(handler):
     for _ in range(7):
         with transaction.atomic():
             ordering.promote_next("default", handler.name, "key-1")
-            plan = explained("EXECUTE inbox_promote ('tests.handler0', 'key-1', 0, 0)")
+            plan = explained("EXECUTE inbox_promote ('tests.handler0', 'key-1')")
             transaction.set_rollback(True)
 
     assert "inbox_order" in plan
@@ -120,24 +124,56 @@ def test_next_message_of_a_key_is_found_by_the_order_index(handler):
     assert "inbox_open" not in plan
 
 
-def test_next_message_of_a_key_is_claimed_by_the_order_index(handler):
-    for _ in range(7):
-        with transaction.atomic():
-            ordering.claim_next("default", handler.name, "key-1", timedelta(seconds=10))
-            plan = explained("EXECUTE inbox_promote_claimed ('tests.handler0', 'key-1', 0, 0)")
-            transaction.set_rollback(True)
-
-    assert "inbox_order" in plan
-    assert "inbox_open" not in plan
+CLAIMS = {
+    "inbox_follow": "EXECUTE inbox_follow ('tests.handler0', 'key-1', 10, '[\"tests.handler0\"]')",
+    "inbox_claim": "EXECUTE inbox_claim ('[\"tests.handler0\"]', 10)",
+    "inbox_claim_unquarantined": "EXECUTE inbox_claim_unquarantined ('[\"tests.handler0\"]', 10)",
+}
 
 
-def test_claim_uses_the_index_of_due_messages(handler):
-    with CaptureQueriesContext(connection) as captured:
-        claims.claim_due("default", [handler.name], timedelta(seconds=10))
+def claim_by_each(handler):
+    """Prepare and plan each statement that claims."""
+    arrivals.store_due("default", read(handler, an_envelope(), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+    successor = Successor(timedelta(seconds=10), lambda: [handler.name])
+    assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
+    assert claims.claim_due("default", [handler.name], timedelta(seconds=10), quarantined=False) is None
 
-    plan = explained(captured[-1]["sql"])
+
+def plan_that_is_kept(statement):
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(f"SELECT {KEEP_PLANS}")
+        return explained(CLAIMS[statement])
+
+
+def refuse_wrong_indexes(statement):
+    plan = plan_that_is_kept(statement)
     assert "inbox_due" in plan
+    assert ("inbox_order" in plan) == (statement == "inbox_follow")
+    assert "Seq Scan" not in plan
+    assert "inbox_open" not in plan
     assert "inbox_once" not in plan
+
+
+@pytest.mark.parametrize("statement", CLAIMS)
+def test_claim_uses_the_indexes_of_due_messages_and_of_the_order(handler, statement):
+    claim_by_each(handler)
+
+    refuse_wrong_indexes(statement)
+
+
+@pytest.mark.parametrize("statement", CLAIMS)
+def test_claim_that_was_planned_while_one_message_was_stored_uses_the_same_indexes(handles, statement):
+    handler = handles(the_effect)
+    arrivals.store_due(
+        "default", read(handler, an_envelope(), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT, after=timedelta(hours=1)
+    )
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
+    claim_by_each(handler)
+    with connection.cursor() as cursor:
+        cursor.execute(HISTORY, [handler.name])
+
+    refuse_wrong_indexes(statement)
 
 
 def test_message_is_stored_for_any_number_of_webhook_endpoints_in_few_statements():

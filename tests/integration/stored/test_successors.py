@@ -1,0 +1,189 @@
+"""The stored message that is claimed in the transaction that settles another one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from inbox import pause_handler
+from inbox.models import InboxMessage
+from inbox.outcome import Outcome
+from inbox.receiving.admit import admit
+from inbox.receiving.reading import read
+from inbox.receiving.receive import claim_next, run_stored
+from inbox.states import State
+from inbox.store.rows import Successor
+from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, make_due, the_effect
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+def store(handler, *names, key=""):
+    load = [read(handler, an_envelope(biz_id=name, key=key), OPTIONS) for name in names]
+    assert admit(handler, load, OPTIONS) == [Outcome.STORED] * len(names)
+    make_due()
+
+
+def run_first(handler, *others):
+    """Run the message of the handler that is due longest; the message that follows, or None."""
+    successor = Successor(timedelta(minutes=1), lambda: [*(one.name for one in others), handler.name])
+    assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
+    return successor.message
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_successor_equals_its_row(handles, ordered):
+    handler = handles(the_effect, ordered=ordered)
+    store(handler, "a", "b", key="k")
+
+    successor = run_first(handler)
+
+    assert (successor.biz_id, successor.attempts) == ("b", 1)
+    row = InboxMessage.objects.get(biz_id="b")
+    for field in InboxMessage._meta.concrete_fields:
+        assert getattr(successor, field.attname) == getattr(row, field.attname), field.name
+
+
+SETTINGS = ["DateStyle = German", "DateStyle = 'SQL, DMY'", "client_encoding = LATIN1", "TIME ZONE 'Asia/Tokyo'"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_successor_is_read_whatever_the_handler_has_set(handles, setting, ordered):
+    hooks = []
+
+    def setting_it(message):
+        the_effect(message)
+        transaction.on_commit(lambda: hooks.append(message.biz_id))
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCAL {setting}")
+
+    handler = handles(setting_it, ordered=ordered)
+    store(handler, "a", "b", key="k")
+    InboxMessage.objects.filter(biz_id="b").update(source="ü", last_error="ü")
+    received_at = InboxMessage.objects.get(biz_id="b").received_at
+
+    successor = run_first(handler)
+
+    assert hooks == ["a"]
+    assert (successor.biz_id, successor.source, successor.received_at) == ("b", "ü", received_at)
+
+
+def test_none_follows_where_statements_may_not_be_prepared(handles):
+    handler = handles(the_effect, ordered=True)
+    store(handler, "a", "b", key="k")
+
+    with CaptureQueriesContext(connection):
+        assert run_first(handler) is None
+    drain()
+    assert effects() == 2
+
+
+def test_none_follows_when_the_predecessor_has_used_up_the_time(handles):
+    handler = handles(the_effect, ordered=True)
+    store(handler, "a", "b", key="k")
+    successor = Successor(timedelta(minutes=1), lambda: None)
+
+    assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
+
+    assert successor.message is None
+    assert InboxMessage.objects.get(biz_id="b").attempts == 0
+    drain()
+    assert effects() == 2
+
+
+def test_message_of_another_key_follows_the_last_one_of_a_key(handles):
+    handler = handles(the_effect, ordered=True)
+    store(handler, "a1", "a2", key="a")
+    store(handler, "b1", key="b")
+
+    assert run_first(handler).biz_id == "a2"
+    InboxMessage.objects.filter(biz_id="a2").delete()
+    store(handler, "c1", key="c")
+    assert run_first(handler).biz_id == "c1"
+
+
+def test_nothing_follows_while_another_handler_has_a_due_message(handles):
+    handler, other = handles(the_effect), handles(the_effect, name="tests.other")
+    store(handler, "a", "b")
+    store(other, "c")
+
+    assert run_first(handler, other) is None
+    drain()
+    assert effects() == 3
+
+
+def test_nothing_follows_once_the_handler_is_paused(handles):
+    handler = handles(lambda message: pause_handler(message.headers["handler"]))
+    load = [read(handler, an_envelope(biz_id=name, headers={"handler": handler.name}), OPTIONS) for name in "ab"]
+    admit(handler, load, OPTIONS)
+
+    assert run_first(handler) is None
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"attempts": 1, "state": State.RECEIVED}, {"attempts": 1, "state": State.RUNNING}, {"attempts": 1, "stopping": True}],
+    ids=["never ended", "its lease has ended", "was to stop"],
+)
+def test_message_whose_last_attempt_never_ended_does_not_follow(handles, columns):
+    handler = handles(the_effect)
+    store(handler, "a", "b")
+    InboxMessage.objects.filter(biz_id="b").update(**columns)
+
+    assert run_first(handler) is None
+
+
+def test_failed_message_follows_when_it_is_due(handles):
+    handler = handles(the_effect)
+    store(handler, "a", "b")
+    InboxMessage.objects.filter(biz_id="b").update(attempts=1, state=State.RETRYING)
+
+    assert run_first(handler).attempts == 2
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_transaction_that_does_not_see_every_commit_claims_none(handles, isolation, ordered):
+    handler = handles(the_effect, ordered=ordered)
+    store(handler, "a", "b", key="k")
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET default_transaction_isolation = '{isolation}'")
+    try:
+        assert run_first(handler) is None
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("RESET default_transaction_isolation")
+
+    assert InboxMessage.objects.get(biz_id="b").state == State.RECEIVED
+    drain()
+    assert effects() == 2
+
+
+def test_successor_is_due_again_if_the_commit_fails(handles):
+    def impossible(message):
+        the_effect(message)
+        with connection.cursor() as cursor:
+            cursor.execute("INSERT INTO child VALUES (1)")
+
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE parent (id int PRIMARY KEY)")
+        cursor.execute("CREATE TABLE child (id int REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
+    try:
+        handler = handles(impossible)
+        store(handler, "a", "b")
+        successor = Successor(timedelta(minutes=1), lambda: [handler.name])
+
+        assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.STORED
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP TABLE child, parent")
+
+    assert successor.message is None
+    assert [*InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts")] == [
+        ("a", State.RETRYING, 1),
+        ("b", State.RECEIVED, 0),
+    ]
