@@ -13,6 +13,7 @@ import random
 import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from urllib.parse import urlsplit
 
 import kombu
@@ -145,7 +146,13 @@ def assert_every_effect_once_and_in_order(messages, keys):
     of_keys = defaultdict(list)
     for name, key in Effect.objects.order_by("id").values_list("name", "detail"):
         of_keys[key].append(name)
-    assert of_keys == {f"key-{key}": [f"{number:06}" for number in range(key, messages, keys)] for key in range(keys)}
+    for key in range(keys):
+        found, wanted = of_keys[f"key-{key}"], [f"{number:06}" for number in range(key, messages, keys)]
+        wrong = next((place for place, (one, other) in enumerate(zip_longest(found, wanted)) if one != other), None)
+        assert wrong is None, (
+            f"key-{key}, from place {wrong}: {found[wrong : wrong + 15]}, and not {wanted[wrong : wrong + 15]}"
+        )
+    assert len(of_keys) == keys
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
 
