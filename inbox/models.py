@@ -282,7 +282,7 @@ class PausedHandler(models.Model):
 class HandlerStart(models.Model):
     """A new handler that wants the messages of before, and how far a relay has handed them over.
 
-    Until that is complete, nothing is received from its queue. See `inbox.starting` and `outbox.relay.starting`.
+    Until that is complete, nothing is received from its queue. See `inbox.local` and `outbox.relay.starting`.
     """
 
     id = models.BigAutoField(primary_key=True)
