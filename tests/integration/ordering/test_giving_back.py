@@ -21,7 +21,7 @@ from tests.support.apps.ordered import STEP
 from tests.support.deliveries import the_effect
 from tests.support.servers import FaultProxy
 from tests.support.waiting import A_WHILE, wait_until
-from tests.support.workers import EXCHANGE, Process, broker_options, consuming, declare, send
+from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options, consuming, declare, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
 
@@ -39,7 +39,7 @@ def sending(url):
     sent, end = [], threading.Event()
 
     def send():
-        with kombu.Connection(url) as connected:
+        with kombu.Connection(url, transport_options=CONFIRMED) as connected:
             channel = connected.channel()
             queue_of(HANDLER, broker_options(url))(channel).declare()
             producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
