@@ -26,7 +26,7 @@ from django.db.models import Max
 
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.states import DUE
+from inbox.states import DUE, State
 from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
@@ -306,7 +306,7 @@ class World:
         before = OutboxMessage.objects.count()
         if OutboxMessage.objects.filter(state__in=OPEN).exists():
             return False
-        if self.in_broker() or InboxMessage.objects.filter(state__in=DUE).exists():
+        if self.in_broker() or InboxMessage.objects.filter(state__in=[*DUE, State.WAITING]).exists():
             return False
         return OutboxMessage.objects.count() == before
 
