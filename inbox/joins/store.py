@@ -26,9 +26,9 @@ from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage, Receipt
 from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
+from inbox.store.arrivals import insert_one
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
-from inbox.store.inserting import insert_one
 from inbox.store.rows import NewRow
 
 _RUNS = Run._meta.db_table

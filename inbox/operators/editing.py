@@ -29,8 +29,8 @@ from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
 from inbox.states import State
 from inbox.store import admitting, ordering, receipts
+from inbox.store.arrivals import Insertion, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.inserting import Insertion, insert_one
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name, stored_row
 from inbox.store.trail import record
 

@@ -27,8 +27,8 @@ from inbox.handlers.registry import registry
 from inbox.outgoing_webhooks.endpoints import subscribed
 from inbox.outgoing_webhooks.models import Endpoint, State
 from inbox.states import State as MessageState
+from inbox.store.arrivals import Insertion, insert_many
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.inserting import Insertion, insert_many
 from inbox.store.rows import NewRow
 
 Payload = Callable[[Message], Any]

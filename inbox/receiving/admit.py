@@ -31,7 +31,7 @@ from inbox.receiving.outcomes import admitted, unfit
 from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
-from inbox.store.inserting import Insertion, Values
+from inbox.store.arrivals import Insertion, Values
 from inbox.store.rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 

@@ -21,7 +21,7 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
-from inbox.store import arrivals, claims, dialect, rows, statistics
+from inbox.store import arrivals, claims, dialect, duplicates, rows, statistics
 from inbox.store.admitting import Admitted
 from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
 from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
@@ -97,7 +97,7 @@ def unfit(error: DatabaseError) -> str:
 
 
 def duplicate(handler: Handler, row: NewRow) -> Outcome:
-    return _duplicate_of(handler, row, committed(handler.using, arrivals.count_duplicate, row))
+    return _duplicate_of(handler, row, committed(handler.using, duplicates.count_duplicate, row))
 
 
 def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str = "") -> Outcome:

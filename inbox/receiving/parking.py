@@ -42,7 +42,7 @@ from inbox.receiving.reading import (
     why_undecodable,
 )
 from inbox.states import State
-from inbox.store import arrivals, claims, rows
+from inbox.store import arrivals, claims, duplicates, rows
 from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.running import Arrival, committed
 
@@ -68,7 +68,7 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
         in_hand.after(arrival.row, partial(_make_due, handler, row))
         return Outcome.STORED
     # Another copy of it has been stored.
-    earlier = committed(alias, arrivals.count_duplicate, row)
+    earlier = committed(alias, duplicates.count_duplicate, row)
     if earlier is None:
         return Outcome.DEFERRED
     announce_duplicate(handler, arrival.row, earlier)

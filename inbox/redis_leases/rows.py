@@ -15,10 +15,10 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, LeaseMemory, Receipt
 from inbox.states import DUE, State
 from inbox.store import receipts
-from inbox.store.arrivals import COUNTED_AS
+from inbox.store.arrivals import insert_one
 from inbox.store.claims import refunded, under_claim
+from inbox.store.duplicates import COUNTED_AS
 from inbox.store.failures import as_failed
-from inbox.store.inserting import insert_one
 from inbox.store.leases import done_columns, remember_all
 from inbox.store.ordering import deciding, promote_behind
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from inbox.states import State
-from inbox.store.arrivals import count_duplicate
+from inbox.store.arrivals import Insertion, insert_many
 from inbox.store.dialect import locked_means_busy
-from inbox.store.inserting import Insertion, insert_many
+from inbox.store.duplicates import count_duplicate
 from inbox.store.ordering import hold_gates, promote_next
 from inbox.store.rows import Earlier
 

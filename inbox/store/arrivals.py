@@ -1,41 +1,192 @@
-"""The first delivery of a message, and its duplicates."""
+"""New messages: one statement inserts receipts, and the messages of those that are new.
 
-from collections.abc import Sequence
+`begin_fresh` inserts the rows of deliveries in the transaction of their handlers, which has nothing to write after them but its
+effect. All other rows are inserted to be run later.
+
+On PostgreSQL a load of any size is one statement with the same text, so it is prepared. A parameter for each value would cost
+more than the INSERT, so each column is one text, split by the statement; the bodies are one array, and what differs from a
+default is one JSON document. The fast path has a single row and gives its values as parameters. SQLite saves no round trips and
+gets one statement for each row.
+
+The rows are numbered in the order in which they are given. Rows that exist already are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
 
 from django.db import connections, transaction
-from django.db.models import Exists, F, OuterRef
 
+from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import is_outermost, is_postgresql
-from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
-from exactly_once.sql.now import now
+from exactly_once.sql.days import DAY_OF_NOW, LIVE
+from exactly_once.sql.now import NOW, NOW_AFTER
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from inbox.conf import inbox_options
-from inbox.models import InboxMessage, Receipt
-from inbox.states import DUE, HANDLE, State
-from inbox.store.dialect import TABLE, binary, fetch_all
-from inbox.store.failures import as_inserted
-from inbox.store.inserting import Insertion, Values, insert_many, insert_one
-from inbox.store.receipts import ID_OF
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, attributes_of, conflicting_name, emptied
+from inbox.states import INSERTED, State
+from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
+from inbox.store.failures import FIRST_ATTEMPT, as_inserted
+from inbox.store.ordering import OPEN
+from inbox.store.rows import COLUMNS, Failure, Guard, NewRow, columns_of, emptied
 from inbox.store.sentinel import SAVEPOINT
+from inbox.store.trail import ENTRY, record, this_process
 
-COUNTED_AS = {
-    DuplicateCause.REDELIVERY: "redeliveries",
-    DuplicateCause.RESEND: "resends",
-    DuplicateCause.REPLAY: "replays",
-}
-"""By cause, the column that counts it; no column counts `BUSINESS`."""
-_KEEP_CONFLICT = (
-    "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
-    "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
-    "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END, "
-    "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+class Values(TypedDict, total=False):
+    """What a row is inserted with besides the columns of its delivery: each with PostgreSQL's type, and its default."""
+
+    leads: Annotated[bool, "boolean", "false"]
+    """It is the first of its ordering key in its load, and is not `waiting` but `received` if no open row precedes it."""
+    due_after: Annotated[float | None, "float8", "NULL"]
+    """Seconds until it is due; a row that waits behind another is not due. None: it is not due at all."""
+    attempts: Annotated[int, "int", "0"]
+    fence: Annotated[int, "bigint", "0"]
+    ordered: Annotated[bool, "boolean", "false"]
+    place: Annotated[int | None, "bigint", "NULL"]
+    replaces_id: Annotated[int, "bigint", "NULL"]
+    """The dead row whose payload an operator has corrected."""
+    quarantined: Annotated[bool, "boolean", "false"]
+    last_error: Annotated[str, "text", "''"]
+    error_class: Annotated[str, "text", "''"]
+    error_place: Annotated[str, "text", "''"]
+    attempt: Annotated[str | None, "text", "NULL"]
+    """Its first failed attempt, as JSON, see `failures`."""
+    traceback: Annotated[str, "text", "''"]
+    result: Annotated[str | None, "text", "NULL"]
+    """What its handler returned, as JSON."""
+
+
+class Insertion(NamedTuple):
+    """A row to insert."""
+
+    row: NewRow
+    state: State
+    values: Values
+
+
+_OPTIONAL = {name: hint.__metadata__ for name, hint in get_type_hints(Values, include_extras=True).items()}
+"""Type and default of each of the `Values`. A source gives NULL for the default."""
+_TEXTS = [column for column in COLUMNS if column != "body"]
+_NOT_STORED = {"leads", "due_after", "attempt"}
+_DOCUMENT = {"state": "varchar", **{column: kind for column, (kind, _) in _OPTIONAL.items()}, "entry": "text"}
+"""The values of a row in a JSON document, with PostgreSQL's types: what `Values` says, and the reason in its trail entry."""
+_SEPARATOR = "\x1f"
+"""Between the values of a column. A name has no control characters, and JSON escapes them."""
+
+
+def _inserted_with(column: str) -> str:
+    """The states of new rows that have a value in this column."""
+    return ", ".join(f"'{state}'" for one in INSERTED if column in one.sets for state in one.targets)
+
+
+def _insert(vendor: str, source: str) -> str:
+    """Insert messages from a relation with `id`, `COLUMNS`, `Values`, and `became`, the state that they get."""
+    at = NOW[vendor]
+    values = {
+        "id": "given.id",
+        **{column: f"given.{column}" for column in COLUMNS},
+        **{column: f"COALESCE(given.{column}, {default})" for column, (_, default) in _OPTIONAL.items()},
+        "state": "given.became",
+        "received_at": at,
+        "settled_at": f"CASE WHEN given.became IN ({_inserted_with('settled_at')}) THEN {at} END",
+        "day": f"CASE WHEN given.became IN ({_inserted_with('day')}) THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
+        "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
+        f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
+    }
+    fails = f"given.became IN ('retrying', 'dead') AND COALESCE(given.error_class, '') NOT IN ('', '{DEFERRED}')"
+    values["failing_since"] = values["failed_at"] = f"CASE WHEN {fails} THEN {at} END"
+    values["failures"] = f"CASE WHEN given.attempt IS NOT NULL THEN {FIRST_ATTEMPT[vendor].format('given.attempt')} END"
+    if vendor == "postgresql":
+        values["headers"] += "::jsonb"
+        values["result"] += "::jsonb"
+    stored = [column for column in values if column not in _NOT_STORED]
+    return f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} FROM {source}"
+
+
+_COPIED = "handler, topic, biz_id, message_id, digest"
+_ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id"
+_PRECEDES = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
+_BECAME = (
+    f"CASE WHEN COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({_PRECEDES}) THEN 'received' "
+    "ELSE source.state END"
 )
 
-HISTORY_DROPPED = "Its history has been dropped. This row has the content of a later duplicate."
-_EARLIER = f"COALESCE({ID_OF}, {ID_OF})"
-"""The id of the row with this content of its own, else that of the first message."""
+
+def _values_of_one(given: Mapping[str, str]) -> str:
+    """One row as a source: the expressions that are given, and the defaults of the other values."""
+    absent = {column: f"{default}::{kind}" for column, (kind, default) in _OPTIONAL.items() if column not in given}
+    return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
+
+
+_LOAD_TYPES = [*["text"] * (2 + len(_TEXTS)), "bytea[]", "json", "text"]
+_BODIES, _DOCUMENTS, _PROCESS = (f"${len(_TEXTS) + number}" for number in (3, 4, 5))
+_SOURCE = ", ".join(f"unnest(string_to_array(${number}, $2))" for number, _ in enumerate(_TEXTS, 3))
+_SOURCE += f", unnest({_BODIES}), json_to_recordset({_DOCUMENTS}) AS ({', '.join(map(' '.join, _DOCUMENT.items()))})"
+# A single empty text is split into nothing, and therefore NULL. A missing instant is Python's None.
+_READ = {column: f"coalesce({column}, '')" for column in _TEXTS} | {"created_at": "nullif(created_at, 'None')::timestamptz"}
+_ENTRIES = (
+    f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), {_PROCESS}, entry FROM new "
+    "WHERE entry IS NOT NULL)"
+)
+
+
+def _many(became: str, entries: str = "") -> str:
+    """Insert a load in one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
+
+    The aggregates ensure that all receipts are inserted before that. A row is returned also if none is inserted. Receipts are
+    numbered before they are inserted, so that of two copies only the first has the id of a receipt.
+
+    Args:
+        became: the state that a row gets.
+        entries: writes the entries of the trail.
+    """
+    return BOUND.replace("%s", "coalesce($1, current_setting('lock_timeout'))") + (
+        f", source AS (SELECT {', '.join(f'{value} AS {column}' for column, value in _READ.items())}, "
+        f"body, {', '.join(_DOCUMENT)}, number "
+        f"FROM ROWS FROM ({_SOURCE}) WITH ORDINALITY AS source({', '.join([*COLUMNS, *_DOCUMENT])}, number)), "
+        f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {became} AS became "
+        "FROM (SELECT * FROM source ORDER BY number) AS source), "
+        f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
+        f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
+        "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
+        f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
+        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
+        "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
+        "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
+    )
+
+
+_MANY = PreparedStatement("inbox_insert", _LOAD_TYPES, _many("source.state"))
+# These read the table, which a load may fill: see PreparedStatement.
+_MANY_ORDERED = PreparedStatement("inbox_insert_ordered", _LOAD_TYPES, _many(_BECAME), most_runs=PLANNED_SINGLY)
+_MANY_RECORDED = PreparedStatement("inbox_insert_recorded", _LOAD_TYPES, _many(_BECAME, _ENTRIES), most_runs=PLANNED_SINGLY)
+_RECEIPT_ON_SQLITE = f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, {NOW['sqlite']}) {_ONCE}"
+_GIVEN_ON_SQLITE = dict.fromkeys(["id", *COLUMNS, "state", *_OPTIONAL], "%s")
+_GIVEN_ALONE = f"(SELECT source.*, {_BECAME} AS became FROM {_values_of_one(_GIVEN_ON_SQLITE)}) AS given"
+_MESSAGE_ON_SQLITE = f"{_insert('sqlite', _GIVEN_ALONE)} RETURNING state"
+_copied_of = attrgetter(*_COPIED.split(", "))
+_ONE_ROW = dict.fromkeys(("attempts", "fence", "due_after", "result")).keys()
+"""The `Values` that the statement for a single row takes."""
+_TYPES = {**COLUMNS, "state": "varchar", **{name: _OPTIONAL[name][0] for name in _ONE_ROW}}
+_PLACES = {name: f"${number}::{kind}" for number, (name, kind) in enumerate(_TYPES.items(), 1)}
+# One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
+_NEW_ONE = f"(SELECT receipt.id, source.*, state AS became FROM receipt, {_values_of_one(_PLACES)}) AS given"
+_ONE = PreparedStatement(
+    "inbox_begin",
+    [*_TYPES.values(), "text"],
+    f"{BOUND.replace('%s', f'${len(_TYPES) + 1}')}, receipt AS (INSERT INTO {RECEIPTS} ({_COPIED}, received_at) "
+    f"SELECT {', '.join(_PLACES[column] for column in _COPIED.split(', '))}, statement_timestamp() FROM bound {_ONCE}), "
+    f"message AS ({_insert('postgresql', _NEW_ONE)}) "
+    f"SELECT receipt.id, pg_current_xact_id()::text, {UNBOUND} FROM bound LEFT JOIN receipt ON true",
+)
 
 
 def begin_fresh(
@@ -104,78 +255,75 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
     return insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure)) is not None
 
 
-def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
-    """Count a duplicate of a stored row, and its copies, by their cause. If its content differs, store that content.
+def insert_one(
+    alias: str, row: NewRow, state: State, longest_wait: timedelta, *, recorded: bool = True, **values: Unpack[Values]
+) -> int | None:
+    """Insert one row; its id. None: it exists.
 
-    Content that an operator has run as its own message is a duplicate of that message's row. A row of history with new content
-    moves to the present day, so that it stays for `KEEP_HISTORY` from now on. Without a row, it is recognised by the receipt.
-
-    None: a transaction is running that row now, or it was deleted meanwhile; try again later.
+    Raises:
+        ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
     """
-    connection = connections[alias]
-    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
-    column, count = COUNTED_AS[row.cause], 1 + row.copies
-    # A message without an id is known to be the same only if the broker says so.
-    same_id = row.message_id if row.message_id or row.redelivered else None
-    found = fetch_all(
-        connection,
-        f"UPDATE {TABLE} SET duplicates = duplicates + {count}, "
-        f"{column} = {column} + CASE WHEN message_id = %s THEN {count} ELSE 0 END, "
-        f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
-        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)}, "
-        f"day = CASE WHEN day >= {FIRST_DAY} AND digest <> %s THEN {DAY_OF_NOW[connection.vendor]} ELSE day END "
-        f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {_EARLIER} {skip_locked}) "
-        # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
-        "RETURNING id, state, message_id, digest, next_attempt_at",
-        [
-            *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
-            *(row.digest, attributes_of(row), row.digest),
-            *(value for name in _names(row) for value in (row.handler, row.topic, name)),
-        ],
-    )
-    if not found:
-        return _without_history(alias, row, same_id)
-    ((pk, state, message_id, digest, next_attempt_at),) = found
-    return Earlier(
-        pk,
-        state,
-        row.cause if message_id == same_id else DuplicateCause.BUSINESS,
-        conflicting=digest != row.digest,
-        abandoned=state in DUE and next_attempt_at is None,
-    )
+    rows, _ = insert_many(alias, [Insertion(row, state, values)], longest_wait, recorded=recorded)
+    return next(iter(rows.values()))[0] if rows else None
 
 
-def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | None:
-    """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
-    # By one statement: a message may be deleted with its receipt meanwhile, and its next delivery must not be a duplicate then.
-    named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id__in=_names(row))
-    has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef("pk")))
-    found: dict[str, Any] = {receipt.biz_id: receipt for receipt in named.annotate(has_message=has_message)}
-    receipt = next((found[name] for name in _names(row) if name in found), None)
-    if receipt is None or receipt.has_message:
-        return None
-    if receipt.digest != row.digest:
-        return _show_conflict(alias, receipt, row)
-    cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
-    return Earlier(receipt.pk, "", cause, conflicting=False, abandoned=False)
+def insert_many(
+    alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, recorded: bool = True
+) -> tuple[Mapping[str, tuple[int, str]], str]:
+    """Insert rows in their order, except those that exist and copies of an earlier one of them.
+
+    Args:
+        longest_wait: for a concurrent duplicate; None keeps the transaction's lock_timeout.
+        recorded: the trail gets an entry of each row that has a reason; with `INBOX["TRAIL"] = "all"` of each row.
+
+    Returns:
+        of the rows that did not exist, by biz-id, the id and the state; and the id of the transaction, "" on SQLite.
+
+    Raises:
+        ConcurrentDuplicate: a transaction that was waited for did not end in time.
+    """
+    connection, bound = connections[alias], None if longest_wait is None else as_bound(longest_wait)
+    row, state, values = insertions[0]
+    entries = _entries(insertions) if recorded else {}
+    if not is_postgresql(connection):
+        return _insert_each(connection, insertions, entries)
+    with locked_means_busy:
+        if len(insertions) == 1 and bound and not entries and values.keys() <= _ONE_ROW and is_usable(connection):
+            connection.validate_no_broken_transaction()
+            given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
+            ((pk, transaction_id, _),) = _ONE.execute(connection, given).rows
+            return ({}, "") if pk is None else ({row.biz_id: (int(pk), state)}, transaction_id)
+        *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
+        texts = [*names, [*map(str, created)]]
+        mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR
+        documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
+        given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
+        statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in values else _MANY
+        ((ids, biz_ids, states, transaction_id, _),) = run(statement, connection, given)
+    return dict(zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 
-def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
-    """∅ → done, for a message without history and a duplicate with other content. None: another one is doing so, or has."""
-    with transaction.atomic(using=alias):
-        same = Receipt.objects.using(alias).filter(pk=receipt.pk)
-        if not same.select_for_update(skip_locked=is_postgresql(connections[alias])):
-            return None
-        # A lock alone changes nothing, so a REPEATABLE READ transaction that comes after this one would get no error.
-        same.update(digest=F("digest"))
-        if InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
-            return None
-        columns = {field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields}
-        InboxMessage.objects.using(alias).create(**columns, **HANDLE.columns, body=b"", last_error=HISTORY_DROPPED)
-        return count_duplicate(alias, row)
+def _insert_each(
+    connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], entries: Mapping[int, str]
+) -> tuple[Mapping[str, tuple[int, str]], str]:
+    rows: dict[str, tuple[int, str]] = {}
+    with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
+        for index, (row, state, values) in enumerate(insertions):
+            cursor.execute(_RECEIPT_ON_SQLITE, _copied_of(row))
+            for (pk,) in cursor.fetchall():
+                given = [*columns_of(row), state, *map(values.get, _OPTIONAL)]
+                cursor.execute(_MESSAGE_ON_SQLITE, [pk, *(adapted(connection, value) for value in given)])
+                rows[row.biz_id] = pk, cursor.fetchone()[0]
+                if index in entries:
+                    record(connection.alias, [pk], was="", reason=entries[index])
+    return rows, ""
 
 
-def _names(row: NewRow) -> list[str]:
-    """The biz-ids that `_EARLIER` looks for, in its order."""
-    return [conflicting_name(row.digest, row.biz_id), row.biz_id]
+def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
+    """By its index, the reason of each row that the trail records."""
+    entries, is_every = {}, inbox_options().records_all
+    for index, (_, _, values) in enumerate(insertions):
+        reason = values.get("last_error", "")
+        if is_every or (reason and values.get("error_class") != DEFERRED):
+            entries[index] = reason
+    return entries

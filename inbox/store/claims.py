@@ -23,7 +23,6 @@ from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, 
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
-from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import (
     BOUND,
     IS_OPEN,
@@ -38,6 +37,7 @@ from inbox.store.dialect import (
     message_of,
     run,
 )
+from inbox.store.duplicates import count_duplicate
 from inbox.store.failures import ABANDON_AS, as_written, fail
 from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
 from inbox.store.rows import (

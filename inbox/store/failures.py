@@ -104,7 +104,7 @@ def fail(
 
 
 def as_inserted(failure: Failure) -> dict[str, Any]:
-    """The `inserting.Values` of a failure."""
+    """The `arrivals.Values` of a failure."""
     return {
         **_texts(failure),
         "attempt": None if failure.deferred else _attempt(failure),

@@ -22,10 +22,10 @@ from inbox.conf import inbox_options
 from inbox.models import InboxMessage, Step
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
+from inbox.store.arrivals import insert_one
 from inbox.store.claims import under_claim
 from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, fetch, locked_means_busy
 from inbox.store.failures import fail
-from inbox.store.inserting import insert_one
 from inbox.store.ordering import deciding, hold_gates, promote_behind
 from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.sentinel import written

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from exactly_once.operators.minutes import MinuteWriter
 from exactly_once.telemetry.statistics import Tally
-from inbox.store.arrivals import COUNTED_AS
+from inbox.store.duplicates import COUNTED_AS
 from inbox.store.rows import DuplicateCause, Failure
 
 tallies: defaultdict[str, Tally] = defaultdict(Tally)

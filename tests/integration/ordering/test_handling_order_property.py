@@ -32,7 +32,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import admitting, claims, dialect, due, failures, inserting, ordering, sentinel
+from inbox.store import admitting, arrivals, claims, dialect, due, failures, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
@@ -461,8 +461,8 @@ MUTATIONS = {
     "dead does not block its key": (
         BLOCK,
         lambda patch: (
-            change(patch, inserting, "_MANY_ORDERED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
-            change(patch, inserting, "_MANY_RECORDED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, arrivals, "_MANY_ORDERED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
+            change(patch, arrivals, "_MANY_RECORDED", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, ordering, "PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, sentinel, "PROMOTE_HEAD", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
             change(patch, sentinel, "FOLLOW", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),

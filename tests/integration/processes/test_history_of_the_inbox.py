@@ -18,7 +18,7 @@ from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.store import receipts
-from inbox.store.arrivals import count_duplicate
+from inbox.store.duplicates import count_duplicate
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, deliver, the_effect
 from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import make_older

@@ -16,7 +16,7 @@ from inbox.receiving.parking import park
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import State
-from inbox.store import arrivals, sentinel
+from inbox.store import arrivals, duplicates, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
@@ -105,7 +105,7 @@ class TestTransactionThatEnded:
 
         def handler(message):
             commits_by_the_driver(message)
-            with InAThread(lambda: arrivals.count_duplicate("default", read(registered, envelope, OPTIONS).row)) as copy:
+            with InAThread(lambda: duplicates.count_duplicate("default", read(registered, envelope, OPTIONS).row)) as copy:
                 pass
             assert copy.answer.state == State.DONE
             raise ValueError("half done")

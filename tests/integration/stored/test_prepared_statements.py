@@ -21,7 +21,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import inserting, leases, sentinel
+from inbox.store import arrivals, leases, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -77,7 +77,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (inserting._ONE, sentinel._PROVE_ONE):
+    for statement in (arrivals._ONE, sentinel._PROVE_ONE):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
