@@ -1,4 +1,4 @@
-"""Publish the requested number of messages, each time in one transaction, numbered from 0.
+"""feeder KIND: publish the requested number of messages, each time in one transaction, numbered from 0.
 
 It reads lines of JSON, `{"messages": 500}`, until its standard input ends.
 """
@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import timedelta
+from typing import Any
 
 import django
 from django.db import transaction
 
 from benchmarks.lab.workload import TOPIC, biz_id, many_customers, payload
 
+DELAY = timedelta(milliseconds=200)
+
+
+def _options(kind: str, number: int) -> dict[str, Any]:
+    if kind == "prioritised":
+        return {"priority": 1 + number % 9}
+    if kind == "delayed":
+        return {"delay": DELAY}
+    return {"key": many_customers(number)}
+
 
 def main() -> None:
     from outbox import Draft, publish_many  # noqa: PLC0415 - needs Django
 
-    published = 0
+    kind, published = sys.argv[1], 0
     for line in sys.stdin:
         numbers = range(published, published + json.loads(line)["messages"])
         with transaction.atomic():
-            publish_many(Draft(TOPIC, payload(n), biz_id=biz_id(n), key=many_customers(n)) for n in numbers)
+            publish_many(Draft(TOPIC, payload(n), biz_id=biz_id(n), **_options(kind, n)) for n in numbers)
         published = numbers.stop
 
 
