@@ -21,7 +21,7 @@ from inbox.conf import InboxOptions, has_outbox
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
-from inbox.limits.limiter import Limiter, limiter_of
+from inbox.limits.limiter import limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.operators.renaming import Unattended
@@ -48,9 +48,11 @@ def _do_nothing() -> None:
     pass
 
 
-def _limiters(handlers: Sequence[Handler]) -> dict[str, Limiter]:
-    """The limiters of the handlers with a rate limit, by their names."""
-    return {handler.name: limiter for handler in handlers if (limiter := limiter_of(handler))}
+def _wait_for_token(handler: Handler) -> float:
+    """Seconds until the rate limit of this handler may allow a run; 0 if it can be asked now."""
+    limiter = limiter_of(handler)
+    wait = limiter.wait_seconds() if limiter else 0.0
+    return wait if wait > _SHORTEST_POLL_SECONDS else 0.0
 
 
 def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
@@ -294,11 +296,7 @@ class Runner:
     def _ready_beside(self, handler: Handler) -> list[str]:
         """The other handlers of its database that may run a stored message now."""
         others = [one for one in self._handlers() if one.using == handler.using and not one.pulled and one.name != handler.name]
-        return [
-            one.name
-            for one in others
-            if slots_of(one).is_free and not ((limiter := limiter_of(one)) and limiter.wait_seconds() > _SHORTEST_POLL_SECONDS)
-        ]
+        return [one.name for one in others if slots_of(one).is_free and not _wait_for_token(one)]
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
@@ -330,25 +328,22 @@ class Runner:
 
     def _claim_limited(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Take a token before the claim, but only if a message is due, because unused tokens expire."""
-        limiters = _limiters(handlers)
-        ready = {name for name, limiter in limiters.items() if limiter.wait_seconds() <= _SHORTEST_POLL_SECONDS}
-        for handler in _due_among(random.sample([handler for handler in handlers if handler.name in ready], len(ready))):
-            limiter = limiters[handler.name]
-            if limiter.take_or_lease(1):
+        waits = {handler.name: _wait_for_token(handler) for handler in handlers if handler.rate_limit is not None}
+        ready = [handler for handler in handlers if waits.get(handler.name) == 0]
+        self._poll_at = min([self._poll_at, *(monotonic() + wait for wait in waits.values() if wait)])
+        for handler in _due_among(random.sample(ready, len(ready))):
+            limiter = limiter_of(handler)
+            if limiter and limiter.take_or_lease(1):
                 if claimed := claim_next([handler], alias, self._options):
                     return claimed
                 limiter.give_back(1)
-        for name, limiter in limiters.items():
-            if name not in ready:
-                self._poll_at = min(self._poll_at, monotonic() + limiter.wait_seconds())
         return None
 
     def _wait_for_tokens(self) -> float | None:
         """Seconds until a due message that waits for a rate limit may run; None if there is none."""
         try:
-            limiters = _limiters(self._handlers())
-            waiting = _due_among(handler for handler in self._handlers() if handler.name in limiters)
-            waits = [limiters[handler.name].wait_seconds() for handler in waiting]
+            limited = [handler for handler in self._handlers() if handler.rate_limit is not None]
+            waits = [_wait_for_token(handler) for handler in _due_among(limited)]
         except DatabaseUnavailable:
             waits = [0.0]
         return max(_SHORTEST_POLL_SECONDS, min(waits)) if waits else None

@@ -123,10 +123,6 @@ class TokenCache:
             self.portion = min(2 * latest.leased, self._largest)
             self._latest = None
 
-    def back_off(self, seconds: float, now: float) -> None:
-        """The bucket is unavailable: lease nothing for `seconds`."""
-        self.next_lease_at = now + seconds
-
 
 class Limiter:
     """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`."""
@@ -211,7 +207,7 @@ class Limiter:
             end_session(self._alias)
             seconds = self._outage.record(describe(error))
         with self._lock:
-            self._cache.back_off(seconds, monotonic())
+            self._cache.next_lease_at = monotonic() + seconds
 
 
 _limiters: dict[tuple[str, float], Limiter] = {}
