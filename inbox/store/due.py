@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from django.db import connections
 
@@ -31,11 +32,6 @@ _TRIED, _LAST_TRIED = 16, 4
 """Rows of runs longer than `REDELIVERY_AFTER` are locked and due longest: at most one for each worker of all processes."""
 _FOLLOWING = f"OFFSET {_TRIED} + {_TRIED} * floor(random() * 16)::int"
 NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
-_WANTED = {
-    "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
-    "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
-}
-"""A list of handlers as rows, in its order."""
 # A scalar sub-select, because a join could return the handlers in another order.
 _NOT_PAUSED = f"(SELECT 1 FROM {PAUSED_HANDLERS} paused WHERE paused.handler = {{name}}) IS NULL"
 _UNPAUSED = {
@@ -45,7 +41,7 @@ _UNPAUSED = {
     ),
     "sqlite": f"(SELECT value AS handler FROM json_each(%s) WHERE {_NOT_PAUSED.format(name='value')}) AS wanted",
 }
-"""`_WANTED` without the handlers that an operator has paused."""
+"""A list of handlers as rows, in its order, without those that an operator has paused."""
 
 
 CLAIM = f"UPDATE {TABLE} AS m SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {{after}}"
@@ -95,34 +91,30 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
         after: a name, which need not exist.
         among: a condition on `wanted.handler`.
     """
-    connection = connections[alias]
-    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
-    unpaused = _NOT_PAUSED.format(name="wanted.handler")
-    sql = (
-        f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
-        f"WHERE wanted.handler IS NOT NULL) SELECT handler FROM wanted WHERE handler IS NOT NULL AND {among} "
-        f"AND {unpaused} AND ({_longest_due(connection.vendor)}) IS NOT NULL LIMIT {most}"
-    )
-    return [handler for (handler,) in fetch(connection, sql, [after])]
+    probe, unpaused = _longest_due(connections[alias].vendor), _NOT_PAUSED.format(name="wanted.handler")
+    also = f"AND {among} AND {unpaused} AND ({probe}) IS NOT NULL LIMIT {most}"
+    return _of_stored_handlers(alias, "handler", also, after=after)
 
 
 def longest_due(alias: str) -> list[int]:
     """For every handler, the message that has been due longest, if any is due."""
-    connection = connections[alias]
-    probe, wanted = _longest_due(connection.vendor), _WANTED[connection.vendor]
-    found = fetch(connection, f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
-    return [row for (row,) in found if row is not None]
+    rows = _of_stored_handlers(alias, f"({_longest_due(connections[alias].vendor)})")
+    return [row for row in rows if row is not None]
 
 
 def stored_handlers(alias: str) -> list[str]:
-    """The handlers with messages that are run when due, by one index lookup for each."""
-    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
+    """The handlers with messages that are run when due, in alphabetical order."""
+    return _of_stored_handlers(alias, "handler")
+
+
+def _of_stored_handlers(alias: str, what: str, also: str = "", *, after: str = "") -> list[Any]:
+    """An expression of `wanted.handler`, for each handler with messages that are run when due: one index lookup for each."""
+    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
     sql = (
-        f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
-        f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
-        "SELECT handler FROM named WHERE handler IS NOT NULL"
+        f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
+        f"WHERE wanted.handler IS NOT NULL) SELECT {what} FROM wanted WHERE handler IS NOT NULL {also}"
     )
-    return [handler for (handler,) in fetch(connections[alias], sql)]
+    return [found for (found,) in fetch(connections[alias], sql, [after])]
 
 
 def paused_handlers(alias: str) -> frozenset[str]:
