@@ -125,9 +125,7 @@ def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Out
 
 
 def _dead_letter(alias: str, pk: int, row: NewRow | InboxMessage) -> Outcome | None:
-    if not committed(alias, claims.dead_letter_abandoned, pk):
-        return None
-    return announce_abandoned(alias, row)
+    return announce_abandoned(alias, row) if committed(alias, claims.dead_letter_abandoned, pk) else None
 
 
 def refusal(arrival: Arrival) -> Failure:

@@ -185,7 +185,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 
 
 def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    statistics.count_handled(handler.using, handler.name, len(messages))
+    statistics.tallies[handler.using].count(handler.name, "handled", len(messages))
     if metrics.HANDLED.is_attached:
         metrics.HANDLED.add(len(messages), handler.name)
     for message in messages:

@@ -28,10 +28,6 @@ def writer(alias: str) -> MinuteWriter:
     return MinuteWriter("inbox", alias, tallies[alias])
 
 
-def count_handled(alias: str, handler: str, amount: int) -> None:
-    tallies[alias].count(handler, "handled", amount)
-
-
 def count_failure(alias: str, handler: str, failure: Failure) -> None:
     """Count an attempt that failed or was deferred, and a dead letter. A delivery that was refused has had no attempt."""
     tally = tallies[alias]
