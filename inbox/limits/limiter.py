@@ -59,9 +59,9 @@ class TokenCache:
     Attributes:
         rate: messages a second, in all processes together.
         burst: most tokens that the shared bucket holds: one, and a tenth of a second's rate.
-        keep: seconds after which the unused tokens of a portion expire.
+        lifetime: seconds after which the unused tokens of a portion expire.
         portion: how many tokens to lease next.
-        ask_at: when to lease them, at the earliest.
+        next_lease_at: when to lease them, at the earliest.
     """
 
     def __init__(self, rate: float) -> None:
