@@ -272,11 +272,10 @@ def _promote_in_own_transaction(alias: str, order: OrderedKey) -> int | None:
 
 def _remove_from_order(alias: str, order: OrderedKey, row: int) -> bool:
     with deciding(alias):
-        passed = (
-            InboxMessage.objects.using(alias).filter(pk=row, day=LIVE, state=State.DEAD, ordered=True).update(ordered=False)
-        )
+        dead = InboxMessage.objects.using(alias).filter(pk=row, day=LIVE, state=State.DEAD, ordered=True)
+        passed = bool(dead.update(ordered=False))
         promote_behind(alias, order if passed else None)
-        return bool(passed)
+        return passed
 
 
 def _is_read_committed(alias: str) -> bool:
