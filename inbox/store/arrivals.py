@@ -285,14 +285,14 @@ def insert_many(
     connection, bound = connections[alias], None if longest_wait is None else as_bound(longest_wait)
     row, state, values = insertions[0]
     entries = _entries(insertions) if recorded else {}
-    if not is_postgresql(connection):
-        return _insert_each(connection, insertions, entries)
     with locked_means_busy:
         if len(insertions) == 1 and bound and not entries and values.keys() <= _ONE_ROW and is_usable(connection):
             connection.validate_no_broken_transaction()
             given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
             ((pk, transaction_id, _),) = _ONE.execute(connection, given).rows
             return ({}, "") if pk is None else ({row.biz_id: (int(pk), state)}, transaction_id)
+        if not is_postgresql(connection):
+            return _insert_each(connection, insertions, entries)
         *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
         texts = [*names, [*map(str, created)]]
         mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR

@@ -51,10 +51,10 @@ def time_received(alias: str, handler: str, received: Collection[tuple[datetime 
             effect was committed just now.
     """
     tally = tallies[alias]
-    if (now := tally.now()) is not None:
-        tally.time(handler, "to_inbox", [(now - due).total_seconds() - ago for due, ago, _ in received if due is not None])
     if effects := [ago for _, ago, has_effect in received if has_effect]:
         tally.time(handler, "to_effect", effects)
+    if (now := tally.now()) is not None:
+        tally.time(handler, "to_inbox", [(now - due).total_seconds() - ago for due, ago, _ in received if due is not None])
 
 
 def time_stored_effect(alias: str, handler: str, received_at: datetime) -> None:

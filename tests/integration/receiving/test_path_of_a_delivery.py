@@ -9,14 +9,14 @@ import sys
 import pytest
 
 BUDGETS = {
-    "fresh delivery": {"calls": 112, "modules": 20, "moves": 55, "round trips": 2},
-    "group commit of 50": {"calls": 1740, "modules": 20, "moves": 893, "round trips": 2},
-    "batch of 100": {"calls": 2695, "modules": 20, "moves": 1147, "round trips": 2},
+    "fresh delivery": {"calls": 111, "modules": 20, "moves": 52, "round trips": 2},
+    "group commit of 50": {"calls": 1740, "modules": 20, "moves": 891, "round trips": 2},
+    "batch of 100": {"calls": 2695, "modules": 20, "moves": 1145, "round trips": 2},
     "stored message": {"calls": 168, "modules": 27, "moves": 86, "round trips": 3},
-    "lease in the database": {"calls": 129, "modules": 24, "moves": 70, "round trips": 2},
-    "ordered": {"calls": 273, "modules": 32, "moves": 137, "round trips": 7},
-    "idempotent Celery task": {"calls": 109, "modules": 22, "moves": 65, "round trips": 2},
-    "first failure": {"calls": 197, "modules": 31, "moves": 94, "round trips": 3},
+    "lease in the database": {"calls": 128, "modules": 24, "moves": 67, "round trips": 2},
+    "ordered": {"calls": 273, "modules": 32, "moves": 136, "round trips": 7},
+    "idempotent Celery task": {"calls": 108, "modules": 22, "moves": 62, "round trips": 2},
+    "first failure": {"calls": 196, "modules": 31, "moves": 92, "round trips": 3},
     "failing retry": {"calls": 237, "modules": 38, "moves": 120, "round trips": 4},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""
