@@ -23,5 +23,5 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         BATCHES: lambda: bench.consume(in_batches, BATCHES),
     }
     bench.alternate(plan, sides)
-    record.compare(BATCHES, HAND_WRITTEN, reach=">= 9")
-    record.compare(BATCHES, BULK, reach=">= 0.65")
+    record.compare(BATCHES, HAND_WRITTEN, reach=">= 12")
+    record.compare(BATCHES, BULK, reach=">= 1.1")

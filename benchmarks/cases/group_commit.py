@@ -19,4 +19,4 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         GROUPED: lambda: bench.consume(grouped, GROUPED),
     }
     bench.alternate(plan, sides)
-    record.compare(GROUPED, SINGLY, reach=">= 4", name="group_commit=50 / singly")
+    record.compare(GROUPED, SINGLY, reach=">= 4.5", name="group_commit=50 / singly")
