@@ -89,7 +89,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     _try(project, record, WATCHED, trial)
     _record_steps(project, record, trial)
     record.note(f"{far:,} scheduled for later, {PER_SECOND:,} due per second for {seconds:.0f} s.")
-    record.note("To reach: p50 below 20 ms, p99 below 100 ms, none early.")
+    record.note("To reach: p50 at most 10 ms, p99 at most 20 ms, none early.")
 
 
 def _try(project: Project, record: Record, side: str, trial: Trial) -> None:
