@@ -113,7 +113,7 @@ def _store(alias: str, handler: Handler, arrivals: Sequence[Arrival], shed: str,
     if not handler.ordered:
         # Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered handler are
         # inserted as they came; one transaction at a time inserts those of a queue.
-        order = sorted(order, key=lambda index: arrivals[index].row.biz_id)
+        order = sorted(order, key=lambda index: (arrivals[index].row.biz_id, arrivals[index].row.topic))
     with ordering.deciding(alias, longest_wait):
         stored = admitting.admit(alias, [_insertion(handler, arrivals[index], shed) for index in order])
     by_index = dict(zip(order, stored, strict=True))

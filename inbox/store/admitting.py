@@ -28,11 +28,10 @@ def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
     with locked_means_busy:
         hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.values.get("ordered")])
     inserted, _ = insert_many(alias, insertions)
-    stored = {**inserted}
     admitted: list[Admitted] = []
-    for insertion in insertions:
+    for index, insertion in enumerate(insertions):
         # Of two copies in one load, the first was inserted, and the second is its duplicate.
-        _, state = stored.pop(insertion.row.biz_id, (0, ""))
+        _, state = inserted.get(index, (0, ""))
         admitted.append(State(state) if state else count_duplicate(alias, insertion.row))
     for key in _headless(insertions, admitted):
         promote_next(alias, handler, key)

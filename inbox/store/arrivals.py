@@ -158,8 +158,8 @@ def _many(became: str, entries: str = "") -> str:
         f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
         "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
         f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
-        f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
-        "(SELECT array_agg(id ORDER BY id) AS ids, array_agg(biz_id ORDER BY id) AS biz_ids, "
+        f"SELECT indexes, ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
+        "(SELECT array_agg(number - 1 ORDER BY id) AS indexes, array_agg(id ORDER BY id) AS ids, "
         "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
     )
 
@@ -209,25 +209,25 @@ def begin_fresh(
     is_emptied = is_settled and not inbox_options().keeps_all_bodies
     values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
-    insertions = [Insertion(emptied(row) if is_emptied else row, state, values) for row in rows]
-    if len(insertions) > 1:
+    order: Sequence[int] = range(len(rows))
+    if len(rows) > 1:
         # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
-        insertions.sort(key=lambda insertion: insertion.row.biz_id)
+        order = sorted(order, key=lambda index: (rows[index].biz_id, rows[index].topic))
+    insertions = [Insertion(emptied(rows[index]) if is_emptied else rows[index], state, values) for index in order]
     inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False)
     if not inserted:
         return None
     if not transaction_id:  # SQLite
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    new, ids, begun = {**inserted}, [], []
-    for index, row in enumerate(rows):
-        # Of two copies, the first is begun.
-        if row.biz_id in new:
-            ids.append(new.pop(row.biz_id)[0])
-            begun.append(index)
+    # Of two copies, the first is begun.
+    ids: dict[int, int] = {}
+    for index, (pk, _) in inserted.items():
+        ids[order[index]] = pk
+    begun = sorted(ids)
     return Guard(
         connection,
-        tuple(ids),
+        tuple(map(ids.__getitem__, begun)),
         transaction_id,
         begun=tuple(begun),
         is_settled=is_settled,
@@ -264,12 +264,12 @@ def insert_one(
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `longest_wait`.
     """
     rows, _ = insert_many(alias, [Insertion(row, state, values)], longest_wait, recorded=recorded)
-    return next(iter(rows.values()))[0] if rows else None
+    return rows[0][0] if rows else None
 
 
 def insert_many(
     alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, recorded: bool = True
-) -> tuple[Mapping[str, tuple[int, str]], str]:
+) -> tuple[Mapping[int, tuple[int, str]], str]:
     """Insert rows in their order, except those that exist and copies of an earlier one of them.
 
     Args:
@@ -277,7 +277,7 @@ def insert_many(
         recorded: the trail gets an entry of each row that has a reason; with `INBOX["TRAIL"] = "all"` of each row.
 
     Returns:
-        of the rows that did not exist, by biz-id, the id and the state; and the id of the transaction, "" on SQLite.
+        of the rows that did not exist, by their index, the id and the state; and the id of the transaction, "" on SQLite.
 
     Raises:
         ConcurrentDuplicate: a transaction that was waited for did not end in time.
@@ -290,7 +290,7 @@ def insert_many(
             connection.validate_no_broken_transaction()
             given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
             ((pk, transaction_id, _),) = _ONE.execute(connection, given).rows
-            return ({}, "") if pk is None else ({row.biz_id: (int(pk), state)}, transaction_id)
+            return ({}, "") if pk is None else ({0: (int(pk), state)}, transaction_id)
         if not is_postgresql(connection):
             return _insert_each(connection, insertions, entries)
         *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
@@ -299,21 +299,21 @@ def insert_many(
         documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
         given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
         statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in values else _MANY
-        ((ids, biz_ids, states, transaction_id, _),) = run(statement, connection, given)
-    return dict(zip(biz_ids or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
+        ((indexes, ids, states, transaction_id, _),) = run(statement, connection, given)
+    return dict(zip(indexes or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 
 def _insert_each(
     connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], entries: Mapping[int, str]
-) -> tuple[Mapping[str, tuple[int, str]], str]:
-    rows: dict[str, tuple[int, str]] = {}
+) -> tuple[Mapping[int, tuple[int, str]], str]:
+    rows: dict[int, tuple[int, str]] = {}
     with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
         for index, (row, state, values) in enumerate(insertions):
             cursor.execute(_RECEIPT_ON_SQLITE, _copied_of(row))
             for (pk,) in cursor.fetchall():
                 given = [*columns_of(row), state, *map(values.get, _OPTIONAL)]
                 cursor.execute(_MESSAGE_ON_SQLITE, [pk, *(adapted(connection, value) for value in given)])
-                rows[row.biz_id] = pk, cursor.fetchone()[0]
+                rows[index] = pk, cursor.fetchone()[0]
                 if index in entries:
                     record(connection.alias, [pk], was="", reason=entries[index])
     return rows, ""
