@@ -124,8 +124,8 @@ class Consumer:
         )
 
     @property
-    def received(self) -> Counter[Outcome]:
-        return self._reception.received
+    def outcomes(self) -> Counter[Outcome]:
+        return self._reception.outcomes
 
     def run(self, *, drain: bool = False) -> None:
         """Receive until asked to stop or, with `drain`, until every queue is empty and every delivery is answered."""
@@ -160,7 +160,7 @@ class Consumer:
         receiving = {lane.handler.name for lane in self._usable}
         return Activity(
             handlers=[*(handler for handler in self._handlers if handler.name in receiving), *self._joins],
-            received=self.received.total(),
+            received=self.outcomes.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
             broker_seconds=self._round_trip,
@@ -348,11 +348,11 @@ class Consumer:
     def _put_answers(self, answers: Answers) -> None:
         """Called by the workers. A delivery without an answer stays here, because the broker counts each redelivery."""
         now = monotonic()
-        for delivery, received in answers:
+        for delivery, outcome in answers:
             delay = 0.0
-            if received is Outcome.DEFERRED:
+            if outcome is Outcome.DEFERRED:
                 delay = _DEFERRED_SECONDS
-            elif received is Outcome.UNSTORED:
+            elif outcome is Outcome.UNSTORED:
                 shortest, longest = _UNSTORED_SECONDS
                 # As long as it has been here: the delay doubles.
                 delay = min(max(now - delivery.at, shortest), longest)

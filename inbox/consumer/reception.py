@@ -63,7 +63,7 @@ class Reception:
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
-        self.received: Counter[Outcome] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()
 
     def close(self) -> None:
         """Begin no more runs."""
@@ -186,10 +186,10 @@ class Reception:
         if (outcomes := self._run(part, run)) is None:
             return False
         with self._counting:
-            self.received.update(outcomes)
+            self.outcomes.update(outcomes)
         _time(part, outcomes)
-        for one, received in zip(part, outcomes, strict=True) if handler.ordered else ():
-            if received is Outcome.STORED:
+        for one, outcome in zip(part, outcomes, strict=True) if handler.ordered else ():
+            if outcome is Outcome.STORED:
                 self._check_order(one)
         # Under a lease, a delivery is alone.
         if not part[0].is_acknowledged:
@@ -296,7 +296,7 @@ class Reception:
                 outage.remedy or _REFUSAL_REMEDY,
             )
         with self._counting:
-            self.received[Outcome.UNSTORED] += 1
+            self.outcomes[Outcome.UNSTORED] += 1
         self._answer([(delivery, Outcome.UNSTORED)])
         return True
 

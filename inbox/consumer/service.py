@@ -80,7 +80,7 @@ def serve(
     with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop), loops:
         if consumer is not None:
             consumer.run(drain=drain)
-            counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
+            counts = ", ".join(f"{count} {outcome.value}" for outcome, count in consumer.outcomes.items())
             logger.info("consumer: stopped. Deliveries: %s.", counts or "none")
         elif not drain:
             run_on_threads(runner, size, stop, watchdog)

@@ -37,7 +37,7 @@ def receive_load(load, given=OPTIONS, *, by=Reception.receive):
     reception = Reception(given, Runner(given), answer)
     by(reception, load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"
-    assert sum(reception.received.values()) == len(answers)
+    assert sum(reception.outcomes.values()) == len(answers)
     return [answers.get(id(delivery), [None])[0] for delivery in load]
 
 

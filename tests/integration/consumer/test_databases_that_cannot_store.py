@@ -368,10 +368,10 @@ def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefet
     for number in range(10):
         send(rabbitmq_url, "stored.nowhere", {}, message_id=f"bad{number}")
     with one_refused("P0001"), consuming([stuck, other], given) as consumer:
-        wait_until(lambda: consumer.received[Outcome.UNSTORED] == 3)
+        wait_until(lambda: consumer.outcomes[Outcome.UNSTORED] == 3)
         send_all(rabbitmq_url)
         wait_until(lambda: len(effects_on_other()) == 10)
-        assert consumer.received[Outcome.UNSTORED] == 3
+        assert consumer.outcomes[Outcome.UNSTORED] == 3
         assert length_of(rabbitmq_server, stuck, given) == 10
         assert len([line for line in lines_of(caplog) if "refused" in line]) == 1
 

@@ -122,7 +122,7 @@ class TestOrder:
                 sent(rabbitmq_url, range(10, 40))
                 wait_until(lambda: effects() == 40)
 
-        assert (first.received[Outcome.STORED], second.received.total()) == (40, 0)
+        assert (first.outcomes[Outcome.STORED], second.outcomes.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
     def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
@@ -136,7 +136,7 @@ class TestOrder:
             wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
             wait_until(lambda: effects() == 4)
 
-        assert consumer.received[Outcome.STORED] == 4
+        assert consumer.outcomes[Outcome.STORED] == 4
         assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
         assert_each_once_and_in_order(4)
 
@@ -198,8 +198,8 @@ class TestUnsuitableQueue:
         with consuming([handler, other], options) as consumer:
             wait_until(lambda: "without a single active consumer" in caplog.text)
             send(rabbitmq_url, "other", {}, message_id="other#1")
-            wait_until(lambda: effects("other#1") == 1 and consumer.received.total())
-            assert consumer.received.total() == 1
+            wait_until(lambda: effects("other#1") == 1 and consumer.outcomes.total())
+            assert consumer.outcomes.total() == 1
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(queue_name(handler, options))
             wait_until(lambda: len(consumer._open) == 2)  # which is after it was bound
