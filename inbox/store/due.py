@@ -33,13 +33,14 @@ _TRIED, _LAST_TRIED = 16, 4
 _FOLLOWING = f"OFFSET {_TRIED} + {_TRIED} * floor(random() * 16)::int"
 NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running') AND NOT stopping)"
 # A scalar sub-select, because a join could return the handlers in another order.
-_NOT_PAUSED = f"(SELECT 1 FROM {PAUSED_HANDLERS} paused WHERE paused.handler = {{name}}) IS NULL"
+NOT_PAUSED = f"(SELECT 1 FROM {PAUSED_HANDLERS} paused WHERE paused.handler = {{name}}) IS NULL"
+"""The handler that `name` is an expression of is not paused."""
 _UNPAUSED = {
     "postgresql": (
         "(SELECT name AS handler FROM json_array_elements_text(%s::json) AS given(name) "
-        f"WHERE {_NOT_PAUSED.format(name='given.name')}) AS wanted"
+        f"WHERE {NOT_PAUSED.format(name='given.name')}) AS wanted"
     ),
-    "sqlite": f"(SELECT value AS handler FROM json_each(%s) WHERE {_NOT_PAUSED.format(name='value')}) AS wanted",
+    "sqlite": f"(SELECT value AS handler FROM json_each(%s) WHERE {NOT_PAUSED.format(name='value')}) AS wanted",
 }
 """A list of handlers as rows, in its order, without those that an operator has paused."""
 
@@ -91,7 +92,7 @@ def next_due(alias: str, after: str, among: str, most: int) -> list[str]:
         after: a name, which need not exist.
         among: a condition on `wanted.handler`.
     """
-    probe, unpaused = _longest_due(connections[alias].vendor), _NOT_PAUSED.format(name="wanted.handler")
+    probe, unpaused = _longest_due(connections[alias].vendor), NOT_PAUSED.format(name="wanted.handler")
     also = f"AND {among} AND {unpaused} AND ({probe}) IS NOT NULL LIMIT {most}"
     return _of_stored_handlers(alias, "handler", also, after=after)
 

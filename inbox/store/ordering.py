@@ -37,7 +37,7 @@ from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, 
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
 from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, run
-from inbox.store.due import CLAIM, first_due
+from inbox.store.due import CLAIM, NOT_PAUSED, first_due
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import record
 
@@ -132,12 +132,12 @@ _HEAD_PROMOTED = (
     "promoted AS ({promote} FROM head "
     # CASE prevents an index of all waiting rows: see the sentinel.
     f"WHERE {TABLE}.id = head.id AND {TABLE}.{IS_OPEN} AND head.state = 'waiting' "
-    f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {{returned}})"
+    f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END {{also}} RETURNING {{returned}})"
 )
 PROMOTE_HEAD = PreparedStatement(
     "inbox_promote",
     ["text", "text"],
-    _HEAD_PROMOTED.format(promote=_PROMOTE.format(attempts=0, due=NOW["postgresql"]), returned=f"{TABLE}.id")
+    _HEAD_PROMOTED.format(promote=_PROMOTE.format(attempts=0, due=NOW["postgresql"]), also="", returned=f"{TABLE}.id")
     + " SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true",
 )
 _PROMOTE_ON_SQLITE = (
@@ -150,7 +150,11 @@ _EXEMPT = "AND NOT stopping AND (attempts = 0 OR state = 'retrying')"
 FOLLOW = PreparedStatement(
     "inbox_follow",
     ["text", "text", "float8", "json"],
-    _HEAD_PROMOTED.format(promote=_PROMOTE.format(attempts=1, due=_CLAIMED_FOR), returned=columns_of(TABLE))
+    _HEAD_PROMOTED.format(
+        promote=_PROMOTE.format(attempts=1, due=_CLAIMED_FOR),
+        also=f"AND {NOT_PAUSED.format(name='$1')}",
+        returned=columns_of(TABLE),
+    )
     + f", due AS MATERIALIZED ({first_due('postgresql', _EXEMPT).replace('%s', '$4')}), "
     f"claimed AS ({CLAIM.format(after=_CLAIMED_FOR)} FROM due WHERE m.id = due.id AND m.{IS_OPEN} "
     # Not EXISTS: a scalar is read first, and then nothing is searched for.
@@ -163,7 +167,7 @@ FOLLOW = PreparedStatement(
 other one has any.
 
 Its one row: the state of the head, and the columns of the claimed row, or NULL. If the head is waiting and nothing was claimed,
-an operator has skipped it between the read and the write of the statement.
+its handler is paused, or an operator has skipped it between the read and the write of the statement.
 """
 
 

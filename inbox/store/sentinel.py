@@ -187,7 +187,7 @@ def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: 
         _FINISH.execute_and_commit(connection, given)
         return
     if order is not None and head == State.WAITING and row[0] is None:
-        # An operator has skipped it between the read and the write. Leaving `atomic()` commits this, too.
+        # Its handler is paused, or an operator has just skipped it; see there. Leaving `atomic()` commits this, too.
         promote_behind(connection.alias, order)
 
 

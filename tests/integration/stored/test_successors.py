@@ -8,7 +8,8 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from inbox import pause_handler
+from exactly_once.sql.now import DatabaseTime
+from inbox import pause_handler, resume_handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
@@ -17,7 +18,7 @@ from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
 from inbox.store.rows import Successor
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, make_due, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -25,7 +26,9 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 def store(handler, *names, key=""):
     load = [read(handler, an_envelope(biz_id=name, key=key), OPTIONS) for name in names]
     assert admit(handler, load, OPTIONS) == [Outcome.STORED] * len(names)
-    make_due()
+    for seconds, name in enumerate(reversed(names)):
+        due = InboxMessage.objects.filter(biz_id=name, next_attempt_at__isnull=False)
+        due.update(next_attempt_at=DatabaseTime(timedelta(seconds=-seconds)))
 
 
 def run_first(handler, *others):
@@ -116,12 +119,28 @@ def test_nothing_follows_while_another_handler_has_a_due_message(handles):
     assert effects() == 3
 
 
-def test_nothing_follows_once_the_handler_is_paused(handles):
-    handler = handles(lambda message: pause_handler(message.headers["handler"]))
-    load = [read(handler, an_envelope(biz_id=name, headers={"handler": handler.name}), OPTIONS) for name in "ab"]
+@pytest.mark.parametrize("ordered", [True, False])
+def test_nothing_follows_once_the_handler_is_paused(handles, ordered):
+    handler = handles(lambda message: pause_handler(message.headers["handler"]), ordered=ordered)
+    load = [read(handler, an_envelope(biz_id=name, key="k", headers={"handler": handler.name}), OPTIONS) for name in "ab"]
     admit(handler, load, OPTIONS)
 
     assert run_first(handler) is None
+
+    assert [*InboxMessage.objects.values_list("state", "attempts").order_by("id")] == [(State.DONE, 1), (State.RECEIVED, 0)]
+    assert not drain()
+
+
+def test_next_message_of_a_key_is_due_once_its_handler_is_resumed(handles):
+    handler = handles(lambda message: pause_handler(message.headers["handler"]), ordered=True)
+    load = [read(handler, an_envelope(biz_id=name, key="k", headers={"handler": handler.name}), OPTIONS) for name in "ab"]
+    admit(handler, load, OPTIONS)
+    drain()
+
+    resume_handler(handler.name)
+
+    assert drain() == 1
+    assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
 
 @pytest.mark.parametrize(
