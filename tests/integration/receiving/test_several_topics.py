@@ -13,7 +13,7 @@ from inbox.receiving.receive import receive
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, drain
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 TOPICS = ["shop.order.paid", "shop.order.placed"]
 
