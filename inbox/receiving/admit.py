@@ -31,7 +31,7 @@ from inbox.receiving.outcomes import admitted, unfit
 from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
-from inbox.store.arrivals import Insertion, Values
+from inbox.store.arrivals import Insertion, Values, in_lock_order
 from inbox.store.rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -109,11 +109,8 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
 
 
 def _store(alias: str, handler: Handler, arrivals: Sequence[Arrival], shed: str, longest_wait: timedelta) -> list[Admitted]:
-    order: Sequence[int] = range(len(arrivals))
-    if not handler.ordered:
-        # Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered handler are
-        # inserted as they came; one transaction at a time inserts those of a queue.
-        order = sorted(order, key=lambda index: (arrivals[index].row.biz_id, arrivals[index].row.topic))
+    # The deliveries of an ordered handler are inserted as they came; one transaction at a time inserts those of a queue.
+    order = range(len(arrivals)) if handler.ordered else in_lock_order([arrival.row for arrival in arrivals])
     with ordering.deciding(alias, longest_wait):
         stored = admitting.admit(alias, [_insertion(handler, arrivals[index], shed) for index in order])
     by_index = dict(zip(order, stored, strict=True))

@@ -209,10 +209,7 @@ def begin_fresh(
     is_emptied = is_settled and not inbox_options().keeps_all_bodies
     values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
-    order: Sequence[int] = range(len(rows))
-    if len(rows) > 1:
-        # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
-        order = sorted(order, key=lambda index: (rows[index].biz_id, rows[index].topic))
+    order = in_lock_order(rows) if len(rows) > 1 else range(1)
     insertions = [Insertion(emptied(rows[index]) if is_emptied else rows[index], state, values) for index in order]
     inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False)
     if not inserted:
@@ -234,6 +231,15 @@ def begin_fresh(
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
         result=values.get("result"),
     )
+
+
+def in_lock_order(rows: Sequence[NewRow]) -> Sequence[int]:
+    """The indexes of rows of one handler in an order that is the same everywhere.
+
+    Two transactions that insert copies of the same messages in this order do not deadlock.
+    """
+    names = [(row.biz_id, row.topic) for row in rows]
+    return sorted(range(len(rows)), key=names.__getitem__)
 
 
 def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:

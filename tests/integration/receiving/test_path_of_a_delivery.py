@@ -10,8 +10,8 @@ import pytest
 
 BUDGETS = {
     "fresh delivery": {"calls": 111, "modules": 20, "moves": 52, "round trips": 2},
-    "group commit of 50": {"calls": 1740, "modules": 20, "moves": 891, "round trips": 2},
-    "batch of 100": {"calls": 2695, "modules": 20, "moves": 1145, "round trips": 2},
+    "group commit of 50": {"calls": 1692, "modules": 20, "moves": 891, "round trips": 2},
+    "batch of 100": {"calls": 2597, "modules": 20, "moves": 1145, "round trips": 2},
     "stored message": {"calls": 168, "modules": 27, "moves": 86, "round trips": 3},
     "lease in the database": {"calls": 128, "modules": 24, "moves": 67, "round trips": 2},
     "ordered": {"calls": 273, "modules": 32, "moves": 136, "round trips": 7},
