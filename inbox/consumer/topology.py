@@ -303,8 +303,10 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
 
 
 def _refuse_low_limit(connection: kombu.Connection, queue: str, limit: int | None) -> None:
-    version = int(connection.connection.server_properties.get("version", "0").partition(".")[0])
-    if limit is None and version >= _LIMITS_BY_DEFAULT:
+    if (
+        limit is None
+        and int(connection.connection.server_properties.get("version", "0").partition(".")[0]) >= _LIMITS_BY_DEFAULT
+    ):
         limit = _DEFAULT_LIMIT
     if limit is None or not 0 <= limit < _UNLIMITED:
         return
