@@ -94,7 +94,7 @@ def _count(project: Project, record: Record, side: str, count: int, far: int, wr
 
 def _feed(project: Project, count: int) -> None:
     """So many messages, at a steady pace."""
-    with acting(project, "feeder") as feeder:
+    with acting(project, "feeder", "ordered") as feeder:
         due = time.monotonic()
         for _ in range(0, count, PER_TRANSACTION):
             feeder.order(messages=PER_TRANSACTION)
