@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.lab.environment import environment, load
+from benchmarks.lab.last import keep, last_figures
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.record import Incorrect, Record
 from benchmarks.lab.report import table
@@ -41,9 +42,11 @@ def main() -> int:
         results["environment"] = environment(lab)
         for name in options.names:
             record = _measured(lab, plan, name, results)
-            print(table(record), flush=True)
+            print(table(record, last_figures(name)), flush=True)
             if record.failure:
                 failed.append(name)
+            elif options.keep:
+                keep(record)
             _write(options.json, results)
     print(f"\nEvery single figure: {options.json}")
     if failed:
@@ -91,6 +94,7 @@ def _options() -> argparse.Namespace:
     stamp = datetime.now(tz=UTC).strftime("%Y%m%dT%H%M%SZ")
     parser.add_argument("names", nargs="*", metavar="name", help="which benchmarks (default: all)")
     parser.add_argument("--quick", action="store_true", help="small counts and two runs: does everything work?")
+    parser.add_argument("--keep", action="store_true", help="write the figures to last.json, to be shown beside the next ones")
     parser.add_argument("--runs", type=int, help=f"interleaved runs (default: {FULL_RUNS}, with --quick {QUICK_RUNS})")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long `horizon` goes on (default: %(default)s)")
     parser.add_argument("--history", type=int, metavar="ROWS", help="published messages for `pages` (default: 10,000,000)")
@@ -101,6 +105,8 @@ def _options() -> argparse.Namespace:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     if options.runs is not None and options.runs < 1:
         parser.error("--runs must be at least 1")
+    if options.keep and options.quick:
+        parser.error("--keep needs a full run, without --quick")
     options.names = options.names or list(NAMES)
     return options
 

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
+from typing import Any
 
+from benchmarks.lab.last import Figures
 from benchmarks.lab.record import Record, Verdict, spread
 
 WIDTH = 100
-NAME_WIDTH = 46
+NAME_WIDTH = 42
+HEADINGS = f"{'median':>9} {'min':>9} {'max':>9} {'last':>9} runs"
 
 
-def table(record: Record) -> str:
-    return "\n".join(_lines(record))
+def table(record: Record, last: Figures) -> str:
+    """The figures of the record, the last kept median beside each."""
+    return "\n".join(_lines(record, last))
 
 
-def _lines(record: Record) -> Iterator[str]:
+def _lines(record: Record, last: Figures) -> Iterator[str]:
     yield ""
     yield f"== {record.name} ".ljust(WIDTH, "=")
     yield from textwrap.wrap(record.question, WIDTH)
     yield ""
     if record.series:
-        yield f"{'side':<{NAME_WIDTH}} {'median':>10} {'min':>10} {'max':>10} {'runs':>5}  unit"
+        yield f"{'side':<{NAME_WIDTH}} {HEADINGS}  unit"
     for side, series in record.series.items():
-        yield f"{_fit(side)} {_numbers(series.values)} {len(series.values):>5}  {series.unit}"
+        yield f"{_fit(side)} {_numbers(series.values, last.get(side))}  {series.unit}"
     if record.ratios:
         yield ""
-        yield f"{'ratio, run by run':<{NAME_WIDTH}} {'median':>10} {'min':>10} {'max':>10} {'runs':>5}  reach"
+        yield f"{'ratio, run by run':<{NAME_WIDTH}} {HEADINGS}  reach"
     for ratio in record.ratios:
-        values = record.of(ratio)
-        yield f"{_fit(ratio.name)} {_numbers(values, ratio=True)} {len(values):>5}  {ratio.reach}"
+        yield f"{_fit(ratio.name)} {_numbers(record.of(ratio), last.get(ratio.name), ratio=True)}  {ratio.reach}"
     if record.verdicts or record.failure:
         yield ""
     yield from _verdicts(record.verdicts)
@@ -39,6 +42,8 @@ def _lines(record: Record) -> Iterator[str]:
         yield from _wrapped("FAILED  ", record.failure)
     for note in record.notes:
         yield from _wrapped("note    ", note)
+    if dates := sorted({figure["date"] for figure in last.values()}):
+        yield from _wrapped("last    ", f"medians of {' and '.join(dates)}, from benchmarks/last.json")
 
 
 def _verdicts(verdicts: list[Verdict]) -> Iterator[str]:
@@ -59,8 +64,9 @@ def _median(name: str, rates: list[float | None]) -> list[str]:
     return [f"{name} {median(known):,.0f}/s"] if known else []
 
 
-def _numbers(values: list[float], *, ratio: bool = False) -> str:
-    return " ".join(f"{_number(value, ratio=ratio):>10}" for value in spread(values).values())
+def _numbers(values: list[float], last: Mapping[str, Any] | None, *, ratio: bool = False) -> str:
+    numbers = [*spread(values).values(), last["median"] if last else None]
+    return " ".join(f"{_number(number, ratio=ratio):>9}" for number in numbers) + f" {len(values):>4}"
 
 
 def _number(value: float | None, *, ratio: bool) -> str:
