@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from outbox.decisions import (
         Decision,
         Outcome,
-        Restoration,
         acancel,
         apublish_now,
         areschedule,
@@ -58,7 +57,6 @@ __all__ = [
     "PreparedMessage",
     "PublishedMessage",
     "PublishedOutsideTransaction",
-    "Restoration",
     "SettledMessage",
     "TopicState",
     "UndecidedMessage",

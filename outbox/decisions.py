@@ -1,15 +1,14 @@
 """Decisions about a message after `publish()`: cancel it, reschedule it, publish it now, or restore it.
 
 Each is one guarded UPDATE in the caller's own transaction, so it commits together with the business change or not at all. If a
-relay has claimed the message, the call waits for the relay's pass and returns the state that results. Many are restored in
-transactions of some hundreds, unless one is open. The id of a restored message stays the same.
+relay has claimed the message, the call waits for the relay's pass and returns the state that results. The id of a restored
+message stays the same.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -20,65 +19,50 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 
 from exactly_once.states import Transition
 from exactly_once.wire.text import why_unfit
-from outbox import doorbell
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE
-from outbox.store import operating
-from outbox.store.dialect import chunks
-from outbox.store.restoring import Restored, restore_some, restored_by_default
-from outbox.store.selecting import Selection
-
-_RESTORED_AT_ONCE = 500
-BUSINESS = "the business"
-"""Who decides, if the caller does not say."""
+from outbox.store import deciding
+from outbox.store.deciding import DELETED, LOCKED, WHY, why
+from outbox.store.restoring import restored_by_default
+from outbox.store.selecting import find
 
 
 class Outcome(StrEnum):
-    """The outcome of `cancel`, `reschedule` and `publish_now`."""
+    """The outcome of a decision."""
 
     CANCELLED = "cancelled"
     """No relay will publish it."""
     RESCHEDULED = "rescheduled"
     """It is due at its new time, or now."""
+    RESTORED = "restored"
+    """It is published after all: at its time, or now."""
+    COMMITTED = "committed"
+    """The effect of the prepared message has happened: it is published at its time, or now."""
+    ROLLED_BACK = "rolled_back"
+    """The effect of the prepared message has not happened: no relay will publish it."""
     TOO_LATE = "too_late"
-    """Nothing was changed: its state does not allow it, or a relay has claimed it."""
+    """Nothing was changed: its state does not allow it, or a relay or another transaction has locked it."""
     NOT_FOUND = "not_found"
     """Nothing was changed: the message is not in the outbox. It was never published, or has been purged."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of `cancel`, `reschedule` and `publish_now`; true if and only if the message was changed.
+    """The answer of each function that decides about messages; true if and only if it has changed them.
 
     Attributes:
         outcome: what was done, or why nothing was.
-        state: the present state of the message; "" with `Outcome.NOT_FOUND`.
+        state: the present state of the message, or of the newest one that was changed; "" with `Outcome.NOT_FOUND`.
+        why: with `Outcome.TOO_LATE`, what prevented it, for people.
     """
 
     outcome: Outcome
     state: str
+    why: str = field(default="", compare=False)
 
     def __bool__(self) -> bool:
-        return self.outcome in {Outcome.CANCELLED, Outcome.RESCHEDULED}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restoration:
-    """What was restored; true unless it was nothing.
-
-    Attributes:
-        restored: how many messages.
-        left: how many were left as they are, by reason: the state they are in; "overdue", when those were not wanted;
-            "replaced", when a message was published with `unique=True` and another one since under its topic and biz-id;
-            "locked", when another transaction is changing the message, or publishing such another one, at this moment.
-    """
-
-    restored: int
-    left: Mapping[str, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return self.restored > 0
+        return self.outcome not in {Outcome.TOO_LATE, Outcome.NOT_FOUND}
 
 
 def cancel(
@@ -86,7 +70,7 @@ def cancel(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
-    by: str = BUSINESS,
+    by: str = "",
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Cancel a message before it is published: one by its id, or all unpublished ones with this topic and biz-id.
@@ -100,12 +84,12 @@ def cancel(
     outcome is `TOO_LATE`, and the state is `ready`.
 
     Args:
-        by: who decides, for the trail.
+        by: who decides, for the trail; default: this process.
 
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    return _decide(CANCEL, Outcome.CANCELLED, named(message_id, topic, biz_id), using, f"cancel() by {by}")
+    return decide(CANCEL, Outcome.CANCELLED, named(message_id, topic, biz_id), using, said("cancel", by))
 
 
 def reschedule(
@@ -115,7 +99,7 @@ def reschedule(
     biz_id: str | None = None,
     delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
-    by: str = BUSINESS,
+    by: str = "",
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Change the time before which an unpublished message is not delivered; it is identified as for `cancel`.
@@ -125,7 +109,7 @@ def reschedule(
 
     Args:
         delay, deliver_at: one of them, as for `publish`.
-        by: who decides, for the trail.
+        by: who decides, for the trail; default: this process.
 
     Raises:
         UnknownMessage: see `cancel`.
@@ -135,8 +119,8 @@ def reschedule(
     if at is None:
         raise InvalidMessage("reschedule() needs a time: give delay or deliver_at, or call publish_now().")
     transition = RESCHEDULE if at else PUBLISH_NOW
-    reason = f"reschedule() by {by}"
-    return _decide(transition, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, reason, at or None)
+    names, reason = named(message_id, topic, biz_id), said("reschedule", by)
+    return decide(transition, Outcome.RESCHEDULED, names, using, reason, due=at or None)
 
 
 def publish_now(
@@ -144,11 +128,11 @@ def publish_now(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
-    by: str = BUSINESS,
+    by: str = "",
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """`reschedule` to now: a delayed or retrying message is sent as soon as the transaction commits."""
-    return _decide(PUBLISH_NOW, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, f"publish_now() by {by}")
+    return decide(PUBLISH_NOW, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, said("publish_now", by))
 
 
 def restore(
@@ -158,23 +142,21 @@ def restore(
     biz_id: str | None = None,
     states: Collection[str] | None = None,
     overdue: bool = True,
-    by: str = BUSINESS,
+    by: str = "",
     using: str = DEFAULT_DB_ALIAS,
-) -> Restoration:
-    """Have messages published after all: one by its id, all with this topic and biz-id, or all of a topic.
+) -> Decision:
+    """Have messages published after all: one by its id, or all with this topic and biz-id.
 
     Those whose time is ahead are scheduled for it again, the others are overdue and go out at once. They have a full set of
-    attempts, and last as long again until they expire. In the transaction that is open on `using`; without one, in as many as
-    it takes, so that all of a topic is best restored outside of one. What another transaction is changing is waited for, at
-    most ten seconds.
+    attempts, and last as long again until they expire. Otherwise as `cancel`. The command `outbox_restore` restores any number.
 
     Args:
         states: of messages in these states only. Default: cancelled, expired, dead; and retrying, if it is named by its id.
         overdue: False: only those whose time is ahead.
-        by: who decides, for the trail.
+        by: who decides, for the trail; default: this process.
 
     Raises:
-        UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic, or by what can be no name.
+        UnknownMessage: see `cancel`.
         InvalidMessage: there are `states` among these that nothing can be restored from.
     """
     if states is None:
@@ -183,16 +165,8 @@ def restore(
         raise InvalidMessage(
             f"states has {', '.join(sorted(strange))}: only {', '.join(RESTORE.sources)} messages can be restored."
         )
-    if topic is not None and message_id is None and biz_id is None:
-        refuse_unfit(topic=topic)
-        positions: Iterable[int] = list(Selection(topic=topic, states=states).positions(using))
-    else:
-        positions = operating.find(using, named(message_id, topic, biz_id), everywhere=True)
-    restored, left = 0, Counter[str]()
-    for some in restoring(using, positions, states=states, overdue=overdue, reason=f"restore() by {by}"):
-        restored += some.ready + some.scheduled
-        left.update(some.left)
-    return Restoration(restored=restored, left=dict(left))
+    names, reason = named(message_id, topic, biz_id), said("restore", by)
+    return decide(RESTORE, Outcome.RESTORED, names, using, reason, states=states, overdue=overdue)
 
 
 acancel = sync_to_async(cancel)
@@ -233,52 +207,34 @@ def refuse_unfit(**names: str) -> None:
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
-def restoring(
-    alias: str,
-    positions: Iterable[int],
-    *,
-    states: Collection[str],
-    overdue: bool,
-    reason: str,
-    audit: Callable[[Restored], None] | None = None,
-) -> Iterator[Restored]:
-    """Restore many, in short transactions, and wake the relays for what is ready.
-
-    Args:
-        audit: called in each of the transactions.
-    """
-    for chunk in chunks(positions, _RESTORED_AT_ONCE):
-        with transaction.atomic(using=alias):
-            restored = restore_some(alias, chunk, states=states, overdue=overdue, reason=reason)
-            if audit is not None and (restored.ready or restored.scheduled):
-                audit(restored)
-            if restored.ready:
-                doorbell.ring_after_commit(alias)
-        yield restored
+def said(function: str, by: str) -> str:
+    """The reason for the trail, which also has the process."""
+    return f"{function}() by {by}" if by else f"{function}()"
 
 
-def _decide(
+def decide(
     transition: Transition,
     done: Outcome,
     which: Mapping[str, Any],
     using: str,
     reason: str,
-    due: timedelta | datetime | None = None,
+    *,
+    due: datetime | timedelta | None = None,
+    states: Collection[str] | None = None,
+    overdue: bool = True,
 ) -> Decision:
+    """Make the transition of all messages with these columns whose state allows it, or of none if one of them is locked."""
     with transaction.atomic(using=using):
-        positions = operating.find(using, which)
-        changed = operating.decide(using, transition, [*positions], reason=reason, due=due)
-        states = operating.find(using, which)
-        if not positions.keys() <= states.keys():
-            states = operating.find(using, which, everywhere=True)  # some of them are history by now
-        states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
-        left = [state for position, state in states.items() if position not in changed and state in transition.sources]
-        if changed and not left:
-            # Later messages of its key may have waited for a cancelled one.
-            doorbell.ring_if_soon(using, due)
-            return Decision(done, states[max(changed)])
+        found = find(using, which, everywhere=transition is RESTORE)
+        decided = deciding.decide(using, transition, [*found], sources=states, reason=reason, due=due, overdue=overdue)
+        locked = [position for position, left in decided.left.items() if left == LOCKED]
+        if decided and not locked:
+            return Decision(done, decided.became[max(decided.became)])
         # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=using)
-    if not states:
+    left = {position: left for position, left in decided.left.items() if left != DELETED}
+    if not left:
         return Decision(Outcome.NOT_FOUND, "")
-    return Decision(Outcome.TOO_LATE, next(iter(left or states.values())))
+    cause = max(locked or left)
+    reason = left[cause]
+    return Decision(Outcome.TOO_LATE, found[cause] if reason in WHY else reason, why(reason))

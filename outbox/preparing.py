@@ -17,13 +17,14 @@ from typing import Any, Self, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.states import Transition
 from exactly_once.wire.identity import new_message_id
-from outbox import doorbell
 from outbox.api import PrepareOptions, draft_of, in_transaction, new_row, takes
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
+from outbox.decisions import Decision, Outcome, decide, said
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
-from outbox.states import State
+from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import preparing, writing
 
 logger = logging.getLogger(__name__)
@@ -78,33 +79,39 @@ class PreparedMessage:
     def __repr__(self) -> str:
         return f"<PreparedMessage {self.id} of {self.topic}>"
 
-    def commit(self) -> None:
+    def commit(self, *, by: str = "") -> Decision:
         """The effect happened: publish the message, at `deliver_at` if that is in the future. A second call changes nothing.
 
         It runs in the transaction that is open on `using`, or in its own. Until that transaction has committed, the message is
         undecided, and its checker may be asked.
 
+        Args:
+            by: who decides, for the trail; default: this process.
+
         Raises:
             AlreadyDecided: its checker or an operator rolled it back before.
         """
-        with transaction.atomic(using=self._using):
-            if preparing.commit_prepared(self._using, self._position, reason="commit() by the business"):
-                doorbell.ring_after_commit(self._using)
-            elif (state := preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
-                raise AlreadyDecided(self.id, "committed", state)
-        self._decided = True
+        decision = self._decide(COMMIT, Outcome.COMMITTED, said("commit", by))
+        if not decision and (state := preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
+            raise AlreadyDecided(self.id, "committed", state)
+        return decision
 
-    def rollback(self) -> None:
+    def rollback(self, *, by: str = "") -> Decision:
         """The effect did not happen, and never will: drop the message. Otherwise as `commit`.
 
         Raises:
             AlreadyDecided: its checker or an operator committed it before; it may have been published.
         """
-        with transaction.atomic(using=self._using):
-            done = preparing.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
-            if not done and (state := preparing.state_of(self._using, self.id)) != State.ROLLED_BACK:
-                raise AlreadyDecided(self.id, "rolled back", state)
-        self._decided = True
+        decision = self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by))
+        same = {State.ROLLED_BACK, *UNDECIDED}
+        if not decision and (state := preparing.state_of(self._using, self.id)) not in same:
+            raise AlreadyDecided(self.id, "rolled back", state)
+        return decision
+
+    def _decide(self, transition: Transition, done: Outcome, reason: str) -> Decision:
+        decision = decide(transition, done, {"pk": self._position}, self._using, reason)
+        self._decided = decision.state not in UNDECIDED
+        return decision
 
     def __enter__(self) -> Self:
         return self

@@ -47,7 +47,7 @@ from outbox.operators import figures, operations
 from outbox.operators.dead_letters import letters
 from outbox.operators.replaying import REPLAY
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
-from outbox.store import operating, unique
+from outbox.store import selecting, unique
 from outbox.store.heartbeats import relays
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
@@ -160,7 +160,7 @@ class OutboxMessageAdmin(MessageAdmin):
         return outbox_options().STUCK_AFTER
 
     def topics(self) -> Sequence[str]:
-        return operating.topics(self.using, filters.MOST_OFFERED)
+        return selecting.topics(self.using, filters.MOST_OFFERED)
 
     def hosts(self) -> Sequence[str]:
         return sorted({relay.host for relay in relays.known(self.using)})
@@ -186,7 +186,7 @@ class OutboxMessageAdmin(MessageAdmin):
 
     def called(self, term: str) -> Q:
         """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
-        named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=operating.topics(self.using), biz_id=term)
+        named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=selecting.topics(self.using), biz_id=term)
         return named | Q(message_id=name) if (name := uuid_in(term)) else named
 
     @admin.display(description=_("state"))

@@ -19,7 +19,7 @@ from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators import figures
 from outbox.operators.operations import groups
 from outbox.states import State
-from outbox.store import operating
+from outbox.store import selecting
 from outbox.store.heartbeats import relays
 from outbox.store.history import HISTORY
 
@@ -111,7 +111,7 @@ sections.register(
             title=_("Topics"),
             backlog=_BACKLOG,
             counts=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
-            names=operating.topics,
+            names=selecting.topics,
             paused=PausedTopic,
         ),
     )

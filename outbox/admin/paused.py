@@ -20,7 +20,7 @@ from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
 from outbox.states import State
-from outbox.store import operating
+from outbox.store import selecting
 
 
 class PauseTopicForm(PauseForm):
@@ -28,7 +28,7 @@ class PauseTopicForm(PauseForm):
     topic = forms.CharField(label=_("Topic"), max_length=NAME_LENGTH, help_text=_("Its exact name."))
 
     def known(self) -> Sequence[str]:
-        return operating.topics(self.alias, MOST_OFFERED)
+        return selecting.topics(self.alias, MOST_OFFERED)
 
     def clean_topic(self) -> str:
         topic: str = self.cleaned_data["topic"]

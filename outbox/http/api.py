@@ -126,11 +126,13 @@ def reschedule(request: HttpRequest, which: schemas.Rescheduling) -> schemas.Dec
 
 
 @api.post(
-    "/messages/restore", operation_id="restore", response=answers({200: schemas.Restored, 202: schemas.OperationStatus}, 404)
+    "/messages/restore",
+    operation_id="restore",
+    response=answers({200: schemas.Decided, 202: schemas.OperationStatus}, 404, 409),
 )
 def restore(
     request: HttpRequest, response: HttpResponse, which: schemas.Restoring
-) -> schemas.Restored | Status[schemas.OperationStatus]:
+) -> schemas.Decided | Status[schemas.OperationStatus]:
     """Have cancelled, expired or dead messages published after all: one by its id, all with a topic and biz-id, or all of a
     topic.
 
@@ -144,9 +146,8 @@ def restore(
         match = cast(ResolverMatch, request.resolver_match)
         response["Location"] = reverse(f"{match.namespace}:operation", args=[planned.id])
         return Status(HTTPStatus.ACCEPTED, planned)
-    restored = decisions.restore(**_named(client, which), states=which.states, overdue=which.overdue)
-    logger.info("http: client %s restored %d messages (%s)", client.name, restored.restored, _text_of(which))
-    return schemas.Restored(restored=restored.restored, left=dict(restored.left))
+    decision = decisions.restore(**_named(client, which), states=which.states, overdue=which.overdue)
+    return _decided(client, "restore", which, decision)
 
 
 @api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: schemas.OperationStatus}, 404))
@@ -230,7 +231,7 @@ def _decided(client: Client, action: str, which: schemas.Chosen, decision: Decis
     if not decision:
         raise Problem(
             HTTPStatus.CONFLICT,
-            f"It is too late to {action} the message with {_text_of(which)}: it is {decision.state}. Nothing was changed.",
+            f"It is too late to {action} the message with {_text_of(which)}: {decision.why}. Nothing was changed.",
             state=decision.state,
         )
     logger.info("http: client %s: %s (%s): %s", client.name, action, _text_of(which), decision.outcome)

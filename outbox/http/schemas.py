@@ -99,13 +99,6 @@ class Decided(BaseModel):
     state: str
 
 
-class Restored(BaseModel):
-    """How many messages were restored, and how many were left as they are, by reason."""
-
-    restored: int
-    left: dict[str, int]
-
-
 class OperationStatus(FromObject):
     """An operation that a relay executes, batch by batch."""
 

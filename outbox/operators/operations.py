@@ -8,7 +8,7 @@ from typing import Any
 from django import forms
 from django.db.models import Q
 from django.utils import timezone
-from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.display import exact
@@ -19,15 +19,26 @@ from exactly_once.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from exactly_once.states import Transition
-from outbox import doorbell
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, COMMIT, IN_TROUBLE, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
-from outbox.store import operating, preparing, restoring, unique
+from outbox.states import (
+    CANCEL,
+    COMMIT,
+    IN_TROUBLE,
+    PUBLISH_NOW,
+    RESCHEDULE,
+    RESTORE,
+    RESUME_CHECKS,
+    ROLL_BACK,
+    UNDECIDED,
+    State,
+)
+from outbox.store import deciding, preparing, unique
+from outbox.store.deciding import WHY, why
 from outbox.store.dialect import live
-from outbox.store.restoring import LOCKED, OVERDUE, REPLACED
+from outbox.store.restoring import OVERDUE, REPLACED
 
 operations = OperationTable("outbox")
 groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(day=LIVE))
@@ -35,25 +46,6 @@ groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(d
 notes = Notes("outbox")
 CLIENT, TOPIC = "the HTTP client ", "topic "
 """What the requester and the selection of an operation of an HTTP client begin with."""
-
-_WHY = {
-    LOCKED: "another transaction has locked it, or it no longer exists",
-    OVERDUE: gettext_noop("it is overdue, and overdue messages were not selected"),
-    REPLACED: gettext_noop("it was published with unique=True, and so was a later message with its topic and biz-id"),
-}
-
-
-def restore(
-    alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
-) -> Sequence[RowOutcome]:
-    """Restore messages with a full set of attempts."""
-    names = names_of(alias, rows)
-    restored = restoring.restore_some(
-        alias, rows, states=sources, overdue=bool(given.get("overdue", True)), reason=_told(by, reason)
-    )
-    if restored.ready:
-        doorbell.ring_after_commit(alias)
-    return _outcomes(rows, names, restored.unchanged)
 
 
 def _decided(
@@ -66,27 +58,13 @@ def _decided(
     by: str,
     reason: str,
 ) -> Sequence[RowOutcome]:
-    names, told = names_of(alias, rows), _told(by, reason)
-    changed = operating.decide(alias, transition, rows, sources=sources, reason=told)
-    if changed:
-        doorbell.ring_after_commit(alias)
-    left = [row for row in rows if row not in changed]
-    return _outcomes(rows, names, dict.fromkeys(left, LOCKED) | _states_of(alias, left))
+    names = names_of(alias, rows)
+    told, overdue = f"{by}: {reason}" if reason else by, bool(given.get("overdue", True))
+    left = deciding.decide(alias, transition, rows, sources=sources, reason=told, overdue=overdue).left
+    return [RowOutcome(row, names.get(row, f"number {row}"), why(left[row]) if row in left else "") for row in rows]
 
 
-def _outcomes(rows: Sequence[int], names: Mapping[int, str], unchanged: Mapping[int, str]) -> list[RowOutcome]:
-    """The outcome for each row; `unchanged` has the state or reason of those that were left."""
-    return [RowOutcome(row, names.get(row, f"number {row}"), _why(unchanged[row]) if row in unchanged else "") for row in rows]
-
-
-def _told(by: str, reason: str) -> str:
-    return f"{by}: {reason}" if reason else by
-
-
-def _why(left: str) -> str:
-    return _WHY.get(left) or f"it is {State(left).label.lower()} now"
-
-
+restore: Perform = partial(_decided, RESTORE)
 cancel: Perform = partial(_decided, CANCEL)
 publish_now: Perform = partial(_decided, PUBLISH_NOW)
 
@@ -212,34 +190,26 @@ def is_overdue(row: Any) -> bool:
 
 
 def _decides(transition: Transition) -> Callable[[str, Any, Given], bool]:
-    """Make the transition of one message, and have the relays look for what it makes ready."""
+    """Make the transition of one message."""
 
     def decide(alias: str, position: int, given: Given) -> bool:
-        changed = operating.decide(alias, transition, [position], reason=given.text, due=given.values.get("due"))
-        if changed:
-            doorbell.ring_after_commit(alias)
-        return bool(changed)
+        due, overdue = given.values.get("due"), given.values.get("overdue", True)
+        return bool(deciding.decide(alias, transition, [position], reason=given.text, due=due, overdue=overdue))
 
     return decide
 
 
-def _restore(alias: str, position: int, given: Given) -> bool:
-    restored = restoring.restore(alias, position, overdue=given.values["overdue"], reason=given.text)
-    if restored:
-        doorbell.ring_after_commit(alias)
-    return restored
-
-
 def _ask_again(alias: str, position: Any, given: Given) -> bool:
     """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
-    return preparing.resume(alias, position, reason=given.text) or preparing.make_check_due(alias, position)
+    resume = _decides(RESUME_CHECKS)
+    return resume(alias, position, given) or preparing.make_check_due(alias, position)
 
 
 def _why_not_restored(row: Any, given: Given) -> str:
     if unique.is_replaced(row._state.db, row.pk):
-        return gettext(_WHY[REPLACED])
+        return gettext(WHY[REPLACED])
     left_out = row.state in RESTORE.sources and is_overdue(row) and not given.values["overdue"]
-    return gettext(_WHY[OVERDUE]) if left_out else ""
+    return gettext(WHY[OVERDUE]) if left_out else ""
 
 
 RESTORE_THEM = Action(
@@ -247,7 +217,7 @@ RESTORE_THEM = Action(
     label=_("Restore"),
     done=_("restored"),
     sources=RESTORE.sources,
-    run=_restore,
+    run=_decides(RESTORE),
     why_not=_why_not_restored,
     form=RestoreForm,
     question=_("Restore these messages? They get a full set of attempts, and the same time until they expire again."),

@@ -27,14 +27,14 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.rows import value_of
 from exactly_once.wire.text import describe
-from outbox import doorbell, signals
+from outbox import signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
 from outbox.operators.callbacks import pending_calls
 from outbox.relay.attending import Attendant
-from outbox.states import State
-from outbox.store import pending_callbacks, preparing
+from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
+from outbox.store import deciding, pending_callbacks, preparing
 from outbox.store.dialect import begin_bounded
 
 logger = logging.getLogger(__name__)
@@ -223,16 +223,12 @@ class _Check:
             self._decide(message, answer)
 
     def _decide(self, message: UndecidedMessage, answer: Answer) -> None:
-        position = self.row.pk
-        decide = preparing.commit_prepared if answer is Answer.COMMIT else preparing.roll_back_prepared
-        with transaction.atomic(using=self.alias):
-            decided = decide(self.alias, position, reason=f"its checker answered {answer}")
-            if decided and answer is Answer.COMMIT:
-                doorbell.ring_after_commit(self.alias)
+        transition = COMMIT if answer is Answer.COMMIT else ROLL_BACK
+        decided = deciding.decide(self.alias, transition, [self.row.pk], reason=f"its checker answered {answer}")
         state = preparing.state_of(self.alias, self.row.message_id)
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
-        elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
+        elif state not in UNDECIDED and (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
             logger.error(
                 "The checker answered %s about %s, but it is already %s: one of the two decisions is wrong. Find out what "
                 "happened, and correct the effect or publish the message by hand.",

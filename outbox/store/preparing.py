@@ -19,28 +19,13 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.states import COMMIT, GIVE_UP, RESUME_CHECKS, ROLL_BACK, SETTLED, UNDECIDED, State
-from outbox.store import operating
+from outbox.states import GIVE_UP, SETTLED, UNDECIDED, State
 from outbox.store.dialect import live
+from outbox.store.selecting import find
 from outbox.store.transitions import Found, move
 
 _MOST_REPORTED = 500
 _NO_CHECKER = "no answer: no running process has a checker for its topic"
-
-
-def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
-    """Commit a prepared message: its effect has happened. False: it was decided before."""
-    return bool(move(alias, COMMIT, [position], reason=reason))
-
-
-def roll_back_prepared(alias: str, position: int, *, reason: str = "") -> bool:
-    """Roll back a prepared message: its effect has not happened, and it is never sent. False: it was decided before."""
-    return bool(move(alias, ROLL_BACK, [position], reason=reason))
-
-
-def resume(alias: str, position: int, *, reason: str = "") -> bool:
-    """Make a stuck message prepared again, with a check at once and a new count of answers. False: it is not stuck."""
-    return bool(move(alias, RESUME_CHECKS, [position], reason=reason))
 
 
 def make_check_due(alias: str, position: int) -> bool:
@@ -102,7 +87,7 @@ def record_no_answer(alias: str, position: int, error: str) -> bool:
 
 def state_of(alias: str, message_id: uuid.UUID) -> str:
     """The state of a message; of a deleted one its last, as its trail has it. "" if its trail has no decision either."""
-    for state in operating.find(alias, {"message_id": message_id}).values():
+    for state in find(alias, {"message_id": message_id}).values():
         return state
     decided = TrailEntry.objects.using(alias).filter(message_id=message_id).exclude(became__in=UNDECIDED)
     last = decided.order_by("-pk").values_list("became", flat=True).first() or ""

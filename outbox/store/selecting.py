@@ -1,16 +1,18 @@
-"""Select messages to restore, and messages of history to be sent again."""
+"""Finding messages: by name, to restore them, or in history to send them again."""
 
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.db import connections
 from django.db.models import QuerySet
 
-from exactly_once.sql.days import FIRST_DAY
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED
+from outbox.store.dialect import TABLE, each_topic
 
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 
@@ -53,3 +55,19 @@ class Selection:
 
 def _day(instant: datetime) -> int:
     return (instant - (instant.utcoffset() or timedelta())).toordinal() - _EPOCH_ORDINAL
+
+
+def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> dict[int, str]:
+    """Position and state of the messages that have these values in their columns, the oldest first.
+
+    History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
+    """
+    chosen = OutboxMessage.objects.using(alias).filter(**name).order_by("pk").values_list("pk", "state")
+    return (not everywhere and dict(chosen.filter(day=LIVE))) or dict(chosen)
+
+
+def topics(alias: str, most: int = 10_000) -> list[str]:
+    """The topics of all messages, up to a limit, in their order."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"{each_topic(f'{TABLE} m WHERE true')} LIMIT %s", [most])
+        return [name for (name,) in cursor.fetchall()]

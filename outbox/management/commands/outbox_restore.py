@@ -2,6 +2,7 @@ from collections import Counter
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -9,13 +10,15 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
-from outbox.decisions import restoring
 from outbox.operators.previews import Restorable, preview_restoring
 from outbox.states import RESTORE
-from outbox.store.restoring import Restored, restored_by_default
+from outbox.store import deciding
+from outbox.store.dialect import chunks
+from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import Selection
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
+_AT_ONCE = 500
 _STATES = [state.value for state in RESTORE.sources]
 
 
@@ -55,17 +58,19 @@ class Command(DatabaseCommand):
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
         total, left = Counter[str](), Counter[str]()
 
-        def audit(restored: Restored) -> None:
-            parameters = {name: options[name] for name in (*_SELECTING, "without_overdue")}
-            subject = Subject(kind="messages", name=f"{restored.ready + restored.scheduled} messages")
-            record("outbox", alias, actor, "restore", [subject], parameters)
-
-        restored = restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore", audit=audit)
         with Progress(_("restored"), expected) as progress:
-            for some in restored:
-                total.update(ready=some.ready, scheduled=some.scheduled)
-                left.update(some.left)
-                progress.advance(some.ready + some.scheduled)
+            for chunk in chunks(found, _AT_ONCE):
+                with transaction.atomic(using=alias):
+                    decided = deciding.decide(
+                        alias, RESTORE, chunk, sources=selection.states, overdue=overdue, reason="outbox_restore"
+                    )
+                    if decided:
+                        parameters = {name: options[name] for name in (*_SELECTING, "without_overdue")}
+                        subject = Subject(kind="messages", name=f"{len(decided.became)} messages")
+                        record("outbox", alias, actor, "restore", [subject], parameters)
+                total.update(sorted(decided.became.values()))
+                left.update(decided.left.values())
+                progress.advance(len(decided.became))
         done = ngettext("%(count)s message restored", "%(count)s messages restored", progress.done)
         self.stdout.write(f"{done}{_counts(total)}.{_about(left)}")
         refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)

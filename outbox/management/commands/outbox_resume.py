@@ -12,8 +12,8 @@ from exactly_once.plurals import ngettext
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.pausing import TopicState, resume
-from outbox.states import State
-from outbox.store import preparing
+from outbox.states import RESUME_CHECKS, State
+from outbox.store import deciding
 
 _NOT_PAUSED = {TopicState.ACTIVE, TopicState.LIMITED}
 
@@ -71,9 +71,9 @@ class Command(DatabaseCommand):
         with Progress(_("resumed"), len(found)) as progress:
             for position, identity in found.items():
                 with transaction.atomic(using=alias):
-                    resumed = preparing.resume(alias, position, reason="outbox_resume --checks")
+                    resumed = deciding.decide(alias, RESUME_CHECKS, [position], reason="outbox_resume --checks")
                     if resumed:
                         record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
-                progress.advance(int(resumed))
+                progress.advance(int(bool(resumed)))
         self.stdout.write(ngettext("%(count)s message resumed.", "%(count)s messages resumed.", progress.done))
         refuse_unknown(map(str, named), found.values(), [State.STUCK])

@@ -21,7 +21,7 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM
 from outbox.states import State
-from outbox.store import operating, restoring
+from outbox.store import deciding
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,
@@ -343,14 +343,14 @@ class TestRestore:
 
     def test_restore_continues_after_a_database_error_on_one_message(self, monkeypatch):
         first, second = a_message(State.DEAD), a_message(State.DEAD)
-        restore = restoring.restore
+        decide = deciding.decide
 
-        def fails_for_the_first(alias, position, *, overdue, reason):
-            if position == first.pk:
+        def fails_for_the_first(alias, transition, positions, **options):
+            if positions == [first.pk]:
                 raise DatabaseError("canceling statement due to <b>lock timeout</b>")
-            return restore(alias, position, overdue=overdue, reason=reason)
+            return decide(alias, transition, positions, **options)
 
-        monkeypatch.setattr(restoring, "restore", fails_for_the_first)
+        monkeypatch.setattr(deciding, "decide", fails_for_the_first)
 
         report = said(act(staff_client(VIEW, RESTORE), "restore", first, second, confirmed="yes", overdue="on"))
 
@@ -397,7 +397,7 @@ class TestCancel:
 
     def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
         row = a_message(State.READY)
-        monkeypatch.setattr(operating, "decide", lambda *args, **options: set())
+        monkeypatch.setattr(deciding, "decide", lambda *args, **options: deciding.Decided({}, {row.pk: "locked"}))
 
         response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 

@@ -33,8 +33,8 @@ from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
-from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, State
-from outbox.store import claiming, operating, pausing, restoring, settling
+from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
+from outbox.store import claiming, deciding, pausing, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -130,7 +130,7 @@ class TestKnownWaysToOvertake:
         relay._work(drain=False)
         assert state_of(first) == State.WAITING
         second = published(key=KEY)
-        assert operating.decide("default", CANCEL, [head.position])
+        assert deciding.decide("default", CANCEL, [head.position])
 
         rounds(relay, 5, time)
 
@@ -501,12 +501,12 @@ class Machine:
     def _operate(self):
         if self.chance.random() < 0.5:
             for position in self._some(State.DEAD).values_list("pk", flat=True):
-                restoring.restore("default", position)
+                deciding.decide("default", RESTORE, [position])
         elif not any(actor.is_in_a_pass for actor in self._actors):
             for position in self._some(State.DEAD, State.RETRYING, State.WAITING, State.PAUSED).values_list("pk", flat=True)[
                 :1
             ]:
-                if operating.decide("default", CANCEL, [position]):
+                if deciding.decide("default", CANCEL, [position]):
                     next(one for one in self._messages.values() if one.position == position).cancelled = True
 
     def _decide(self):
@@ -523,7 +523,7 @@ class Machine:
                 (PUBLISH_NOW, {}, {}),
             ]
         )
-        if owner.does(partial(operating.decide, "default", transition, [position], **options)).result(SECONDS):
+        if owner.does(partial(deciding.decide, "default", transition, [position], **options)).result(SECONDS):
             self._undecided[owner] = position, change
             if self.chance.random() < 0.5:
                 self._end_decision()
@@ -609,7 +609,7 @@ class Machine:
             self.time.leapt += 2.5
             OutboxMessage.objects.filter(state__in=[State.RETRYING, State.SCHEDULED]).update(available_at=DatabaseTime())
             for position in OutboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                restoring.restore("default", position)
+                deciding.decide("default", RESTORE, [position])
             for actor in self._actors:
                 actor.goes_on()
                 actor.ends_its_round()
@@ -659,7 +659,7 @@ def gates(*others):
 
 def wrong_in(peer, seed, *, pausing=False, deciding=False):
     with gates(*[BETWEEN_READ_AND_LOCK] * deciding), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
+        patch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
         return Machine(peer, seed, pausing=pausing, deciding=deciding).run()
 
 

@@ -171,7 +171,7 @@ class TestAsyncView:
         assert respond(view, settings) == 500
         rescheduled, cancelled, restored, unknown = decisions
         assert (rescheduled.outcome, cancelled.outcome) == (Outcome.RESCHEDULED, Outcome.CANCELLED)
-        assert (restored.restored, unknown.outcome) == (1, Outcome.NOT_FOUND)
+        assert (restored.outcome, unknown.outcome) == (Outcome.RESTORED, Outcome.NOT_FOUND)
         assert state_of(message) == State.SCHEDULED
 
     def test_cancelled_view_leaves_a_change_and_its_message_or_neither(self, documented):

@@ -23,8 +23,8 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.operators.callbacks import call_now, discard_call
 from outbox.relay import calling
-from outbox.states import State
-from outbox.store import history, pending_callbacks, restoring, settling
+from outbox.states import RESTORE, State
+from outbox.store import deciding, history, pending_callbacks, settling
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
@@ -117,7 +117,7 @@ class TestCallbackMessage:
         calls, others = add_callback(on=on_dead), add_callback()
         message = refused_at_its_last_attempt(peer)
         relay()
-        restoring.restore("default", message.position)
+        deciding.decide("default", RESTORE, [message.position])
         set_columns(message, attempts=MAX_ATTEMPTS - 1)
         relay()
 
@@ -130,7 +130,7 @@ class TestCallbackMessage:
         calls = add_callback(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
         message = refused_at_its_last_attempt(peer)
         relay()
-        restoring.restore("default", message.position)
+        deciding.decide("default", RESTORE, [message.position])
         peer.script = lambda message: [partial(peer.ack, message)]
         relay()
         due_now()

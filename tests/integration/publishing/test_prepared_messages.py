@@ -17,8 +17,10 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import (
     AlreadyDecided,
     Answer,
+    Decision,
     InvalidMessage,
     NoChecker,
+    Outcome,
     PreparedInsideTransaction,
     UndecidedMessage,
     checker,
@@ -30,8 +32,8 @@ from outbox.conf import CheckOptions, OutboxOptions
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.calling import askers
 from outbox.relay.service import serve
-from outbox.states import State
-from outbox.store import preparing
+from outbox.states import COMMIT, RESUME_CHECKS, ROLL_BACK, State
+from outbox.store import deciding, preparing
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -188,18 +190,20 @@ class TestDecision:
 
     def test_repeated_decision_changes_nothing(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        for _ in range(2):
-            committed.commit()
-            dropped.rollback()
+        assert (committed.commit(), dropped.rollback()) == (
+            Decision(Outcome.COMMITTED, State.READY),
+            Decision(Outcome.ROLLED_BACK, State.ROLLED_BACK),
+        )
+        assert dropped.rollback() == Decision(Outcome.TOO_LATE, State.ROLLED_BACK)
         set_columns(committed, state=State.PUBLISHED)
-        committed.commit()
+        assert committed.commit() == Decision(Outcome.TOO_LATE, State.PUBLISHED)
 
         assert states() == [State.PUBLISHED, State.ROLLED_BACK]
 
     def test_opposite_decision_is_an_error_that_names_the_state(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        preparing.commit_prepared("default", row_of(committed).pk)
-        preparing.roll_back_prepared("default", row_of(dropped).pk)
+        deciding.decide("default", COMMIT, [row_of(committed).pk])
+        deciding.decide("default", ROLL_BACK, [row_of(dropped).pk])
 
         with pytest.raises(AlreadyDecided) as of_committed:
             committed.rollback()
@@ -282,8 +286,8 @@ class TestDecision:
             [
                 tried(lambda half: half.commit(), halves),
                 tried(lambda half: half.rollback(), halves[::-1]),
-                tried(lambda half: preparing.commit_prepared("default", positions[half]), halves),
-                tried(lambda half: preparing.roll_back_prepared("default", positions[half]), halves[::-1]),
+                tried(lambda half: deciding.decide("default", COMMIT, [positions[half]]), halves),
+                tried(lambda half: deciding.decide("default", ROLL_BACK, [positions[half]]), halves[::-1]),
             ]
         )
 
@@ -322,10 +326,10 @@ class TestPrepareBlock:
 
     def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
-            preparing.commit_prepared("default", row_of(half).pk)
+            deciding.decide("default", COMMIT, [row_of(half).pk])
         assert state_of(half) == State.READY
         with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
-            preparing.roll_back_prepared("default", row_of(half).pk)
+            deciding.decide("default", ROLL_BACK, [row_of(half).pk])
         assert state_of(half) == State.ROLLED_BACK
 
     @pytest.mark.parametrize("trail", ["decisions", "all"])
@@ -423,9 +427,8 @@ class TestCheck:
 
     def test_check_overtaken_by_another_decision_logs_an_error_only_when_they_differ(self, caplog, answers):
         def decided_meanwhile(message):
-            decide = message.payload["decide"]
-            decide_by = {"commit": preparing.commit_prepared, "rollback": preparing.roll_back_prepared}[decide]
-            assert decide_by("default", OutboxMessage.objects.get(message_id=message.id).pk)
+            transition = {"commit": COMMIT, "rollback": ROLL_BACK}[message.payload["decide"]]
+            assert deciding.decide("default", transition, [OutboxMessage.objects.get(message_id=message.id).pk])
             return Answer.COMMIT
 
         answers[:] = [decided_meanwhile]
@@ -491,7 +494,8 @@ class TestResume:
         half = stuck()
         position = row_of(half).pk
 
-        assert [preparing.resume("default", position, reason="looked into it") for _ in range(2)] == [True, False]
+        resumed = [deciding.decide("default", RESUME_CHECKS, [position], reason="looked into it") for _ in range(2)]
+        assert [bool(one) for one in resumed] == [True, False]
         assert (state_of(half), row_of(half).attempts) == (State.PREPARED, 0)
         assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()
         assert trail_of(half) == [(State.STUCK, State.PREPARED)]

@@ -15,11 +15,12 @@ from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.utils import timezone
 
+from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
-from outbox import InvalidMessage, UnknownMessage, cancel, decisions, publish, reschedule, restore
+from outbox import Decision, InvalidMessage, Outcome, UnknownMessage, cancel, publish, reschedule, restore
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
-from outbox.store.restoring import restore as restore_one
+from outbox.store import deciding
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -63,7 +64,7 @@ class TestRestoredMessage:
         message = ended(state, delay=2 * HOUR, expires_in=HOUR)
         before = row_of(message)
 
-        assert restore(message.id) == decisions.Restoration(restored=1)
+        assert restore(message.id) == Decision(Outcome.RESTORED, State.SCHEDULED)
 
         row = row_of(message)
         assert (row.pk, row.state, row.attempts, row.settled_at) == (before.pk, State.SCHEDULED, 0, None)
@@ -126,22 +127,22 @@ class TestRestoredMessage:
         message = ended()
 
         assert restore(message.id)
-        assert restore(message.id) == decisions.Restoration(restored=0, left={"ready": 1})
+        assert restore(message.id) == Decision(Outcome.TOO_LATE, State.READY)
 
     def test_restore_leaves_messages_in_other_states_and_returns_the_state(self):
         for state in set(State) - set(RESTORE.sources):
             message = ended(state)
 
-            restored = restore(str(message.id))
+            decision = restore(str(message.id))
 
-            assert (restored.restored, restored.left) == (0, {state: 1})
-            assert not restored
+            assert decision == Decision(Outcome.TOO_LATE, state)
+            assert not decision
             assert state_of(message) == state
 
     def test_restore_can_leave_overdue_messages(self):
         late, ahead = ended(biz_id="b"), ended(biz_id="b", delay=HOUR)
 
-        assert restore(topic=TOPIC, biz_id="b", overdue=False) == decisions.Restoration(restored=1, left={"overdue": 1})
+        assert restore(topic=TOPIC, biz_id="b", overdue=False) == Decision(Outcome.RESTORED, State.SCHEDULED)
         assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
 
     def test_restore_records_the_previous_state_in_the_trail(self):
@@ -151,7 +152,7 @@ class TestRestoredMessage:
 
         for state, message in messages.items():
             entry = TrailEntry.objects.get(message_id=message.id, became=State.READY)
-            assert (entry.was, entry.reason) == (state, "restore() by the business")
+            assert (entry.was, entry.reason) == (state, "restore()")
 
     @pytest.mark.django_db(transaction=True)
     def test_restored_message_waits_behind_the_dead_head_of_its_key(self):
@@ -186,19 +187,10 @@ class TestRestore:
 
         assert state_of(message) == State.SCHEDULED
 
-    def test_restore_by_topic_takes_every_message_in_several_steps(self, monkeypatch):
-        monkeypatch.setattr(decisions, "_RESTORED_AT_ONCE", 3)
-        mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
-        others = [ended(topic="b"), published(topic="a")]
-
-        assert restore(topic="a").restored == 8
-        assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
-        assert [state_of(message) for message in others] == [State.CANCELLED, State.READY]
-
     def test_restore_can_be_limited_to_states(self):
         dead, cancelled = ended(State.DEAD, biz_id="b"), ended(biz_id="b")
 
-        assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == decisions.Restoration(restored=1, left={"dead": 1})
+        assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == Decision(Outcome.RESTORED, State.READY)
         assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
         with pytest.raises(InvalidMessage, match="published"):
             restore(dead.id, states=["dead", "published"])
@@ -213,25 +205,16 @@ class TestRestore:
         assert restore(message.id, using="other")
         assert state_of(message, "other") == State.SCHEDULED
 
-    def test_restore_of_an_unknown_message_restores_nothing(self):
-        assert restore(uuid.uuid4()) == restore(topic="unknown") == decisions.Restoration(restored=0)
+    def test_restore_of_an_unknown_message_is_not_found(self):
+        assert restore(uuid.uuid4()) == restore(topic="unknown", biz_id="b") == Decision(Outcome.NOT_FOUND, "")
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
-        [((), {}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {}), ((), {"topic": "a\0"})],
+        [((), {}), ((), {"topic": TOPIC}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {})],
     )
     def test_restore_without_a_valid_selection_is_refused(self, arguments, options):
         with pytest.raises(UnknownMessage):
             restore(*arguments, **options)
-
-    def test_restore_can_continue_after_an_interruption(self, monkeypatch):
-        monkeypatch.setattr(decisions, "_RESTORED_AT_ONCE", 2)
-        messages = [ended() for _ in range(5)]
-        first = next(decisions.restoring("default", [m.position for m in messages], states=RESTORABLE, overdue=True, reason=""))
-
-        assert first.ready == 2
-        assert restore(topic=TOPIC).restored == 3
-        assert TrailEntry.objects.filter(became=State.READY).count() == 5
 
     @pytest.mark.django_db(transaction=True)
     def test_concurrent_restores_restore_each_message_once(self):
@@ -239,7 +222,7 @@ class TestRestore:
         counts = []
 
         def bring_back():
-            counts.append(sum(restore_one("default", position) for position in positions))
+            counts.append(sum(bool(deciding.decide("default", RESTORE, [position])) for position in positions))
 
         with in_threads(bring_back, bring_back):
             pass
@@ -249,16 +232,20 @@ class TestRestore:
 
 # On SQLite the only writer waits for the transaction before it: no row is locked.
 @pytest.mark.django_db(transaction=True)
-def test_restore_leaves_a_row_locked_by_another_transaction_and_reports_it(monkeypatch):
-    monkeypatch.setattr("outbox.store.operating.OPERATORS_WAIT", timedelta(milliseconds=50))
+def test_restore_leaves_all_unchanged_if_another_transaction_has_locked_one(monkeypatch):
+    monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))
     locked, free = ended(biz_id="b"), ended(biz_id="b")
-    restorations = []
+    answers = []
     with transaction.atomic():
         OutboxMessage.objects.select_for_update().get(pk=locked.position)
-        with in_threads(lambda: restorations.append(restore(topic=TOPIC, biz_id="b"))):
+        with in_threads(lambda: answers.extend([restore(topic=TOPIC, biz_id="b"), run("--all")])):
             pass
 
-    assert restorations == [decisions.Restoration(restored=1, left={"locked": 1})]
+    assert answers == [
+        Decision(Outcome.TOO_LATE, State.CANCELLED),
+        "1 message restored: 1 ready. 1 left: 1 locked.\n",
+    ]
+    assert answers[0].why == "another transaction has locked it"
     assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
 
 
@@ -273,14 +260,15 @@ class TestUniqueMessages:
         latest = published(biz_id="b", unique=True)
         set_columns(latest, state=second)
 
-        assert restore(replaced.id) == decisions.Restoration(restored=0, left={"replaced": 1})
+        decision = restore(replaced.id)
+
+        assert (decision, "unique=True" in decision.why) == (Decision(Outcome.TOO_LATE, first), True)
         assert (state_of(replaced), state_of(latest)) == (first, second)
-        assert not restore_one("default", replaced.position)
 
     def test_restore_brings_back_the_last_of_several_cancelled_messages(self):
         messages = [ended(biz_id="b", unique=True) for _ in range(3)]
 
-        assert restore(topic=TOPIC, biz_id="b") == decisions.Restoration(restored=1, left={"replaced": 2})
+        assert restore(topic=TOPIC, biz_id="b") == Decision(Outcome.RESTORED, State.READY)
         assert [state_of(message) for message in messages] == [State.CANCELLED, State.CANCELLED, State.READY]
         assert not published(biz_id="b", unique=True).created
 
@@ -288,7 +276,7 @@ class TestUniqueMessages:
         plain, unique, other = ended(biz_id="b"), ended(biz_id="b", unique=True), ended(biz_id="other", unique=True)
         published(biz_id="b")
 
-        assert restore(topic=TOPIC).restored == 3
+        assert run("--topic", TOPIC).startswith("3 messages restored")
         assert {state_of(message) for message in (plain, unique, other)} == {State.READY}
 
     def test_restore_command_reports_and_does_not_preview_what_was_replaced(self):
@@ -313,15 +301,15 @@ class TestUniqueMessages:
                     case "cancel":
                         done.extend(["cancelled"] * bool(cancel(topic=TOPIC, biz_id=name)))
                     case "restore":
-                        restored = restore(topic=TOPIC, biz_id=name)
-                        done.extend([*["restored"] * restored.restored, *restored.left])
+                        decision = restore(topic=TOPIC, biz_id=name)
+                        done.append(str(decision.outcome))
 
         with in_threads(*(partial(change, seed) for seed in range(4))):
             pass
 
         live = Counter(OutboxMessage.objects.exclude(state=State.CANCELLED).values_list("biz_id", flat=True))
         assert set(live.values()) <= {1}
-        assert {"published", "cancelled", "restored", "replaced"} <= set(done)
+        assert {"published", "cancelled", "restored", "too_late"} <= set(done)
         assert done.count("published") == OutboxMessage.objects.count()
 
 
@@ -330,32 +318,33 @@ class TestUniqueMessages:
 @pytest.mark.parametrize("ending", ["commits", "rolls back"])
 def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(ending):
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
-    restorations = []
+    answers = []
     with ExitStack() as beside, transaction.atomic():
         publish(TOPIC, {}, biz_id="b7", unique=True)
-        beside.enter_context(in_threads(lambda: restorations.append(restore(topic=TOPIC))))
+        beside.enter_context(in_threads(lambda: answers.append(run("--all"))))
         wait_until(a_session_waits_for_a_transaction)
-        assert not restorations
+        assert not answers
         transaction.set_rollback(ending == "rolls back")
 
     replaced = [messages[7]] if ending == "commits" else []
     assert [message for message in messages if state_of(message) != State.READY] == replaced
     restored = len(messages) - len(replaced)
-    assert restorations == [decisions.Restoration(restored=restored, left={"replaced": 1} if replaced else {})]
+    left = " 1 left: 1 replaced." if replaced else ""
+    assert answers == [f"{restored} messages restored: {restored} ready.{left}\n"]
     assert TrailEntry.objects.filter(became=State.READY, was=State.CANCELLED).count() == restored
 
 
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
-    monkeypatch.setattr("outbox.store.operating.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
-    restorations = []
+    answers = []
     with transaction.atomic():
         publish(TOPIC, {}, biz_id="b7", unique=True)
-        with in_threads(lambda: restorations.append(restore(topic=TOPIC))):
+        with in_threads(lambda: answers.append(run("--all"))):
             pass
 
-    assert restorations == [decisions.Restoration(restored=19, left={"locked": 1})]
+    assert answers == ["19 messages restored: 19 ready. 1 left: 1 locked.\n"]
     assert state_of(messages[7]) == State.CANCELLED
 
 
@@ -391,6 +380,16 @@ class TestRestoreCommand:
         assert run("--all") == "0 messages restored.\n"
         assert [state_of(message) for message in (late, ahead, other)] == [State.READY, State.SCHEDULED, State.READY]
         assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"
+
+    def test_restore_command_restores_all_of_a_topic_in_several_transactions(self, monkeypatch):
+        monkeypatch.setattr("outbox.management.commands.outbox_restore._AT_ONCE", 3)
+        mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
+        other = ended(topic="b")
+
+        assert run("--topic", "a") == "8 messages restored: 4 ready, 4 scheduled.\n"
+        assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
+        assert state_of(other) == State.CANCELLED
+        assert AuditEntry.objects.filter(action="restore").count() == 3
 
     @pytest.mark.parametrize(
         ("options", "taken"),

@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
-from outbox import cancel, publish, restore
+from outbox import cancel, publish
 from outbox.models import OutboxMessage
-from outbox.states import State
+from outbox.states import RESTORE, State
+from outbox.store import deciding
 from tests.support.relaying import TOPIC, in_state, in_threads, published, state_of
 
 pytestmark = [
@@ -45,8 +46,7 @@ def test_restore_leaves_the_message_that_was_replaced_since(level):
     with a_snapshot(level):
         with in_threads(lambda: published(biz_id="order-3", unique=True)):
             pass
-        restored = restore(topic=TOPIC)
+        decided = deciding.decide("default", RESTORE, [message.position for message in messages])
 
-    assert restored.restored == 7
-    assert sum(restored.left.values()) == 1
+    assert (len(decided.became), len(decided.left)) == (7, 1)
     assert [message.biz_id for message in messages if state_of(message) == State.CANCELLED] == ["order-3"]

@@ -17,8 +17,9 @@ from inbox.operators.alerting import CONDITIONS
 from inbox.outcome import Outcome
 from inbox.states import State
 from outbox.models import OutboxMessage
+from outbox.states import RESTORE
 from outbox.states import State as OutboxState
-from outbox.store import restoring
+from outbox.store import deciding
 from tests.support.admin_pages import said, staff_client
 from tests.support.deliveries import (
     OPTIONS,
@@ -219,7 +220,7 @@ class TestOnTheWire:
                 wait_until(lambda: effects("order-1"))
                 other.take_all()
 
-            assert restoring.restore("default", OutboxMessage.objects.get().pk)
+            assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
             one_pass(transport)
             wait_until(lambda: the_row(biz_id="order-1").duplicates)
 
@@ -235,7 +236,7 @@ class TestReplayHeader:
         row = OutboxMessage.objects.get(message_id=message.id)
         OutboxMessage.objects.update(state=OutboxState.DEAD)
 
-        assert restoring.restore("default", row.pk)
+        assert deciding.decide("default", RESTORE, [row.pk])
 
         row.refresh_from_db()
         assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
@@ -248,7 +249,7 @@ class TestReplayHeader:
         settings.OUTBOX = {"BROKER_URL": "local://"}
         message = published(headers={"tenant": "acme"})
         OutboxMessage.objects.update(state=OutboxState.DEAD)
-        assert restoring.restore("default", OutboxMessage.objects.get().pk)
+        assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
 
         with connected("local://") as transport:
             one_pass(transport)

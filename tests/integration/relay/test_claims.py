@@ -26,8 +26,8 @@ from outbox import Draft, pause, publish, publish_many, publish_now, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.states import CANCEL, SETTLED, State
-from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
+from outbox.states import CANCEL, RESTORE, SETTLED, State
+from outbox.store import claiming, deciding, pausing, scheduling, settling, writing
 from outbox.store.claiming import Bounds, RelayedMessage
 from outbox.store.dialect import EVER, LOCK_SPACE
 from outbox.store.scheduling import Offset
@@ -268,14 +268,14 @@ class TestCancelling:
 
     @pytest.fixture(autouse=True)
     def long_operators_wait(self, monkeypatch):
-        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
+        monkeypatch.setattr(deciding, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
     def cancelled_during_a_pass(self, message, settlement):
         """Cancel while a pass has claimed the message; the pass ends only once the cancel waits for it."""
         answers = []
 
         def cancel():
-            answers.append(operating.decide("default", CANCEL, [message.position]))
+            answers.append(deciding.decide("default", CANCEL, [message.position]))
 
         with transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
@@ -310,7 +310,7 @@ class TestCancelling:
         message = published()
         for decided in (False, True):
             with transaction.atomic():
-                assert operating.decide("default", CANCEL, [message.position])
+                assert deciding.decide("default", CANCEL, [message.position])
                 assert claimed_elsewhere() == set()
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
@@ -319,7 +319,7 @@ class TestCancelling:
         message, of_its_key, another = published(key="k"), published(key="k"), published()
         OutboxMessage.objects.update(shard=7)
         with transaction.atomic():
-            assert operating.decide("default", CANCEL, [message.position])
+            assert deciding.decide("default", CANCEL, [message.position])
             assert claimed_elsewhere() == {another.position}
         assert claimed_elsewhere() == {of_its_key.position, another.position}
 
@@ -344,12 +344,12 @@ class TestCancelling:
         with transaction.atomic():
             with connection.cursor() as cursor:
                 cursor.execute("SET LOCAL lock_timeout = '1234ms'")
-            assert operating.decide("default", CANCEL, [message.position])
+            assert deciding.decide("default", CANCEL, [message.position])
 
             assert shown("lock_timeout") == "1234ms"
 
     def test_cancel_of_a_missing_row_returns_false(self):
-        assert not operating.decide("default", CANCEL, [10**9])
+        assert not deciding.decide("default", CANCEL, [10**9])
 
 
 def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
@@ -973,7 +973,7 @@ class TestFloors:
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
             if of == "restore":
-                assert restoring.restore("default", message.position)
+                assert deciding.decide("default", RESTORE, [message.position])
             else:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)

@@ -23,8 +23,8 @@ from outbox.decisions import Outcome
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.operators.counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
-from outbox.states import CANCEL, SETTLED, State
-from outbox.store import claiming, history, operating, preparing, restoring, settling
+from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
+from outbox.store import claiming, deciding, history, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
@@ -234,7 +234,7 @@ class TestWhereAMessageIs:
 
 def settle_as(state, message):
     if state == State.ROLLED_BACK:
-        assert preparing.roll_back_prepared("default", message.position)
+        assert deciding.decide("default", ROLL_BACK, [message.position])
     else:
         outcome = {"expired" if state == State.EXPIRED else "published": [message.position]}
         assert settling.settle("default", Settlement(**outcome)) == 1
@@ -444,9 +444,9 @@ class TestUnique:
             return move(*args, **kwargs)
 
         monkeypatch.setattr(restoring, "move", moved_late)
-        restored = restore(message.id)
+        decision = restore(message.id)
 
-        assert (restored.restored, restored.left) == (0, {"replaced": 1})
+        assert (decision.state, "unique=True" in decision.why) == (State.CANCELLED, True)
         assert state_of(message) == State.CANCELLED
 
     def test_biz_ids_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
@@ -466,11 +466,12 @@ class TestUnique:
                         if random.random() < 0.3:
                             settling.settle("default", Settlement(published=[position]))
                         else:
-                            operating.decide("default", CANCEL, [position])
+                            deciding.decide("default", CANCEL, [position])
 
         def restoring_them():
             while not (stop and TrailEntry.objects.filter(was=State.CANCELLED, became=State.READY).exists()):
-                restore(topic=TOPIC)
+                given_up = OutboxMessage.objects.filter(state=State.CANCELLED).values_list("pk", flat=True)
+                deciding.decide("default", RESTORE, list(given_up))
 
         with in_threads(settling_them, restoring_them, stop=stop), in_threads(publishing, publishing):
             pass
@@ -756,7 +757,7 @@ class TestKeepNothing:
     def test_without_keep_history_an_unpublished_message_stays_for_seven_days(self, state):
         message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
         if state == State.CANCELLED:
-            operating.decide("default", CANCEL, [message.position])
+            deciding.decide("default", CANCEL, [message.position])
         else:
             with transaction.atomic():
                 settle_as(state, message)

@@ -15,7 +15,7 @@ from outbox.models import OutboxMessage
 from outbox.pausing import pause
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, State
-from outbox.store import claiming, operating, settling
+from outbox.store import claiming, deciding, settling
 from tests.support.relaying import (
     TOPIC,
     connected,
@@ -491,7 +491,7 @@ class TestOrder:
         assert state_of(second) == State.WAITING
         assert settling.release_waiting("default", keys=10, each=10) == 0
 
-        assert operating.decide("default", CANCEL, [head.position])
+        assert deciding.decide("default", CANCEL, [head.position])
         assert settling.release_waiting("default", keys=10, each=10) == 1
         one_pass(transport)
 

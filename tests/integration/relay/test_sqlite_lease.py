@@ -12,7 +12,7 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, State
-from outbox.store import claiming, operating, settling
+from outbox.store import claiming, deciding, settling
 from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
 from tests.support.relaying import (
@@ -161,14 +161,14 @@ class TestCancel:
         assert TableLease("default", "outbox: timer").take(DURATION)
         take(ours)
 
-        assert not operating.decide("default", CANCEL, [message.position])
+        assert not deciding.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.READY
 
     def test_cancel_of_an_unclaimed_row_succeeds(self, ours):
         take(ours)
         message = published()
 
-        assert operating.decide("default", CANCEL, [message.position])
+        assert deciding.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, ours):
@@ -176,7 +176,7 @@ class TestCancel:
         take(ours)
         expire_the_lease()
 
-        assert operating.decide("default", CANCEL, [message.position])
+        assert deciding.decide("default", CANCEL, [message.position])
         with pytest.raises(LeaseLost):
             settle(ours, Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
@@ -186,7 +186,7 @@ class TestCancel:
         take(ours)
         settle(ours, Settlement())
 
-        assert operating.decide("default", CANCEL, [message.position])
+        assert deciding.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.CANCELLED
 
 
@@ -274,4 +274,4 @@ def test_message_that_is_being_sent_is_not_cancelled_while_other_leases_are_held
 
     assert in_hand("default") == {message.position}
     if connection.vendor == "sqlite":
-        assert not operating.decide("default", CANCEL, [message.position])
+        assert not deciding.decide("default", CANCEL, [message.position])

@@ -17,8 +17,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from outbox import Draft, cancel, publish_many, publish_now, reschedule
 from outbox.models import TrailEntry
-from outbox.states import CANCEL, State
-from outbox.store import restoring, settling
+from outbox.states import CANCEL, RESTORE, State
+from outbox.store import deciding, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, connected, in_state, one_pass, published, row_of, set_columns, state_of
 
@@ -42,20 +42,20 @@ class TestDecisions:
 
         cancel(message.id)
 
-        assert trail_of(message) == [(state, State.CANCELLED, "cancel() by the business")]
+        assert trail_of(message) == [(state, State.CANCELLED, "cancel()")]
 
     def test_each_decision_of_one_transaction_is_recorded(self):
         message = published(delay=HOUR)
 
         with transaction.atomic():
             reschedule(message.id, delay=2 * HOUR)
-            publish_now(message.id)
+            publish_now(message.id, by="a clerk")
             cancel(message.id)
 
         assert trail_of(message) == [
-            (State.SCHEDULED, State.SCHEDULED, "reschedule() by the business; due in 2:00:00"),
-            (State.SCHEDULED, State.READY, "publish_now() by the business; due now"),
-            (State.READY, State.CANCELLED, "cancel() by the business"),
+            (State.SCHEDULED, State.SCHEDULED, "reschedule(); due in 2:00:00"),
+            (State.SCHEDULED, State.READY, "publish_now() by a clerk; due now"),
+            (State.READY, State.CANCELLED, "cancel()"),
         ]
 
     def test_rolled_back_decision_leaves_no_entry(self):
@@ -72,7 +72,7 @@ class TestDecisions:
 
         assert not cancel(message.id)
         assert not reschedule(message.id, delay=HOUR)
-        assert not restoring.restore("default", row_of(message).pk)
+        assert not deciding.decide("default", RESTORE, [row_of(message).pk])
 
         assert trail_of(message) == []
 

@@ -12,8 +12,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, State
-from outbox.store import claiming, operating, restoring, settling
+from outbox.states import CANCEL, RESTORE, State
+from outbox.store import claiming, deciding, settling
 from tests.support.relaying import (
     TOPIC,
     connected,
@@ -117,7 +117,7 @@ class TestWaitingMessages:
     def test_waiting_message_can_be_cancelled_and_the_others_keep_their_order(self, peer, transport):
         head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
 
-        assert operating.decide("default", CANCEL, [second.position])
+        assert deciding.decide("default", CANCEL, [second.position])
         move(head, State.READY)
         drained(peer.url)
 
@@ -128,7 +128,7 @@ class TestWaitingMessages:
         head, others = behind_a_failed_head(peer, transport, "a", "b")
 
         for message in others:
-            assert operating.decide("default", CANCEL, [message.position])
+            assert deciding.decide("default", CANCEL, [message.position])
         move(head, State.READY)
         drained(peer.url)
 
@@ -137,7 +137,7 @@ class TestWaitingMessages:
     def test_waiting_message_cannot_be_restored_ahead_of_its_head(self, peer, transport):
         _, (second,) = behind_a_failed_head(peer, transport, "a")
 
-        assert not restoring.restore("default", second.position)
+        assert not deciding.decide("default", RESTORE, [second.position])
         assert state_of(second) == State.WAITING
 
     def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
@@ -174,7 +174,7 @@ class TestEndOfWaiting:
     def test_restore_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
         head, _ = behind_a_failed_head(peer, transport, "a", "b")
         set_columns(head, state=State.DEAD)
-        assert restoring.restore("default", head.position)
+        assert deciding.decide("default", RESTORE, [head.position])
 
         drained(peer.url)
 
@@ -216,7 +216,7 @@ class TestEndOfWaiting:
         assert arrived(peer) == ["head", "a"]
         assert [state_of(message) for message in (a, dead, b)] == [State.PUBLISHED, State.DEAD, State.WAITING]
 
-        assert operating.decide("default", CANCEL, [dead.position])
+        assert deciding.decide("default", CANCEL, [dead.position])
         drained(peer.url)
         assert arrived(peer) == ["head", "a", "b"]
 
@@ -376,7 +376,7 @@ class TestOvertaking:
         shards = claiming.look("default").shards
         assert shards, "the second is ready"
 
-        assert restoring.restore("default", head.position)
+        assert deciding.decide("default", RESTORE, [head.position])
         with transaction.atomic():
             rows = claiming.claim_ready("default", shards, 100).rows
 

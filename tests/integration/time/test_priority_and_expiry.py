@@ -14,8 +14,8 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals
 from outbox.models import OutboxMessage
 from outbox.relay import passes
-from outbox.states import State
-from outbox.store import claiming, restoring, settling
+from outbox.states import RESTORE, State
+from outbox.store import claiming, deciding, settling
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -56,12 +56,12 @@ def retried(message):
 
 def restored_when_dead(message):
     failed(message, None)
-    assert restoring.restore("default", message.position)
+    assert deciding.decide("default", RESTORE, [message.position])
 
 
 def restored(message):
     assert cancel(message.id)
-    assert restoring.restore("default", message.position)
+    assert deciding.decide("default", RESTORE, [message.position])
 
 
 def sent_now(message):

@@ -20,8 +20,8 @@ from exactly_once.wire.formats import Wire
 from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, State
-from outbox.store import claiming, operating, restoring
+from outbox.states import CANCEL, RESTORE, State
+from outbox.store import claiming, deciding
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
@@ -412,11 +412,11 @@ class TestRow:
     def test_row_of_a_call_can_be_cancelled_and_restored(self, add):
         called(add, 1, 2, countdown=600)
 
-        assert operating.decide("default", CANCEL, [the_row().pk])
+        assert deciding.decide("default", CANCEL, [the_row().pk])
 
         called(add, 3, 4)
         set_columns(Named(rows()[1]), state=State.DEAD)
-        assert restoring.restore("default", rows()[1].pk)
+        assert deciding.decide("default", RESTORE, [rows()[1].pk])
         assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
 
     def test_local_transport_refuses_the_row_of_a_call(self, settings, add):
