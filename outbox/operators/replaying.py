@@ -11,7 +11,7 @@ which is as large as the part that was confirmed.
 
 import uuid
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -130,10 +130,10 @@ def _paused_topics(alias: str) -> frozenset[str]:
     return frozenset(rows.values_list("topic", flat=True))
 
 
-def executor(alias: str, **options: Any) -> Operations:
-    """The companion of a relay that executes the operations of its database. `options`: see `Operations`."""
+def executor(alias: str, on_batch: Callable[[Operation], object] = lambda _: None) -> Operations:
+    """The companion of a relay that executes the operations of its database, and calls `on_batch` after each batch."""
     actions = {**ACTIONS, REPLAY.name: REPLAY}
-    return Operations("relay", lambda: [alias], operations, actions, why_not=why_not, **options)
+    return Operations("relay", lambda: [alias], operations, actions, why_not=why_not, on_batch=on_batch)
 
 
 def send_again(
